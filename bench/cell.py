@@ -1,0 +1,133 @@
+"""A cell, the unit of work, and a measurement, what an engine makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from impls.strategy import MESH_AXES
+
+Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics"]
+Engine = Literal["virtual", "distributed"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Sizes(_Strict):
+    """Ranks along each axis of the mesh."""
+
+    dp: PositiveInt = 1
+    pp: PositiveInt = 1
+    tp: PositiveInt = 1
+    sp: PositiveInt = 1
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.pp * self.tp * self.sp
+
+    def __str__(self) -> str:
+        return "x".join(f"{axis}{n}" for axis in MESH_AXES if (n := getattr(self, axis)) > 1) or "1"
+
+
+class TrainingOptions(_Strict):
+    """How the step is run; see :class:`impls.training.Training`.
+
+    ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it.
+    """
+
+    moments: Literal["kept", "later"] = "kept"
+    gradients: Literal["contiguous", "stale"] = "contiguous"
+    batch_on_device: Literal["part", "whole"] = "part"
+
+
+class Search(_Strict):
+    """Ask for the largest ``quantity`` that fits, in multiples of ``step`` (of ``step`` a rank, where a
+    strategy cuts the sequence), not above ``limit``."""
+
+    quantity: Literal["batch", "seq_len"]
+    step: PositiveInt = 1
+    limit: PositiveInt = 2**22
+
+
+class Timing(_Strict):
+    """How many steps the distributed engine runs."""
+
+    warmup: int = Field(2, ge=0)
+    samples: PositiveInt = 5
+
+
+class Cell(_Strict):
+    """One point of a sweep. Where ``search`` asks for batch or seq_len, that field is None."""
+
+    model: str
+    strategy: str
+    sizes: Sizes = Sizes()
+    batch: PositiveInt | None = None
+    seq_len: PositiveInt | None = None
+    cluster: str = "local"
+    engine: Engine = "virtual"
+    precision: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
+    model_options: dict[str, Any] = {}
+    strategy_options: dict[str, Any] = {}
+    training: TrainingOptions = TrainingOptions()
+    timing: Timing = Timing()
+    search: Search | None = None
+    #: names a variant of settings within a scenario, for comparison and plots
+    variant: str = ""
+
+    @property
+    def key(self) -> str:
+        """A stable name of the cell: readable, and a digest of all that defines it."""
+        content = json.dumps(self.model_dump(exclude_defaults=True), sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:10]
+        batch = "max" if self.batch is None else self.batch
+        length = "max" if self.seq_len is None else self.seq_len
+        parts = [self.model, self.strategy, str(self.sizes), f"b{batch}", f"L{length}", self.precision]
+        if self.variant:
+            parts.append(self.variant)
+        return "/".join([*parts, self.cluster, self.engine, digest])
+
+    def at(self, value: int) -> Cell:
+        """The same cell with the searched quantity set to a value, and no search."""
+        assert self.search is not None
+        return self.model_copy(update={self.search.quantity: value, "search": None})
+
+
+@dataclass
+class Measurement:
+    """What an engine measured; None where it cannot know.
+
+    Attributes:
+        peak_memory_bytes: largest sum of live bytes over the step, as torch.cuda.max_memory_allocated.
+        reserved_memory_bytes: what a caching allocator reserves for it.
+        peak_phase: the phase of the step in which the peak falls.
+        peak_held: bytes by what held them at the peak.
+        communication: rows of :meth:`bench.meters.communication.CommunicationMeter.rows`.
+        formula: sent bytes of one rank by phase and collective, from the strategy's closed form.
+        step_time_s: median of step_time_samples_s.
+        answer: the largest value that fits, for a search; proof: the probes that show it.
+    """
+
+    status: Status = "ok"
+    reason: str = ""
+    peak_memory_bytes: int | None = None
+    reserved_memory_bytes: int | None = None
+    peak_phase: str | None = None
+    peak_held: dict[str, int] = field(default_factory=dict)
+    communication: list[dict[str, Any]] = field(default_factory=list)
+    formula: list[dict[str, Any]] = field(default_factory=list)
+    step_time_s: float | None = None
+    step_time_samples_s: list[float] = field(default_factory=list)
+    tokens_per_s: float | None = None
+    answer: int | None = None
+    proof: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for a result row."""
+        return asdict(self)

@@ -1,0 +1,186 @@
+"""A replay of the CUDA caching allocator: what a card reserves for the events of a memory log.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings, unchanged from PyTorch 1.7
+to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments of 2 MiB, a pool of larger ones in
+segments of 20 MiB (requests below 10 MiB) or of the request rounded to 2 MiB; best fit; a block is split if
+what remains is at least 512 B (small) or more than 1 MiB (large); free neighbours merge; where the card has
+no room for a segment, all wholly free segments are returned to it before an out-of-memory error.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.meters.memory import GRANULE
+
+MIB = 2**20
+SMALL_LIMIT = 1 * MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+LARGE_SEGMENT_LIMIT = 10 * MIB
+SEGMENT_GRANULE = 2 * MIB
+
+
+class _Block:
+    __slots__ = ("address", "free", "next", "previous", "size", "small")
+
+    def __init__(self, address: int, size: int, small: bool):
+        self.address, self.size, self.small = address, size, small
+        self.free = False
+        self.previous: _Block | None = None
+        self.next: _Block | None = None
+
+    @property
+    def whole_segment(self) -> bool:
+        return self.previous is None and self.next is None
+
+
+class OutOfMemory(Exception):
+    """No room for ``requested`` bytes."""
+
+    def __init__(self, requested: int, allocated: int, reserved: int):
+        self.requested, self.allocated, self.reserved = requested, allocated, reserved
+        super().__init__(f"{requested} bytes with {allocated} allocated, {reserved} reserved")
+
+
+class CachingAllocator:
+    """The allocator's state.
+
+    Args:
+        capacity: usable bytes of the card, or None without limit.
+
+    Attributes:
+        allocated, reserved: bytes now, as torch.cuda.memory_allocated and memory_reserved count them.
+        peak_allocated, peak_reserved: the largest so far.
+    """
+
+    def __init__(self, capacity: int | None = None):
+        self.capacity = capacity
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        # free blocks by (size, address), as the allocator orders them; small pool first
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._blocks: dict[int, _Block] = {}
+        self._next_address = 0
+
+    def malloc(self, nbytes: int) -> int:
+        """Allocate and return an address.
+
+        Raises:
+            OutOfMemory: if the card has no room even after the cached segments are returned.
+        """
+        size = max(GRANULE, -(-nbytes // GRANULE) * GRANULE)
+        small = size <= SMALL_LIMIT
+        block = self._take(size, small) or self._new_segment(size, small)
+        remaining = block.size - size
+        if remaining >= GRANULE if small else remaining > SMALL_LIMIT:
+            self._split(block, size)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block.address
+
+    def free(self, address: int) -> None:
+        """Give back what :meth:`malloc` returned."""
+        block = self._blocks[address]
+        self.allocated -= block.size
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.free:
+                self._remove_free(neighbour)
+                block = self._merge(*sorted((block, neighbour), key=lambda b: b.address))
+        self._add_free(block)
+
+    def _take(self, size: int, small: bool) -> _Block | None:
+        pool = self._free[small]
+        index = bisect_left(pool, (size, -1))
+        if index == len(pool):
+            return None
+        _, address = pool.pop(index)
+        block = self._blocks[address]
+        block.free = False
+        return block
+
+    def _new_segment(self, size: int, small: bool) -> _Block:
+        if small:
+            segment = SMALL_SEGMENT
+        elif size < LARGE_SEGMENT_LIMIT:
+            segment = LARGE_SEGMENT
+        else:
+            segment = -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE
+        if self.capacity is not None and self.reserved + segment > self.capacity:
+            self._release_cached()
+            if self.reserved + segment > self.capacity:
+                raise OutOfMemory(size, self.allocated, self.reserved)
+        block = _Block(self._next_address, segment, small)
+        self._next_address += segment
+        self._blocks[block.address] = block
+        self.reserved += segment
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return block
+
+    def _release_cached(self) -> None:
+        for pool in self._free.values():
+            for entry in [e for e in pool if self._blocks[e[1]].whole_segment]:
+                pool.remove(entry)
+                self.reserved -= entry[0]
+                del self._blocks[entry[1]]
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.size - size, block.small)
+        rest.previous, rest.next = block, block.next
+        if block.next is not None:
+            block.next.previous = rest
+        block.next, block.size = rest, size
+        self._blocks[rest.address] = rest
+        self._add_free(rest)
+
+    def _merge(self, left: _Block, right: _Block) -> _Block:
+        left.size += right.size
+        left.next = right.next
+        if right.next is not None:
+            right.next.previous = left
+        del self._blocks[right.address]
+        return left
+
+    def _add_free(self, block: _Block) -> None:
+        block.free = True
+        insort(self._free[block.small], (block.size, block.address))
+
+    def _remove_free(self, block: _Block) -> None:
+        block.free = False
+        pool = self._free[block.small]
+        del pool[bisect_left(pool, (block.size, block.address))]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What became of a log on a card.
+
+    Attributes:
+        peak_allocated, peak_reserved: bytes, over the whole log or until it ran out of memory.
+        out_of_memory: where it did, with the request and the state then; None if it fits.
+    """
+
+    peak_allocated: int
+    peak_reserved: int
+    out_of_memory: OutOfMemory | None
+
+
+def replay(sizes: Sequence[int], events: Sequence[int], capacity: int | None) -> Replay:
+    """Run a memory log's events (see :class:`bench.meters.memory.MemoryLog`) through the allocator."""
+    allocator = CachingAllocator(capacity)
+    addresses: dict[int, int] = {}
+    failure = None
+    for event in events:
+        number = abs(event) - 1
+        if sizes[number] == 0:
+            continue
+        if event > 0:
+            try:
+                addresses[number] = allocator.malloc(sizes[number])
+            except OutOfMemory as error:
+                failure = error
+                break
+        else:
+            allocator.free(addresses.pop(number))
+    return Replay(allocator.peak_allocated, allocator.peak_reserved, failure)

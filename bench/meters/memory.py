@@ -1,0 +1,147 @@
+"""The memory meter: every storage's birth and death, and what they add up to.
+
+The meter sees tensors, not an allocator, so it counts the same on fake tensors and on real ones. What a
+card's allocator makes of the same events is :mod:`bench.meters.allocator`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: the CUDA caching allocator hands out multiples of this many bytes
+GRANULE = 512
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "inputs",
+    "activations",
+    "communication_buffers",
+    "temporaries",
+)
+
+
+def rounded(nbytes: np.ndarray) -> np.ndarray:
+    """Bytes as the allocator counts them: whole granules, at least one, and nothing for nothing."""
+    return -(-nbytes // GRANULE) * GRANULE
+
+
+@dataclass
+class MemoryLog:
+    """What happened, in order.
+
+    Attributes:
+        sizes: bytes of each storage, by its number.
+        events: number + 1 where a storage is born, -(number + 1) where it dies.
+        marks: (phase, index of its first event) in order.
+        tags: the category of storages that are known from outside.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    tags: dict[int, str] = field(default_factory=dict)
+
+    def signed_bytes(self, sizes: np.ndarray | None = None) -> np.ndarray:
+        """The change of allocated bytes at each event, in whole granules; ``sizes`` replaces those recorded."""
+        events = np.asarray(self.events, dtype=np.int64)
+        whole = rounded(np.asarray(self.sizes, dtype=np.int64) if sizes is None else sizes)
+        return np.sign(events) * whole[np.abs(events) - 1]
+
+    def span(self, phase: str) -> slice:
+        """The events of a phase."""
+        starts = [*(start for _, start in self.marks), len(self.events)]
+        for (name, start), end in zip(self.marks, starts[1:], strict=True):
+            if name == phase:
+                return slice(start, end)
+        return slice(0, 0)
+
+    @property
+    def step_start(self) -> int:
+        """The first event of the training step; what came before is set-up."""
+        return self.span("forward").start
+
+    def peak(self) -> Peak:
+        """The largest sum of live bytes during the step, when it was, and what held it."""
+        live = np.cumsum(self.signed_bytes())
+        start = self.step_start
+        at = start + int(np.argmax(live[start:]))
+        alive = np.zeros(len(self.sizes), dtype=bool)
+        for event in self.events[: at + 1]:
+            alive[abs(event) - 1] = event > 0
+        held = dict.fromkeys(CATEGORIES, 0)
+        categories = self._categories()
+        for number in np.flatnonzero(alive):
+            held[categories[number]] += int(rounded(np.asarray(self.sizes[number])))
+        phase = next(name for name, first in reversed(self.marks) if first <= at)
+        return Peak(int(live[at]), phase, held)
+
+    def _categories(self) -> list[str]:
+        """Of each storage: its tag; else activation if forward made it and left it alive; else temporary."""
+        forward = self.span("forward")
+        events = self.events[forward]
+        born = {event - 1 for event in events if event > 0}
+        kept = born - {-event - 1 for event in events if event < 0}
+        return [
+            self.tags.get(number, "activations" if number in kept else "temporaries")
+            for number in range(len(self.sizes))
+        ]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak allocated bytes of a step, the phase it falls in, and the bytes of each category then."""
+
+    nbytes: int
+    phase: str
+    held: dict[str, int]
+
+
+class MemoryMeter:
+    """Records the storages of the tensors that operators return, from :meth:`see` to their death."""
+
+    def __init__(self) -> None:
+        self.log = MemoryLog()
+        self._numbers: dict[int, int] = {}
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def see(self, tensor: Tensor) -> None:
+        """Note the storage of a tensor, if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._numbers:
+            return
+        log = self.log
+        number = len(log.sizes)
+        log.sizes.append(storage.nbytes())
+        log.events.append(number + 1)
+        self._numbers[key] = number
+
+        def dies(_: object) -> None:
+            del self._numbers[key], self._watches[key]
+            log.events.append(-number - 1)
+
+        self._watches[key] = weakref.ref(storage, dies)
+
+    def tag(self, tensors: Iterable[Tensor], category: str, *, keep: bool = False) -> None:
+        """Say what holds these tensors' storages; with ``keep`` an earlier tag stays."""
+        for tensor in tensors:
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None and not (keep and number in self.log.tags):
+                self.log.tags[number] = category
+
+    def mark(self, phase: str) -> None:
+        """A phase begins."""
+        self.log.marks.append((phase, len(self.log.events)))
+
+    def stop(self) -> MemoryLog:
+        """End the record; later deaths are not noted."""
+        self._watches.clear()
+        return self.log

@@ -1,0 +1,56 @@
+"""The one observer of operators, which feeds the meters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.meters.communication import FILLED_FROM_OTHERS, CommunicationMeter
+from bench.meters.memory import MemoryMeter
+
+
+class Recorder(TorchDispatchMode):
+    """While entered, every operator of this thread and of its backward passes through the meters.
+
+    Args:
+        axes: the mesh axis of each process group, by the group's name.
+    """
+
+    def __init__(self, axes: Mapping[str, str]):
+        super().__init__()
+        self.memory = MemoryMeter()
+        self.communication = CommunicationMeter(axes)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What happens inside belongs to that phase of the step."""
+        self.memory.mark(name)
+        self.communication.phase = name
+        yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.communication.see(func, args)
+            if func._schema.name.endswith(FILLED_FROM_OTHERS):
+                self._tag_buffers(args[0])
+            return result
+        if isinstance(result, Tensor):
+            self.memory.see(result)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, Tensor):
+                    self.memory.see(item)
+        return result
+
+    def _tag_buffers(self, filled: Any) -> None:
+        tensors = [filled] if isinstance(filled, Tensor) else filled
+        for tensor in tensors:
+            nested = tensor if isinstance(tensor, (tuple, list)) else [tensor]
+            self.memory.tag(nested, "communication_buffers", keep=True)

@@ -1,0 +1,143 @@
+"""The communication primitives that strategies share, and the arithmetic of what they send.
+
+Everything here goes through torch.distributed's own collectives on the group that is passed in, so
+it runs alike on NCCL, Gloo and the fake group, and whoever observes the c10d operators sees it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: share of the payload that one rank sends, as a function of N, for ring algorithms
+#: (Thakur et al. 2005; nccl-tests PERFORMANCE.md). The payload is the whole tensor: the input of
+#: all_reduce, reduce_scatter, all_to_all and broadcast, the output of all_gather.
+WIRE_SHARE = {
+    "all_reduce": lambda n: Fraction(2 * (n - 1), n),
+    "all_gather": lambda n: Fraction(n - 1, n),
+    "reduce_scatter": lambda n: Fraction(n - 1, n),
+    "all_to_all": lambda n: Fraction(n - 1, n),
+    # mean over ranks: the payload passes along a chain of N-1 links
+    "broadcast": lambda n: Fraction(n - 1, n),
+    "reduce": lambda n: Fraction(n - 1, n),
+    "send": lambda n: Fraction(1),
+    "recv": lambda n: Fraction(0),
+    "barrier": lambda n: Fraction(0),
+}
+
+
+def wire_bytes(collective: str, payload_bytes: int, size: int) -> Fraction:
+    """Bytes that a rank sends (mean over the group) for one collective over ``size`` ranks."""
+    return payload_bytes * WIRE_SHARE[collective](size)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A closed-form entry: ``count`` collectives of ``payload_bytes`` each in one phase of a step.
+
+    ``phase`` is forward, backward, gradient_sync or optimizer; ``purpose`` is for the reader.
+    """
+
+    phase: str
+    purpose: str
+    collective: str
+    count: int
+    payload_bytes: int
+
+    def sent_bytes(self, size: int) -> Fraction:
+        """Bytes that one of ``size`` ranks sends for this entry."""
+        return self.count * wire_bytes(self.collective, self.payload_bytes, size)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Sum (or ``op``) x over the group, in place; nothing to do without one or with one rank."""
+    if group is not None and group.size() > 1:
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous(), ctx.group), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SumOverGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.mark_dirty(x)
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous(), ctx.group), None
+
+
+def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Identity forward, all-reduce backward: x is the same on all ranks, its uses differ
+    (Megatron-LM's f, arXiv 1909.08053 section 3)."""
+    return x if group is None or group.size() == 1 else _CopyToGroup.apply(x, group)
+
+
+def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """All-reduce forward (in place), identity backward: the sum is used alike on all ranks
+    (Megatron-LM's g, arXiv 1909.08053 section 3)."""
+    return x if group is None or group.size() == 1 else _ReduceFromGroup.apply(x, group)
+
+
+def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """All-reduce forward (in place) and backward: each rank uses the sum in its own way."""
+    return x if group is None or group.size() == 1 else _SumOverGroup.apply(x, group)
+
+
+def ring(chunk: Tensor, group: dist.ProcessGroup | None) -> Iterator[tuple[int, Tensor]]:
+    """Pass ``chunk`` around the ring: yields (owner, chunk of that owner), this rank's own first.
+
+    After N steps every rank has seen every chunk and has sent N-1 of them. A chunk that is yielded
+    may be read until the next one is asked for.
+    """
+    if group is None or group.size() == 1:
+        yield 0, chunk
+        return
+    size, rank = group.size(), group.rank()
+    current = chunk.contiguous()
+    for step in range(size):
+        yield (rank - step) % size, current
+        if step < size - 1:
+            current = _shift(current, group)
+
+
+def _shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send ``chunk`` to the next rank and return what the previous one sent."""
+    size, rank = group.size(), group.rank()
+    received = torch.empty_like(chunk)
+    exchange = [
+        dist.P2POp(dist.isend, chunk, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    return received

@@ -1,0 +1,101 @@
+"""Scale, mask and softmax of attention scores, fused (Megatron-LM's scaled_masked_softmax) or plain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: what a masked score becomes; Megatron-LM's and BERT's value, finite so that a row with no key stays finite
+MASKED_SCORE = -10000.0
+
+
+def _plain(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = scores * scale
+    if mask is not None:
+        scores = scores.masked_fill(mask, MASKED_SCORE)
+    return torch.softmax(scores, -1)
+
+
+@torch.library.custom_op("spbench::masked_softmax", mutates_args=())
+def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+    return _plain(working, mask, scale).to(scores.dtype)
+
+
+@_masked_softmax.register_fake
+def _(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return torch.empty_like(scores)
+
+
+@torch.library.custom_op("spbench::masked_softmax_backward_", mutates_args={"gradient"})
+def _masked_softmax_backward_(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
+    working = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
+    result = torch._softmax_backward_data(gradient.to(working), probabilities.to(working), -1, working)
+    gradient.copy_(result.mul_(scale))
+
+
+@_masked_softmax_backward_.register_fake
+def _(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
+    return None
+
+
+class _MaskedSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        probabilities = _masked_softmax(scores, mask, scale)
+        ctx.save_for_backward(probabilities)
+        ctx.scale = scale
+        return probabilities
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # the gradient that arrives is this function's alone (a matrix product or a dropout made it),
+        # so the result overwrites it, as the CUDA kernel does
+        gradient = gradient.contiguous()
+        _masked_softmax_backward_(gradient, ctx.saved_tensors[0], ctx.scale)
+        return gradient, None, None
+
+
+class _SoftmaxKeepingInput(torch.autograd.Function):
+    """torch.softmax of scores that become this function's own; saves its input too, as PyTorch 1.8 did."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        probabilities = torch.softmax(scores, -1)
+        ctx.save_for_backward(scores, probabilities)
+        return probabilities
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _, probabilities = ctx.saved_tensors
+        return torch._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype)
+
+
+def megatron_fuses(batch_heads: int, queries: int, keys: int) -> bool:
+    """Whether Megatron-LM's scaled_masked_softmax kernel of 2021 takes these scores (its fused_softmax.py):
+    16 < keys <= 2048, and both the queries and batch x heads a multiple of 4."""
+    return 16 < keys <= 2048 and queries % 4 == 0 and batch_heads % 4 == 0
+
+
+def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, way: str) -> Tensor:
+    """softmax(scale * scores) over the last dim, for scores [B, Z, queries, keys].
+
+    ``mask`` broadcasts to the scores and is True where the score is to become -10000. Ways:
+
+    - "fused": only the result is kept and no intermediate exists (bytes a score kept in half precision: 2).
+    - "plain": torch's own operators; half precisions pass through float32 (4 + 2).
+    - "megatron": fused where :func:`megatron_fuses`, else Megatron-LM's fallback in float32 on PyTorch
+      1.8, whose softmax kept its input beside its result (4 + 4 + 2).
+    """
+    batch, heads, queries, keys = scores.shape
+    if way == "fused" or (way == "megatron" and megatron_fuses(batch * heads, queries, keys)):
+        return _MaskedSoftmax.apply(scores, mask, scale)
+    working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+    if way == "plain":
+        return _plain(working, mask, scale).to(scores.dtype)
+    working = working * scale
+    if mask is not None:
+        working = working.masked_fill_(mask, MASKED_SCORE)
+    return _SoftmaxKeepingInput.apply(working).to(scores.dtype)

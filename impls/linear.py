@@ -1,0 +1,25 @@
+"""The linear layer that models use: a projection whose bias can be left to a fused kernel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """x [..., in_features] -> x W^T + b [..., out_features]."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def project(self, x: Tensor) -> Tensor:
+        """x W^T alone."""
+        return F.linear(x, self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)

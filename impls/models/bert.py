@@ -1,0 +1,334 @@
+"""BERT (Devlin et al., arXiv 1810.04805) with MLM and sentence-order heads, as single-device code.
+
+Post-layer-norm blocks, GeLU, learned positions, dropout. The attention can be Linformer's (arXiv
+2006.04768): keys and values projected along the sequence to K positions, by a matrix each that all heads
+of a layer share ("headwise sharing", its section 4).
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
+Z heads (this rank's), A head size, V vocabulary, K Linformer's projected length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from impls.kernels.bias_gelu import bias_gelu
+from impls.kernels.dropout import bias_dropout_add
+from impls.kernels.layer_norm import LayerNorm
+from impls.models.model import Model, Part
+from impls.strategy import Site, Strategy
+
+
+_WAYS = {
+    "mask_shape": ("keys", "square"),
+    "softmax": ("fused", "plain", "megatron"),
+    "bias_dropout_add": ("fused", "plain", "torchscript"),
+}
+
+
+@dataclass(frozen=True)
+class BertModel(Model):
+    """The options of a BERT.
+
+    Attributes:
+        vocabulary: rows of the word embedding before padding (30522: BERT's WordPiece vocabulary).
+        vocabulary_multiple: the table is padded to a multiple of this times the strategy's parts of it
+            (128: Megatron-LM's make-vocab-size-divisible-by).
+        mask_shape: "keys" masks padded keys with [B, 1, 1, L]; "square" builds Megatron-LM's
+            [B, 1, queries, L] from an int64 product of the padding mask with itself.
+        linformer: K, or None for full attention.
+        checkpointing: recompute each block in backward.
+        softmax: "fused", "plain" or "megatron"; see :func:`impls.kernels.softmax.masked_softmax`.
+        bias_dropout_add: "fused", "plain", or "torchscript", which keeps dropout's input too; see
+            :func:`impls.kernels.dropout.bias_dropout_add`.
+        fused_bias_gelu, fused_cross_entropy: use the kernels that keep and allocate less.
+    """
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    vocabulary: int = 30522
+    vocabulary_multiple: int = 128
+    token_types: int = 2
+    dropout: float = 0.1
+    mask_shape: str = "keys"
+    linformer: int | None = None
+    checkpointing: bool = False
+    softmax: str = "fused"
+    bias_dropout_add: str = "fused"
+    fused_bias_gelu: bool = True
+    fused_cross_entropy: bool = True
+
+    # the padding mask stays whole: every query needs to know of every key
+    sequence_dims: ClassVar[Mapping[str, int | None]] = {
+        "tokens": 1,
+        "token_types": 1,
+        "positions": 0,
+        "labels": 1,
+        "loss_weights": 1,
+        "padding": None,
+        "order_labels": None,
+    }
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+        for name, ways in _WAYS.items():
+            if getattr(self, name) not in ways:
+                raise ValueError(f"{name} is one of {', '.join(ways)}, not {getattr(self, name)!r}")
+        if self.linformer is not None and self.mask_shape != "keys":
+            raise ValueError("Linformer attends to projected keys; its mask_shape is 'keys'")
+
+    def padded_vocabulary(self, parts: int) -> int:
+        """Rows of the word embedding when it is split into ``parts``."""
+        multiple = self.vocabulary_multiple * parts
+        return math.ceil(self.vocabulary / multiple) * multiple
+
+    def build(self, strategy: Strategy, seq_len: int) -> nn.Module:
+        return Bert(self, strategy, seq_len)
+
+    def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
+        shape = (batch, seq_len)
+        padding = torch.zeros(shape, dtype=torch.int64)
+        padding[:, seq_len - seq_len // 8 :] = 1  # 1: a padded position, never a key
+        chosen = (torch.rand(shape, generator=generator) < 0.15) & (padding == 0)
+        chosen[:, 0] = True  # so that the mean below is over at least one position
+        weights = chosen / chosen.sum()
+        return {
+            "tokens": torch.randint(self.vocabulary, shape, generator=generator),
+            "token_types": torch.randint(self.token_types, shape, generator=generator),
+            "positions": torch.arange(seq_len),
+            "labels": torch.randint(self.vocabulary, shape, generator=generator),
+            "loss_weights": weights,
+            "padding": padding,
+            "order_labels": torch.randint(2, (batch,), generator=generator),
+        }
+
+    def sites(self, batch: int, seq_len: int, vocabulary_parts: int = 1) -> list[Site]:
+        tokens = {"B": batch, "L": seq_len}
+        rows = self.padded_vocabulary(vocabulary_parts)
+        inner, again = 4 * self.hidden, self.checkpointing
+        heads = tokens | {"Z": self.heads, "A": self.hidden // self.heads}
+        block_in = Site("linear_in", 2 * self.layers, tokens | {"H": self.hidden, "F": inner}, again)
+        block_out = Site("linear_out", 2 * self.layers, tokens | {"H": self.hidden, "F": inner}, again)
+        if self.linformer is None:
+            attention = Site("attention", self.layers, heads, again)
+        else:
+            attention = Site("project_sequence", 2 * self.layers, heads | {"K": self.linformer}, again)
+        return [
+            Site("embedding", 1, tokens | {"H": self.hidden, "V": rows}),
+            block_in,
+            attention,
+            block_out,
+            Site("vocabulary_logits", 1, tokens | {"H": self.hidden, "V": rows}),
+            Site("cross_entropy", 1, tokens | {"V": rows}),
+            Site("parameters", 1, {"elements": self.parameters(seq_len, rows)}),
+        ]
+
+    def parameters(self, seq_len: int, rows: int) -> int:
+        """Parameters outside Linformer's projection, with ``rows`` rows of vocabulary."""
+        h = self.hidden
+        block = 12 * h * h + 9 * h + 4 * h  # matrices, their biases, two layer norms
+        embeddings = (rows + seq_len + self.token_types) * h + 2 * h
+        heads = (h * h + h + 2 * h + rows) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
+        return self.layers * block + embeddings + heads
+
+    def parts(self) -> Mapping[str, Part]:
+        def hidden_inputs(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
+            x = torch.randn(batch, seq_len, self.hidden, generator=generator, dtype=torch.float64)
+            return {"x": x, "padding": self.inputs(batch, seq_len, generator)["padding"]}
+
+        dims = {"x": 1, "padding": None}
+        return {
+            "attention": Part(lambda s, n: _Alone(self, s, n, Attention), hidden_inputs, dims, {"y": 1}),
+            "block": Part(lambda s, n: _Alone(self, s, n, Block), hidden_inputs, dims, {"y": 1}),
+            "model": Part(self.build, self.inputs, self.sequence_dims, {"loss": None, "hidden": 1, "token_loss": 1}),
+        }
+
+
+class Attention(nn.Module):
+    """Multi-head self attention without its output bias: x [B, L, H] -> [B, L, H]."""
+
+    def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.model, self.strategy = model, strategy
+        self.head_size = model.hidden // model.heads
+        self.qkv = strategy.linear_in(model.hidden, 3 * model.hidden)
+        self.out = strategy.linear_out(model.hidden, model.hidden)
+        if model.linformer is not None:
+            self.key_projection = strategy.sequence_parameter(model.linformer, seq_len)
+            self.value_projection = strategy.sequence_parameter(model.linformer, seq_len)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        # the rows of the weight are ordered head by head, so that a split of rows is a split of heads
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # [B, L, Z, 3, A]
+        q, k, v = (part.transpose(1, 2).contiguous() for part in heads.unbind(-2))  # each [B, Z, L, A]
+        del heads
+        y = self.attend(q, k, v, mask)
+        del q, k, v
+        return self.out.project(y.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        how = {"dropout": self.model.dropout, "softmax": self.model.softmax}
+        if self.model.linformer is None:
+            return self.strategy.attention(q, k, v, mask, **how)
+        # every rank gets all K projected keys, so attention is local: [B, Z, L, A] x [B, Z, K, A]
+        absent = self.strategy.shard(mask, 3).transpose(2, 3)  # padded positions of this rank, [B, 1, L, 1]
+        k = self.strategy.project_sequence(k.masked_fill_(absent, 0), self.key_projection)
+        v = self.strategy.project_sequence(v.masked_fill_(absent, 0), self.value_projection)
+        return self.strategy.local_attention(q, k, v, None, **how)
+
+
+class BiasDropoutAddNorm(nn.Module):
+    """LayerNorm(residual + dropout(x + bias)), the end of both halves of a block."""
+
+    def __init__(self, model: BertModel, strategy: Strategy):
+        super().__init__()
+        self.model, self.random, self.region = model, strategy.random, strategy.hidden_region
+        self.bias = nn.Parameter(torch.zeros(model.hidden))
+        self.norm = LayerNorm(model.hidden)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        p = self.model.dropout
+        way = self.model.bias_dropout_add
+        if p and way != "plain":
+            mask, keep = self.random.mask(x, p, self.region), way == "torchscript"
+            summed = bias_dropout_add(x, self.bias, residual, mask, p, keep_input=keep)
+        else:
+            summed = residual + self.random.dropout(x + self.bias, p, self.region)
+        return self.norm(summed)
+
+
+class Block(nn.Module):
+    """A post-layer-norm transformer block: x [B, L, H] -> [B, L, H]."""
+
+    def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.fused_bias_gelu = model.fused_bias_gelu
+        self.attention = Attention(model, strategy, seq_len)
+        self.attention_end = BiasDropoutAddNorm(model, strategy)
+        self.mlp_in = strategy.linear_in(model.hidden, 4 * model.hidden)
+        self.mlp_out = strategy.linear_out(4 * model.hidden, model.hidden)
+        self.mlp_end = BiasDropoutAddNorm(model, strategy)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.attention_end(self.attention(x, mask), x)
+        inner = bias_gelu(self.mlp_in.project(x), self.mlp_in.bias, fused=self.fused_bias_gelu)
+        return self.mlp_end(self.mlp_out.project(inner), x)
+
+
+class Embeddings(nn.Module):
+    """Words + positions + token types, layer norm, dropout: [B, L] -> [B, L, H]."""
+
+    def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.p, self.random, self.region = model.dropout, strategy.random, strategy.hidden_region
+        self.words = strategy.embedding(model.padded_vocabulary(strategy.vocabulary_parts), model.hidden)
+        self.positions = nn.Embedding(seq_len, model.hidden)
+        self.types = nn.Embedding(model.token_types, model.hidden)
+        self.norm = LayerNorm(model.hidden)
+
+    def forward(self, tokens: Tensor, token_types: Tensor, positions: Tensor) -> Tensor:
+        x = self.words(tokens) + self.positions(positions) + self.types(token_types)
+        return self.random.dropout(self.norm(x), self.p, self.region)
+
+
+class MaskedLanguageHead(nn.Module):
+    """x [B, L, H] and labels [B, L] -> loss of each token [B, L], with the embedding's weights tied."""
+
+    def __init__(self, model: BertModel, strategy: Strategy):
+        super().__init__()
+        self.strategy, self.fused = strategy, model.fused_cross_entropy
+        self.dense = nn.Linear(model.hidden, model.hidden)
+        self.norm = LayerNorm(model.hidden)
+        self.bias = strategy.vocabulary_parameter(model.padded_vocabulary(strategy.vocabulary_parts))
+
+    def forward(self, x: Tensor, labels: Tensor, words: Tensor) -> Tensor:
+        x = self.norm(F.gelu(self.dense(x), approximate="tanh"))
+        logits = self.strategy.vocabulary_logits(x, words, self.bias)
+        return self.strategy.cross_entropy(logits, labels, fused=self.fused)
+
+
+class Bert(nn.Module):
+    """The whole model. ``forward(inputs)`` returns ``loss`` (this rank's share of the step's loss),
+    ``hidden`` [B, L, H] and ``token_loss`` [B, L]."""
+
+    def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.model, self.strategy = model, strategy
+        self.embeddings = Embeddings(model, strategy, seq_len)
+        self.blocks = nn.ModuleList(Block(model, strategy, seq_len) for _ in range(model.layers))
+        self.head = MaskedLanguageHead(model, strategy)
+        self.pooler = nn.Linear(model.hidden, model.hidden)
+        self.order = nn.Linear(model.hidden, 2)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mask = attention_mask(inputs["padding"], self.model.mask_shape, self.strategy)
+        x = self.embeddings(inputs["tokens"], inputs["token_types"], inputs["positions"])
+        for block in self.blocks:
+            x = self._recomputed(block, x, mask) if self.model.checkpointing else block(x, mask)
+        token_loss = self.head(x, inputs["labels"], self.embeddings.words.weight)
+        first, share = self.strategy.first_token(x)
+        order = self.order(torch.tanh(self.pooler(first)))
+        order_loss = F.cross_entropy(order.to(token_loss.dtype), inputs["order_labels"])
+        loss = (token_loss * inputs["loss_weights"]).sum() + share * order_loss
+        return {"loss": loss, "hidden": x, "token_loss": token_loss}
+
+    def _recomputed(self, block: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        random = self.strategy.random
+        first = random.number
+
+        def run(x: Tensor) -> Tensor:
+            random.number = first  # the same dropout masks when backward runs it again
+            return block(x, mask)
+
+        with set_checkpoint_early_stop(False):  # as the paper's frameworks: the whole block runs again
+            return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Alone(nn.Module):
+    """An attention layer or a block with inputs of its own, for verification."""
+
+    def __init__(self, model: BertModel, strategy: Strategy, seq_len: int, layer: type[Attention] | type[Block]):
+        super().__init__()
+        self.model, self.strategy = model, strategy
+        self.layer = layer(model, strategy, seq_len)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mask = attention_mask(inputs["padding"], self.model.mask_shape, self.strategy)
+        return {"y": self.layer(inputs["x"], mask)}
+
+
+def attention_mask(padding: Tensor, shape: str, strategy: Strategy) -> Tensor:
+    """True where a key must not be attended, from padding [B, L] (1: padded), whole on every rank.
+
+    "keys": [B, 1, 1, L]. "square": [B, 1, queries, L] with padded queries masked too, through the int64
+    product [B, L, L] that Megatron-LM builds, whatever part of its rows this rank needs.
+    """
+    if shape == "keys":
+        return (padding > 0)[:, None, None, :]
+    present = 1 - padding
+    product = present[:, None, :] * present[:, :, None]
+    return strategy.shard(product, 1)[:, None] < 1
+
+
+_BASE = BertModel()
+_LARGE = BertModel(layers=24, hidden=1024, heads=16)
+PRESETS = {
+    "bert-base": _BASE,
+    "bert-large": _LARGE,
+    "bert-base-linformer": replace(_BASE, linformer=256),
+    # for verification: head count and sizes that divide by 1, 2, 3 and 4
+    "bert-tiny": BertModel(layers=2, hidden=48, heads=12, vocabulary=96, vocabulary_multiple=1, dropout=0.0),
+    "bert-tiny-linformer": BertModel(
+        layers=2, hidden=48, heads=12, vocabulary=96, vocabulary_multiple=1, dropout=0.0, linformer=8
+    ),
+}

@@ -1,0 +1,87 @@
+"""What a model is to the harness, and the registry of models."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from impls.strategy import Site, Strategy
+
+
+class Model(ABC):
+    """A model before it is built: its configuration and all the harness asks of it.
+
+    Subclasses are frozen dataclasses whose fields are the options that a scenario may set.
+    """
+
+    #: the sequence dim of each input; None for an input that has none or that every rank needs whole
+    sequence_dims: ClassVar[Mapping[str, int | None]]
+
+    @abstractmethod
+    def build(self, strategy: Strategy, seq_len: int) -> nn.Module:
+        """The module: ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share."""
+
+    @abstractmethod
+    def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """A whole batch of made-up data (integers and weights), from ``generator``."""
+
+    @abstractmethod
+    def sites(self, batch: int, seq_len: int, vocabulary_parts: int = 1) -> list[Site]:
+        """What one training step asks of its strategy, for closed forms and checks."""
+
+    @abstractmethod
+    def parts(self) -> Mapping[str, Part]:
+        """The pieces that verification compares one by one, smallest first."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a model that can be verified alone.
+
+    Attributes:
+        build: makes the piece, ``forward(inputs) -> dict`` of named outputs, for a sequence length.
+        inputs: makes its whole inputs for (batch, seq_len, generator); floating ones get gradients.
+        sequence_dims: as :attr:`Model.sequence_dims`.
+        output_dims: the sequence dim of each output; an output "loss" is this rank's share.
+    """
+
+    build: Callable[[Strategy, int], nn.Module]
+    inputs: Callable[[int, int, torch.Generator], dict[str, Tensor]]
+    sequence_dims: Mapping[str, int | None]
+    output_dims: Mapping[str, int | None]
+
+
+@cache
+def models() -> dict[str, Model]:
+    """Every model by name: the PRESETS of the modules of this package."""
+    import impls.models as package
+
+    found: dict[str, Model] = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        found.update(getattr(importlib.import_module(f"impls.models.{module.name}"), "PRESETS", {}))
+    return found
+
+
+def model_preset(name: str, options: Mapping[str, Any] | None = None) -> Model:
+    """The model of that name with some of its options changed.
+
+    Raises:
+        KeyError: unknown name or option, with the known ones.
+    """
+    known = models()
+    if name not in known:
+        raise KeyError(f"unknown model {name!r}; known: {', '.join(sorted(known))}")
+    preset = known[name]
+    allowed = [f.name for f in fields(preset)]  # type: ignore[arg-type]
+    for option in options or {}:
+        if option not in allowed:
+            raise KeyError(f"model {name} has no option {option!r}; it has: {', '.join(allowed)}")
+    return replace(preset, **(options or {}))  # type: ignore[type-var]

@@ -1,0 +1,185 @@
+"""Ring Self-Attention (Li et al., "Sequence Parallelism", arXiv 2105.13120, section 3.2).
+
+Every rank holds all weights and a chunk of L/N positions of every sequence. Only attention needs other
+chunks. Forward: the key chunks travel round the ring and each rank fills in its L/N rows of the score
+matrix; after the softmax the value chunks travel and each rank sums its outputs. Backward (section 3.2.2):
+values and keys travel once more, and the gradients of keys and values, to which every rank contributes
+for all L positions, are summed by two all-reduces.
+
+Gradients of parameters are summed over the ranks, not averaged: the loss is one sum over all positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from impls.communication import Traffic, all_reduce, ring, sum_over_group
+from impls.kernels.softmax import masked_softmax
+from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
+
+
+class RingScores(torch.autograd.Function):
+    """Q K^T of this rank's queries with the keys of all ranks: q, k [BZ, L/N, A] -> [BZ, L/N, L]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(q, k)
+        ctx.group = group
+        heads, chunk, _ = q.shape
+        scores = q.new_empty(heads, chunk, chunk * _size(group))
+        for owner, keys in ring(k, group):
+            torch.bmm(q, keys.transpose(1, 2), out=_columns(scores, owner, chunk))
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k = ctx.saved_tensors
+        d_q = torch.zeros_like(q)
+        for owner, keys in ring(k, ctx.group):
+            d_q.baddbmm_(_columns(d_scores, owner, k.shape[1]), keys)
+        d_keys = torch.bmm(d_scores.transpose(1, 2), q)  # this rank's part of the sum, for all L keys
+        return d_q, _own_rows(all_reduce(d_keys, ctx.group), ctx.group), None
+
+
+class RingOutput(torch.autograd.Function):
+    """P V of this rank's rows with the values of all ranks: p [BZ, L/N, L], v [BZ, L/N, A] -> [BZ, L/N, A]."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, v: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(p, v)
+        ctx.group = group
+        output = torch.zeros_like(v)
+        for owner, values in ring(v, group):
+            output.baddbmm_(_columns(p, owner, v.shape[1]), values)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        p, v = ctx.saved_tensors
+        d_output = d_output.contiguous()
+        d_p = torch.empty_like(p)
+        for owner, values in ring(v, ctx.group):
+            torch.bmm(d_output, values.transpose(1, 2), out=_columns(d_p, owner, v.shape[1]))
+        d_values = torch.bmm(p.transpose(1, 2), d_output)  # this rank's part of the sum, for all L values
+        return d_p, _own_rows(all_reduce(d_values, ctx.group), ctx.group), None
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def _columns(x: Tensor, owner: int, chunk: int) -> Tensor:
+    """The columns of x [BZ, L/N, L] that belong to the keys or values of ``owner``."""
+    return x[:, :, owner * chunk : (owner + 1) * chunk]
+
+
+def _own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's L/N rows of x [BZ, L, A], in memory of their own so that the rest can be freed."""
+    if _size(group) == 1:
+        return x
+    assert group is not None
+    return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+
+class RingSelfAttention(Strategy):
+    """See the module.
+
+    Args:
+        pad_vocabulary_by_ranks: pad the vocabulary to a multiple that grows with the ranks, as if it
+            were split over them; the paper's code does, since it grew out of tensor parallelism.
+    """
+
+    name = "ring_self_attention"
+    axis = "sp"
+    summary = "sequence chunks; keys, then values, travel round a ring (RSA)"
+    source = "arXiv 2105.13120, section 3.2"
+    attention_region = "sharded"
+    hidden_region = "sharded"
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        planned_size: int = 1,
+        seed: int = 0,
+        pad_vocabulary_by_ranks: bool = False,
+    ):
+        super().__init__(mesh, planned_size, seed)
+        self.pad_vocabulary_by_ranks = pad_vocabulary_by_ranks
+
+    @property
+    def vocabulary_parts(self) -> int:
+        return self.size if self.pad_vocabulary_by_ranks else 1
+
+    def check(self, sites: Iterable[Site]) -> None:
+        size = self.size
+        for site in sites:
+            length = site.dims.get("L", size)
+            if length % size:
+                below = length - length % size
+                lengths = " or ".join(str(n) for n in (below, below + size) if n)
+                raise Unsupported(
+                    f"sequence length {length} is not divisible by {size} ranks",
+                    f"use a sequence length of {lengths}",
+                )
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        size = self.size
+        for site in sites:
+            d, count = site.dims, site.count
+            forwards = ["forward", "backward"] if site.recomputed else ["forward"]
+            if site.kind == "attention":
+                # 2(N-1) B Z (L/N) A forward, 6(N-1) B Z (L/N) A backward (section 3.2.2)
+                whole = d["B"] * d["Z"] * d["L"] * d["A"] * element_bytes
+                for phase in forwards:
+                    yield Traffic(phase, "K and V rings", "send", count * 2 * (size - 1), whole // size)
+                yield Traffic("backward", "V and K rings", "send", count * 2 * (size - 1), whole // size)
+                yield Traffic("backward", "dK and dV", "all_reduce", count * 2, whole)
+            elif site.kind == "project_sequence":
+                projected = d["B"] * d["Z"] * d["K"] * d["A"] * element_bytes
+                for phase in [*forwards, "backward"]:
+                    yield Traffic(phase, "Linformer's projected K, V", "all_reduce", count, projected)
+            elif site.kind == "parameters":
+                yield Traffic("gradient_sync", "gradients", "all_reduce", count, d["elements"] * element_bytes)
+
+    @property
+    def sequence_parts(self) -> int:
+        return self.size
+
+    def shard(self, x: Tensor, dim: int | None) -> Tensor:
+        return x if dim is None else x.chunk(self.size, dim)[self.rank]
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        heads = q.shape[:2]
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        scores = RingScores.apply(q, k, self.group).unflatten(0, heads)
+        probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
+        del scores
+        probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
+        return RingOutput.apply(probabilities.flatten(0, 1), v, self.group).unflatten(0, heads)
+
+    def sequence_parameter(self, *shape: int) -> nn.Parameter:
+        *rest, length = shape
+        parameter = nn.Parameter(torch.empty(*rest, length // self.size))
+        return mark_shard(parameter, Shard(self.axis, len(rest), self.rank, self.size))
+
+    def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
+        # each rank projects its own positions; the sum over ranks is the whole projection (section 3.3)
+        return sum_over_group(super().project_sequence(x, weight), self.group)
+
+    def first_token(self, x: Tensor) -> tuple[Tensor, float]:
+        return x[:, 0], 1.0 if self.rank == 0 else 0.0
+
+    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
+        return True
+
+    @property
+    def loss_is_partial(self) -> bool:
+        return True

@@ -1,0 +1,274 @@
+"""The strategy interface, its single-device defaults, and the registry.
+
+A model is written once and asks its strategy for the few things that parallelism changes. The
+defaults below are the single device; a strategy file holds only what it changes.
+
+Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in the group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from impls.communication import Traffic
+from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from impls.kernels.softmax import masked_softmax
+from impls.linear import Linear
+from impls.random import DropoutRandom
+
+MESH_AXES = ("dp", "pp", "tp", "sp")
+
+
+class Unsupported(ValueError):
+    """These sizes cannot be run: the reason, and the nearest sizes that can."""
+
+    def __init__(self, reason: str, mend: str):
+        super().__init__(f"{reason}; {mend}")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One kind of place in a model that asks its strategy for something, and how often a step does.
+
+    A model lists its sites so that a strategy can write its communication in closed form without
+    knowing the model. ``dims`` holds the shape letters as integers. ``recomputed`` says that
+    activation checkpointing runs the forward of this site again during backward.
+    """
+
+    kind: str
+    count: int
+    dims: Mapping[str, int] = field(default_factory=dict)
+    recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter lies on the mesh: this rank holds part ``index`` of ``parts`` along ``dim``."""
+
+    axis: str
+    dim: int
+    index: int
+    parts: int
+
+    def of(self, full: Tensor) -> Tensor:
+        """This rank's part of the full tensor (a view)."""
+        return full.chunk(self.parts, self.dim)[self.index]
+
+    def full_shape(self, local: torch.Size) -> list[int]:
+        """The shape of the full tensor, from this rank's part of it."""
+        shape = list(local)
+        shape[self.dim] *= self.parts
+        return shape
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """The :class:`Shard` of a parameter, or None where every rank holds it whole."""
+    return getattr(parameter, "spbench_shard", None)
+
+
+def mark_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+    """Record on a parameter which part of the full one it is."""
+    parameter.spbench_shard = shard  # type: ignore[attr-defined]
+    return parameter
+
+
+class Strategy:
+    """The single device, and the interface that every way to parallelize implements.
+
+    Args:
+        mesh: a device mesh with the axes dp, pp, tp, sp, or None for one device. Process groups
+            come from here and from nowhere else.
+        planned_size: without a mesh, the ranks to check and count for; such a strategy cannot run.
+        seed: the seed of dropout; see :class:`impls.random.DropoutRandom`.
+    """
+
+    name: ClassVar[str] = "single"
+    #: the mesh axis over which one sample is spread; empty for the single device
+    axis: ClassVar[str] = ""
+    #: one line for `spbench list`
+    summary: ClassVar[str] = "one device; the reference"
+    #: where the method is described
+    source: ClassVar[str] = ""
+
+    def __init__(self, mesh: DeviceMesh | None = None, planned_size: int = 1, seed: int = 0):
+        self.mesh = mesh
+        self.group: dist.ProcessGroup | None = None
+        self.size, self.rank = planned_size, 0
+        if mesh is not None and self.axis:
+            self.group = mesh.get_group(self.axis)
+            self.size, self.rank = self.group.size(), self.group.rank()
+        self.random = DropoutRandom(seed, self.rank)
+
+    # -- can it run, and what does it send ---------------------------------------------------
+
+    def check(self, sites: Iterable[Site]) -> None:
+        """Raise :class:`Unsupported` if the model's sites cannot be spread over this many ranks."""
+        if self.size > 1:
+            raise Unsupported(f"{self.name} runs on one rank, not {self.size}", "use 1")
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        """Closed form of what one rank sends in a training step.
+
+        Args:
+            sites: what the model and the step ask for.
+            element_bytes: bytes of an element of activations and gradients.
+        """
+        yield from ()
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def shard(self, x: Tensor, dim: int | None) -> Tensor:
+        """This rank's part of a whole input whose sequence dim is ``dim`` (None: it has none)."""
+        return x
+
+    # -- what a model leaves open ----------------------------------------------------------------
+
+    def linear_in(self, in_features: int, out_features: int) -> Linear:
+        """The projection that opens a block: [..., in_features] -> [..., out_features or a part of it]."""
+        return Linear(in_features, out_features)
+
+    def linear_out(self, in_features: int, out_features: int) -> Linear:
+        """The projection that closes a block, without bias (whoever closes the block adds it once):
+        [..., in_features or a part] -> [..., out_features]."""
+        return Linear(in_features, out_features, bias=False)
+
+    def embedding(self, vocabulary: int, hidden: int) -> nn.Module:
+        """Word embedding: token ids [B, L] -> [B, L, hidden]; its ``weight`` is tied to the head."""
+        return nn.Embedding(vocabulary, hidden)
+
+    def vocabulary_parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter with one row a vocabulary entry, laid out as :meth:`embedding` lays out its weight."""
+        return nn.Parameter(torch.zeros(shape))
+
+    def sequence_parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter whose last dim is the sequence (one column a position)."""
+        return nn.Parameter(torch.empty(shape))
+
+    @property
+    def vocabulary_parts(self) -> int:
+        """The number of parts that the vocabulary is split into; padding makes it divisible."""
+        return 1
+
+    def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Scores [B, L, V or a part of it] of x [B, L, H] against the tied embedding weight [V, H]."""
+        return F.linear(x, weight, bias)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+        """Per-token loss [B, L] in at least float32 from :meth:`vocabulary_logits` and labels [B, L].
+
+        ``fused`` keeps one full-precision copy of the softmax and works in place, as Megatron-LM does.
+        """
+        if fused:
+            return vocab_parallel_cross_entropy(logits, labels, None)
+        return F.cross_entropy(full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        """Softmax attention: q, k, v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
+
+        ``mask`` is True where a key must not be attended: [B, 1, 1, L], or [B, 1, queries, L]. Its
+        key dim is always whole, its query dim this rank's. ``softmax`` is a way of
+        :func:`impls.kernels.softmax.masked_softmax`.
+        """
+        return self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax)
+
+    def local_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        """Softmax attention where this rank already holds all keys that its queries need:
+        q [B, Z, queries, A], k, v [B, Z, keys, A] -> [B, Z, queries, A]."""
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
+        del scores
+        probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
+        return torch.matmul(probabilities, v)
+
+    def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Linformer's projection of keys or values: x [B, Z, L or a part, A], weight
+        :meth:`sequence_parameter` [K, L or a part] -> the whole [B, Z, K, A] on every rank."""
+        return torch.matmul(weight, x)
+
+    def first_token(self, x: Tensor) -> tuple[Tensor, float]:
+        """x [B, L or a part, H] -> ([B, H], share): position 0 of what this rank holds, and the share
+        of the loss computed from it that this rank contributes (0 where it is not the sequence's)."""
+        return x[:, 0], 1.0
+
+    @property
+    def sequence_parts(self) -> int:
+        """The number of parts that every sequence is split into."""
+        return 1
+
+    #: whether the random numbers of attention dropout, and of all other dropout, are the rank's own
+    #: ("sharded") or must agree on all ranks of the group ("replicated")
+    attention_region: ClassVar[str] = "replicated"
+    hidden_region: ClassVar[str] = "replicated"
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
+        """Whether each rank of the group holds only its part of the sum that is this gradient."""
+        return False
+
+    @property
+    def loss_is_partial(self) -> bool:
+        """Whether the loss is the sum over the group of what the ranks compute."""
+        return False
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """x in float32 where it is a half precision, else x itself."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+# -- registry ------------------------------------------------------------------------------------------
+
+
+@cache
+def strategies() -> dict[str, type[Strategy]]:
+    """Every strategy by name: the modules of this package, then the entry points `spbench.strategies`."""
+    import impls
+
+    found: dict[str, type[Strategy]] = {Strategy.name: Strategy}
+    for module in pkgutil.iter_modules(impls.__path__):
+        if not module.ispkg:
+            for value in vars(importlib.import_module(f"impls.{module.name}")).values():
+                if inspect.isclass(value) and issubclass(value, Strategy) and "name" in vars(value):
+                    found[value.name] = value
+    for entry in entry_points(group="spbench.strategies"):
+        loaded = entry.load()
+        found[loaded.name] = loaded
+    return found
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """The strategy of that name.
+
+    Raises:
+        KeyError: with the known names, if there is none.
+    """
+    known = strategies()
+    if name not in known:
+        raise KeyError(f"unknown strategy {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]
+
+
+def strategy_options(cls: type[Strategy]) -> dict[str, Any]:
+    """The options a strategy takes beside the mesh and the seed, with their defaults."""
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return {
+        p.name: p.default for p in parameters if p.name != "self" and p.name not in ("mesh", "planned_size", "seed")
+    }

@@ -1,0 +1,137 @@
+"""Tensor parallelism (Megatron-LM, Shoeybi et al., arXiv 1909.08053, section 3).
+
+The first projection of a block is split by columns, the second by rows, so that a block needs one
+all-reduce forward (g, after the row-parallel projection) and one backward (f, before the
+column-parallel one). Attention heads are split with the columns. The embedding, the tied head and the
+cross entropy are split over the vocabulary. Layer norms, dropout and everything else of shape
+[B, L, H] are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from impls.communication import Traffic, copy_to_group, reduce_from_group
+from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from impls.linear import Linear
+from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
+
+
+class ColumnParallelLinear(Linear):
+    """x [..., H] -> this rank's columns [..., F/N]; all-reduces the gradient of x."""
+
+    def __init__(self, in_features: int, out_features: int, tp: TensorParallel):
+        super().__init__(in_features, out_features // tp.size)
+        tp.mark(self.weight)
+        assert self.bias is not None
+        tp.mark(self.bias)
+        self.group = tp.group
+
+    def project(self, x: Tensor) -> Tensor:
+        return super().project(copy_to_group(x, self.group))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(copy_to_group(x, self.group))
+
+
+class RowParallelLinear(Linear):
+    """This rank's columns of x [..., F/N] -> [..., H], summed over ranks."""
+
+    def __init__(self, in_features: int, out_features: int, tp: TensorParallel):
+        super().__init__(in_features // tp.size, out_features, bias=False)
+        tp.mark(self.weight, dim=1)
+        self.group = tp.group
+
+    def project(self, x: Tensor) -> Tensor:
+        return reduce_from_group(super().project(x), self.group)
+
+    forward = project
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids [B, L] -> [B, L, H] from this rank's rows [V/N, H] of the table, summed over ranks."""
+
+    def __init__(self, vocabulary: int, hidden: int, tp: TensorParallel):
+        super().__init__()
+        self.weight = tp.vocabulary_parameter(vocabulary, hidden)
+        self.first = tp.rank * self.weight.shape[0]
+        self.group = tp.group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        elsewhere = (tokens < self.first) | (tokens >= self.first + rows)
+        local = (tokens - self.first).masked_fill_(elsewhere, 0)
+        embedded = F.embedding(local, self.weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return reduce_from_group(embedded, self.group)
+
+
+class TensorParallel(Strategy):
+    name = "tensor_parallel"
+    axis = "tp"
+    summary = "weights split by columns and rows, heads and vocabulary with them (Megatron-LM)"
+    source = "arXiv 1909.08053, section 3"
+    attention_region = "sharded"  # the heads are this rank's own, everything else is replicated
+
+    def check(self, sites: Iterable[Site]) -> None:
+        size = self.size
+        for site in sites:
+            for letter, what in (("Z", "attention heads"), ("F", "features"), ("V", "vocabulary rows")):
+                total = site.dims.get(letter, size)
+                if total % size:
+                    divisors = [n for n in range(1, total + 1) if total % n == 0]
+                    nearest = [max(n for n in divisors if n < size), *[n for n in divisors if n > size][:1]]
+                    raise Unsupported(
+                        f"{total} {what} cannot be split over {size} ranks",
+                        f"use {' or '.join(map(str, nearest))}",
+                    )
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for site in sites:
+            d, count = site.dims, site.count
+            forwards = ["forward", "backward"] if site.recomputed else ["forward"]
+            hidden = d.get("B", 0) * d.get("L", 0) * d.get("H", 0) * element_bytes
+            if site.kind == "linear_in":
+                yield Traffic("backward", "f: gradient of a block's input", "all_reduce", count, hidden)
+            elif site.kind in ("linear_out", "embedding"):
+                for phase in forwards:
+                    yield Traffic(phase, "g: output of a block", "all_reduce", count, hidden)
+            elif site.kind == "vocabulary_logits":
+                yield Traffic("backward", "f: gradient of the head's input", "all_reduce", count, hidden)
+            elif site.kind == "cross_entropy":
+                # largest logit, label's logit, sum of exponentials, in at least float32
+                tokens = d["B"] * d["L"] * max(4, element_bytes)
+                yield Traffic("forward", "cross entropy", "all_reduce", 3 * count, tokens)
+            elif site.kind == "overflow_flag":
+                yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
+
+    def mark(self, parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
+        """Record that a parameter is this rank's part along ``dim``."""
+        return mark_shard(parameter, Shard(self.axis, dim, self.rank, self.size))
+
+    def linear_in(self, in_features: int, out_features: int) -> Linear:
+        return ColumnParallelLinear(in_features, out_features, self)
+
+    def linear_out(self, in_features: int, out_features: int) -> Linear:
+        return RowParallelLinear(in_features, out_features, self)
+
+    def embedding(self, vocabulary: int, hidden: int) -> nn.Module:
+        return VocabParallelEmbedding(vocabulary, hidden, self)
+
+    def vocabulary_parameter(self, *shape: int) -> nn.Parameter:
+        rows, *rest = shape
+        return self.mark(nn.Parameter(torch.zeros(rows // self.size, *rest)))
+
+    @property
+    def vocabulary_parts(self) -> int:
+        return self.size
+
+    def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return super().vocabulary_logits(copy_to_group(x, self.group), weight, bias)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+        # split over the vocabulary there is only the fused way
+        return vocab_parallel_cross_entropy(logits, labels, self.group)
