@@ -101,6 +101,9 @@ class TensorParallel(Strategy):
                     yield Traffic(phase, "g: output of a block", "all_reduce", count, hidden)
             elif site.kind == "vocabulary_logits":
                 yield Traffic("backward", "f: gradient of the head's input", "all_reduce", count, hidden)
+            elif site.kind == "project_sequence":
+                weight = d["K"] * d["L"] * element_bytes
+                yield Traffic("backward", "f: gradient of Linformer's projection", "all_reduce", count, weight)
             elif site.kind == "cross_entropy":
                 # largest logit, label's logit, sum of exponentials, in at least float32
                 tokens = d["B"] * d["L"] * max(4, element_bytes)
@@ -128,6 +131,10 @@ class TensorParallel(Strategy):
     @property
     def vocabulary_parts(self) -> int:
         return self.size
+
+    def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
+        # all heads share the weight, and this rank's heads make only their part of its gradient
+        return super().project_sequence(x, copy_to_group(weight, self.group))
 
     def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return super().vocabulary_logits(copy_to_group(x, self.group), weight, bias)

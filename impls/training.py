@@ -77,7 +77,7 @@ def initialize(module: nn.Module, seed: int, *, deviation: float = 0.02, everyth
         values = shard.of(full) if shard else full
         with torch.no_grad():
             if parameter.ndim < 2:
-                parameter.add_(values.to(parameter))
+                parameter.copy_(parameter.double() + values)  # rounded once, whatever the dtype
             else:
                 parameter.copy_(values)
 

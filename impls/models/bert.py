@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from impls.kernels.bias_gelu import bias_gelu
 from impls.kernels.dropout import bias_dropout_add
 from impls.kernels.layer_norm import LayerNorm
+from impls.linear import Linear
 from impls.models.model import Model, Part
 from impls.strategy import Site, Strategy
 
@@ -77,6 +78,19 @@ class BertModel(Model):
         "padding": None,
         "order_labels": None,
     }
+    plain_options: ClassVar[Mapping[str, Any]] = {
+        "softmax": "plain",
+        "bias_dropout_add": "plain",
+        "fused_bias_gelu": False,
+        "fused_cross_entropy": False,
+        "checkpointing": False,
+    }
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
+        always: list[Mapping[str, Any]] = [{"checkpointing": True}, plain]
+        # 3 heads cannot be split over 2 or 4 ranks, which matters only to who splits heads
+        return always if self.linformer else [*always, {"mask_shape": "square"}, {"heads": 3}]
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
@@ -247,7 +261,7 @@ class MaskedLanguageHead(nn.Module):
     def __init__(self, model: BertModel, strategy: Strategy):
         super().__init__()
         self.strategy, self.fused = strategy, model.fused_cross_entropy
-        self.dense = nn.Linear(model.hidden, model.hidden)
+        self.dense = Linear(model.hidden, model.hidden)
         self.norm = LayerNorm(model.hidden)
         self.bias = strategy.vocabulary_parameter(model.padded_vocabulary(strategy.vocabulary_parts))
 
@@ -267,8 +281,8 @@ class Bert(nn.Module):
         self.embeddings = Embeddings(model, strategy, seq_len)
         self.blocks = nn.ModuleList(Block(model, strategy, seq_len) for _ in range(model.layers))
         self.head = MaskedLanguageHead(model, strategy)
-        self.pooler = nn.Linear(model.hidden, model.hidden)
-        self.order = nn.Linear(model.hidden, 2)
+        self.pooler = Linear(model.hidden, model.hidden)
+        self.order = Linear(model.hidden, 2)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mask = attention_mask(inputs["padding"], self.model.mask_shape, self.strategy)

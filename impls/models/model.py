@@ -24,6 +24,12 @@ class Model(ABC):
 
     #: the sequence dim of each input; None for an input that has none or that every rank needs whole
     sequence_dims: ClassVar[Mapping[str, int | None]]
+    #: options with which the model is made of torch's own operators only, as verification's oracle is
+    plain_options: ClassVar[Mapping[str, Any]] = {}
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        """Changes of options that ask something else of a strategy, for verification to try too."""
+        return []
 
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int) -> nn.Module:

@@ -1,0 +1,215 @@
+"""Real ranks on this machine: long-lived Gloo processes that run one job after another.
+
+Starting a Python process with torch takes seconds, a verification of a tiny model a fraction of one. So
+the processes are started once, and each job makes a process group of its own on as many as it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from impls.strategy import MESH_AXES
+
+_HOST = "127.0.0.1"
+#: after one rank failed, the time that the others have to notice it before they are killed
+_GRACE_S = 5.0
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not answer; the text holds the rank and its traceback."""
+
+    def __init__(self, rank: int, what: str):
+        super().__init__(f"rank {rank}: {what}")
+        self.rank = rank
+
+
+class RankPool:
+    """Worker processes that act as the ranks of one process group after another.
+
+    Use it as a context manager, or call :meth:`close`. The workers also end when this process does,
+    however it ends.
+
+    Args:
+        size: the largest number of ranks that a job can have.
+    """
+
+    def __init__(self, size: int):
+        if size < 1:
+            raise ValueError(f"a pool needs at least 1 rank, not {size}")
+        self.size = size
+        self._jobs = itertools.count()
+        self._workers: list[_Worker] = []
+        # port 0: the system chooses a free one
+        self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def run(
+        self, n: int, function: Callable[..., Any], *args: Any, axis: str = "", timeout_s: float = 120.0
+    ) -> list[Any]:
+        """Call ``function(mesh, *args)`` on ``n`` ranks and return what ranks 0 to n-1 returned.
+
+        Args:
+            n: ranks of the job's default process group and of its mesh.
+            function: of a module that the workers can import; its arguments and result are pickled.
+            axis: the mesh axis (of dp, pp, tp, sp) that has ``n`` ranks; empty where n is 1. The others have 1.
+            timeout_s: after it the job has failed and the workers are killed; the next job gets new ones.
+
+        Raises:
+            RankError: a rank raised, died, or did not answer in time.
+            ValueError: no mesh of that size and axis can be made.
+        """
+        if not 1 <= n <= self.size:
+            raise ValueError(f"a job on {n} ranks does not fit in a pool of {self.size}")
+        if axis not in MESH_AXES and (axis or n > 1):
+            raise ValueError(f"axis {axis!r} cannot hold {n} ranks; the axes are {', '.join(MESH_AXES)}")
+        sizes = tuple(n if name == axis else 1 for name in MESH_AXES)
+        # pickled here, so that what cannot be pickled is the caller's error and reaches no worker
+        work = pickle.dumps((function, args))
+        job = next(self._jobs)
+        while len(self._workers) < self.size:
+            self._workers.append(_Worker(self._store.port))
+        try:
+            for rank, worker in enumerate(self._workers[:n]):
+                worker.send((job, rank, sizes, timeout_s, work))
+            return self._collect(n, timeout_s)
+        except BaseException:  # also Ctrl-C: no worker may be left in the middle of a job
+            if any(worker.busy for worker in self._workers):
+                self._kill()
+            raise
+
+    def close(self) -> None:
+        """End the workers."""
+        self._kill()
+
+    def _collect(self, n: int, timeout_s: float) -> list[Any]:
+        results: list[Any] = [None] * n
+        failure: RankError | None = None
+        waiting = dict(enumerate(self._workers[:n]))
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            readable = wait([w.connection for w in waiting.values()], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                silent = ", ".join(map(str, waiting))
+                failure = failure or RankError(
+                    min(waiting), f"no answer after {timeout_s:g} s (from {silent})"
+                )
+                break
+            for rank, worker in list(waiting.items()):
+                if worker.connection not in readable:
+                    continue
+                del waiting[rank]
+                try:
+                    good, value = worker.receive()
+                except (EOFError, OSError):
+                    worker.process.join(_GRACE_S)
+                    good, value = False, f"the process died with exit code {worker.process.exitcode}"
+                if good:
+                    results[rank] = value
+                elif failure is None:  # the first to fail is the cause, later ones the consequence
+                    failure = RankError(rank, value)
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failure is not None:
+            raise failure
+        return results
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+
+class _Worker:
+    """This process's end of one worker; ``busy`` while an answer is owed."""
+
+    def __init__(self, port: int):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        # daemon: ended by multiprocessing when this process exits
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, port), daemon=True)
+        self.process.start()
+        theirs.close()  # so that the death of the worker reads as the end of the pipe
+        self.busy = False
+
+    def send(self, job: Any) -> None:
+        self.busy = True
+        with contextlib.suppress(BrokenPipeError):  # a dead worker is reported by receive
+            self.connection.send_bytes(pickle.dumps(job))
+
+    def receive(self) -> tuple[bool, Any]:
+        answer = pickle.loads(self.connection.recv_bytes())
+        self.busy = False
+        return answer
+
+    def kill(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+
+
+def _serve(connection: Connection, port: int) -> None:
+    """The life of a worker: jobs until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.set_num_threads(1)
+    store = dist.TCPStore(_HOST, port, is_master=False)
+    while True:
+        try:
+            job, rank, sizes, timeout_s, work = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps((True, _run_job(store, job, rank, sizes, timeout_s, work)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _run_job(
+    store: dist.Store, job: int, rank: int, sizes: tuple[int, ...], timeout_s: float, work: bytes
+) -> Any:
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"job{job}", store),
+        rank=rank,
+        world_size=max(sizes),
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
+        function, args = pickle.loads(work)
+        return function(mesh, *args)
+    finally:
+        # also closes the connections, so that ranks that wait for this one fail too
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,241 @@
+"""What a strategy computes on one rank beside what the single device computes, tensor by tensor.
+
+The oracle is the model on one device in float64, with torch's own kernels where the model has a choice,
+so that it shares no hand-written backward with what it judges (the layer norm, which has no other way, is
+compared with torch's in its unit test). The strategy then runs the same part of the model on this rank's
+shards, with gradients synchronised by the code that training uses. Dropout is off on both sides.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from impls.communication import all_reduce
+from impls.models.model import Model
+from impls.strategy import Strategy, shard_of
+from impls.training import PRECISIONS, ContiguousGradients, default_dtype, initialize
+
+#: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
+#: flat and the gradients of queries and keys tiny
+DEVIATION = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        strategy, options: the class and its options. A class, not a name, so that workers need no registry.
+        model: with its options set.
+        part: a key of ``model.parts()``.
+        dtype: a key of PRECISIONS: of weights, activations and gradients of the checked run.
+        batch, seq_len: whole sizes, in samples and positions.
+        seed: of weights, inputs and the gradient of the outputs.
+    """
+
+    strategy: type[Strategy]
+    model: Model
+    part: str
+    dtype: str = "fp64"
+    batch: int = 3
+    seq_len: int = 24
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return PRECISIONS[self.dtype].parameters
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor on one rank.
+
+    Attributes:
+        tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
+        error: relative error of the strategy against the oracle.
+        noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
+    """
+
+    tensor: str
+    error: float
+    noise: float
+
+
+def relative_errors(reference: Mapping[str, Tensor], got: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """||x - ref|| / ||ref|| in float64 for every tensor that either side names.
+
+    Infinite where a tensor is missing on one side, has another shape, or is not finite. Where the
+    reference is exactly zero: 0 if x is too, else infinite.
+    """
+    return {name: _relative_error(reference.get(name), got.get(name)) for name in {**reference, **got}}
+
+
+def _relative_error(reference: Tensor | None, x: Tensor | None) -> float:
+    if reference is None or x is None or reference.shape != x.shape:
+        return float("inf")
+    reference, x = reference.detach().double(), x.detach().double()
+    if not (reference.isfinite().all() and x.isfinite().all()):
+        return float("inf")
+    size, difference = reference.norm().item(), (x - reference).norm().item()
+    if size == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return difference / size
+
+
+class _OneDevice(Strategy):
+    """The single device, with the padding of the vocabulary that ``parts`` ranks need."""
+
+    def __init__(self, parts: int):
+        super().__init__()
+        self.parts = parts
+
+    @property
+    def vocabulary_parts(self) -> int:
+        return self.parts
+
+
+def with_options(model: Model, options: Mapping[str, Any]) -> Model:
+    """The model with those of the options that it has."""
+    known = {f.name for f in fields(model)}  # type: ignore[arg-type]
+    return replace(model, **{k: v for k, v in options.items() if k in known})  # type: ignore[type-var]
+
+
+def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
+    """Compare what this rank of the mesh computes with its share of what one device computes."""
+    model = with_options(case.model, {"dropout": 0.0})
+    strategy = case.strategy(mesh, **case.options)
+    one_device = _OneDevice(strategy.vocabulary_parts)
+    plain = replace(case, model=with_options(model, model.plain_options))
+
+    truth = _Run(plain, one_device, torch.float64)
+    shapes = {name: x.shape for name, x in truth.outputs.items()}
+    checked = _Run(replace(case, model=model), strategy, case.torch_dtype, shapes)
+    expected = _share(truth, checked)
+    errors = relative_errors(expected, checked.tensors())
+    if case.torch_dtype is torch.float64:
+        noise = dict.fromkeys(errors, 0.0)
+    else:
+        noise = relative_errors(expected, _share(_Run(plain, one_device, case.torch_dtype), checked))
+    return [
+        *(Finding(name, error, noise.get(name, 0.0)) for name, error in errors.items()),
+        *_check_positions(truth, checked),
+    ]
+
+
+class _Run:
+    """Forward, backward and gradient sync of the case's part with a strategy, on this rank's shards.
+
+    Args:
+        dtype: of the arithmetic. Weights and inputs have in every run the values that the case's dtype
+            can hold, so that only arithmetic differs.
+        shapes: of the whole outputs; None where the outputs are whole.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        strategy: Strategy,
+        dtype: torch.dtype,
+        shapes: Mapping[str, torch.Size] | None = None,
+    ):
+        self.strategy, self.part = strategy, case.model.parts()[case.part]
+        self.module = _build(case, self.part.build, strategy, dtype)
+        gradients = ContiguousGradients(self.module, strategy)
+        whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
+        self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
+
+        self.outputs: dict[str, Tensor] = self.module(self.inputs)
+        if "loss" in self.outputs:
+            loss = self.outputs["loss"]
+        else:
+            loss = torch.stack(
+                [
+                    (x * self._output_gradient(name, shapes[name] if shapes else x.shape, case).to(x)).sum()
+                    for name, x in self.outputs.items()
+                ]
+            ).sum()
+        loss.backward()
+        gradients.synchronize()
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What is compared, by name: this rank's part, or the group's sum of what ranks share."""
+        found: dict[str, Tensor | None] = {}
+        for name, x in self.outputs.items():
+            shared = name == "loss" and self.strategy.loss_is_partial
+            found[f"output {name}"] = self._summed(x) if shared else x
+        for name, x in self.inputs.items():
+            if x.requires_grad:
+                # of an input that every rank holds whole, each has the gradient of its share of the loss
+                shared = self.part.sequence_dims[name] is None and self.strategy.loss_is_partial
+                found[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
+        for name, parameter in self.module.named_parameters():
+            found[f"gradient of {name}"] = parameter.grad
+        return found
+
+    def _input(self, name: str, whole: Tensor, values: torch.dtype, dtype: torch.dtype) -> Tensor:
+        if whole.is_floating_point():
+            whole = whole.to(values).to(dtype)
+        x = self.strategy.shard(whole, self.part.sequence_dims[name]).clone()
+        return x.requires_grad_(x.is_floating_point())
+
+    def _output_gradient(self, name: str, shape: torch.Size, case: Case) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{case.seed} {name}".encode()))
+        whole = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.torch_dtype)
+        return self.strategy.shard(whole, self.part.output_dims[name])
+
+    def _summed(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else all_reduce(x.detach().clone(), self.strategy.group)
+
+
+def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype) -> nn.Module:
+    with default_dtype(dtype):
+        module: nn.Module = build(strategy, case.seq_len)
+    initialize(module, case.seed, deviation=DEVIATION, everything=True)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.to(case.torch_dtype))
+    return module
+
+
+def _share(whole: _Run, checked: _Run) -> dict[str, Tensor]:
+    """This rank's share of what one device computed."""
+    strategy, part = checked.strategy, checked.part
+    parameters = dict(checked.module.named_parameters())
+    share = {}
+    for name, x in whole.tensors().items():
+        assert x is not None, f"the oracle has no {name}"
+        kind, _, key = name.rpartition(" ")
+        if kind == "output":
+            share[name] = strategy.shard(x, part.output_dims[key])
+        elif kind == "gradient of input":
+            share[name] = strategy.shard(x, part.sequence_dims[key])
+        else:
+            shard = shard_of(parameters[key]) if key in parameters else None
+            share[name] = shard.of(x) if shard else x
+    return share
+
+
+def _check_positions(whole: _Run, checked: _Run) -> Iterable[Finding]:
+    """Every position must lie on equally many ranks; else the shares prove nothing about the whole.
+
+    A strategy that gave all ranks the same chunk would be compared with that chunk alone.
+    """
+    strategy, part = checked.strategy, checked.part
+    tensors = [(n, x, part.sequence_dims[n]) for n, x in whole.inputs.items()]
+    tensors += [(n, x, part.output_dims[n]) for n, x in whole.outputs.items()]
+    for length in sorted({x.shape[dim] for _, x, dim in tensors if dim is not None}):
+        held = torch.zeros(length, dtype=torch.int64)
+        held[strategy.shard(torch.arange(length), 0)] += 1
+        if strategy.group is not None:
+            dist.all_reduce(held, group=strategy.group)
+        even = held.min() == held.max() > 0
+        yield Finding(f"positions of {length}", 0.0 if even else float("inf"), 0.0)
