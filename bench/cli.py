@@ -1,0 +1,180 @@
+"""The command line. Results go to standard output, progress and messages to standard error.
+
+Exit codes: 0 done; 1 a cell failed or a strategy is not green; 2 something the user can mend, told in one
+line; 70 a fault of the program; 130 interrupted; 141 the reader of the output went away. With
+SPBENCH_DEBUG=1 errors keep their traceback.
+
+Imports that bring in torch stand inside the commands, so that help and listings are quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+FORMATS = click.Choice(["table", "csv", "json"])
+Command = TypeVar("Command", bound=Callable[..., Any])
+KINDS = ("scenarios", "strategies", "models", "clusters")
+
+
+class _Words(click.ParamType[tuple[str, ...]]):
+    """Words separated by commas."""
+
+    name = "name[,name...]"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        return tuple(word.strip() for word in str(value).split(",") if word.strip())
+
+
+class _Numbers(click.ParamType[tuple[int, ...]]):
+    """Whole numbers of at least 1, separated by commas."""
+
+    name = "n[,n...]"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        words = [word.strip() for word in str(value).split(",") if word.strip()]
+        for word in words:
+            if not word.isdecimal() or int(word) < 1:
+                self.fail(f"{word!r} is not a whole number of at least 1", param, ctx)
+        return tuple(int(word) for word in words)
+
+
+def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(value for several in values for value in several))
+
+
+def _many(flag: str, kind: click.ParamType[Any], text: str) -> Callable[[Command], Command]:
+    return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.version_option(package_name="spbench")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Benchmark and reproduce sequence parallelism."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@cli.command()
+@click.option(
+    "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."
+)
+@_many("--strategy", _Words(), "Only these strategies. Repeatable, or a comma list.")
+@_many("--model", _Words(), "Only these models.")
+@_many("--cluster", _Words(), "Run on these clusters instead of the scenario's.")
+@_many("--engine", _Words(), "Run on these engines instead of the scenario's.")
+@_many("--world-size", _Numbers(), "Only these numbers of GPUs; one that the scenario lacks is made.")
+@click.option("--variant", help="A variant of the scenario's settings, or 'all'; the first if left out.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Folder for results; default results/runs/NAME."
+)
+@click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
+@click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
+@click.option("--format", "form", type=FORMATS, default="table", show_default=True, help="What is printed.")
+def run(
+    scenario: str,
+    strategy: tuple[str, ...],
+    model: tuple[str, ...],
+    cluster: tuple[str, ...],
+    engine: tuple[str, ...],
+    world_size: tuple[int, ...],
+    variant: str | None,
+    jobs: int | None,
+    output: Path | None,
+    fresh: bool,
+    dry_run: bool,
+    form: str,
+) -> int:
+    """Run a scenario's cells, and compare them with what was published.
+
+    Results are kept cell by cell: a run that was interrupted goes on where it was.
+    """
+    from bench.commands import Request, dry_run_scenario, run_scenario
+    from bench.narrowing import Narrowing
+
+    narrowing = Narrowing(strategy, model, cluster, engine, world_size, variant)
+    request = Request(scenario, narrowing, jobs, output, fresh, form)
+    return dry_run_scenario(request) if dry_run else run_scenario(request)
+
+
+@cli.command("list")
+@click.argument("kind", type=click.Choice(KINDS), required=False)
+def list_(kind: str | None) -> int:
+    """List scenarios, strategies, models or clusters; all of them if none is named."""
+    from bench.listing import list_kind
+
+    for wanted in [kind] if kind else KINDS:
+        list_kind(wanted)
+    return 0
+
+
+@cli.command()
+@_many("--strategy", _Words(), "Verify these strategies; all if left out.")
+@_many("--model", _Words(), "On these models; the tiny ones if left out.")
+@_many("--world-size", _Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out.")
+@_many("--dtype", _Words(), "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
+@_many("--part", _Words(), "These parts of the models; all if left out.")
+@click.option("--format", "form", type=FORMATS, default="table", show_default=True, help="What is printed.")
+def verify(
+    strategy: tuple[str, ...],
+    model: tuple[str, ...],
+    world_size: tuple[int, ...],
+    dtype: tuple[str, ...],
+    part: tuple[str, ...],
+    form: str,
+) -> int:
+    """Check strategies against the single-device model on real ranks: outputs and every gradient."""
+    from bench.commands import verify_strategies
+
+    return verify_strategies(strategy, model, world_size or (1, 2, 3, 4), dtype or ("fp64",), part, form)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `spbench`."""
+    sys.exit(_exit_code(arguments))
+
+
+def _exit_code(arguments: Sequence[str] | None) -> int:
+    from bench.declaration import UserError
+
+    debug = os.environ.get("SPBENCH_DEBUG", "") not in ("", "0")
+    try:
+        code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
+        sys.stdout.flush()
+        return code or 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to fail at exit
+        return 141
+    except (KeyboardInterrupt, click.Abort):
+        return _complain("interrupted", 130)
+    except UserError as error:
+        if debug:
+            raise
+        return _complain(str(error), 2)
+    except click.ClickException as error:
+        return _complain(" ".join(error.format_message().split()), 2)
+    except Exception as error:
+        if debug:
+            raise
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return _complain(f"internal error: {text} (SPBENCH_DEBUG=1 shows where)", 70)
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"spbench: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Declarations: YAML files checked against pydantic models, with errors that fit in one line.
+
+Nothing here imports torch, so that listing what is declared is quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+Path_ = Sequence[str | int]
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+SUFFIXES = (".yaml", ".yml")
+
+
+class UserError(Exception):
+    """Something that the user can mend: shown as one line, with exit code 2."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that takes 1e-6 for a number and refuses a key given twice."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key = loader.construct_object(key_node, deep=True)
+        if isinstance(key, (dict, list)):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is given twice", key_node.start_mark
+            )
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML, or holds something else than a mapping.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
+    try:
+        content = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise UserError(f"{path}{at}: malformed YAML: {error.problem}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: malformed YAML: {error}") from error
+    if not isinstance(content, dict):
+        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise UserError(f"{path}: {found}, but a mapping of keys is needed")
+    wrong = next((key for key in content if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise UserError(f"{path}: {wrong!r}: a key must be a word")
+    return content
+
+
+def packaged(package: str) -> dict[str, Path]:
+    """The YAML files that are data of a package, by their names."""
+    folder = Path(str(files(package)))
+    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES}
+
+
+def find_file(name: str, package: str, kind: str) -> Path:
+    """The packaged file of that name, or the user's own file where ``name`` is a path.
+
+    Raises:
+        UserError: there is neither; with the names there are.
+    """
+    known = packaged(package)
+    if name in known:
+        return known[name]
+    if "/" in name or name.endswith(SUFFIXES):
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+        raise UserError(f"no {kind} file {name}")
+    raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}; or give the path of a YAML file")
+
+
+def suggestion(word: object, known: Iterable[str]) -> str:
+    """``; did you mean 'x'? known: x, y``, as far as there is something to say."""
+    names = [str(name) for name in known]
+    close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
+    guess = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{guess} (known: {', '.join(names)})" if names else guess
+
+
+def dotted(path: Path_) -> str:
+    """A path of keys as people write it: groups[0].sizes.tp."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")
+
+
+def validate(model: type[ModelT], content: Mapping[str, Any], where: str) -> ModelT:
+    """The content as that model, with no conversions (the text "4" is not the number 4).
+
+    Raises:
+        UserError: ``where``, the key path, what is wrong and how to mend it.
+    """
+    try:
+        return model.model_validate(content, strict=True)
+    except ValidationError as error:
+        path, message = first_problem(model, error)
+        raise UserError(f"{where}: {dotted(path)}: {message}") from error
+
+
+def first_problem(model: type[BaseModel], error: ValidationError) -> tuple[tuple[str | int, ...], str]:
+    """The key path and a description of the first thing that a model found wrong."""
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    path = problem["loc"]
+    given, more = problem["input"], f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    match problem["type"]:
+        case "extra_forbidden":
+            message = "unknown key" + suggestion(path[-1], _known_keys(model, path[:-1]))
+        case "missing":
+            message = "is missing"
+        case "literal_error":
+            message = f"must be {problem['ctx']['expected']}, not {given!r}"
+            message += suggestion(given, re.findall(r"'([^']*)'", problem["ctx"]["expected"])).split(" (")[0]
+        case "value_error":
+            message = str(problem["ctx"]["error"])
+        case "model_type" | "model_attributes_type":
+            message = f"must be a mapping of keys, not {given!r}"
+        case _:
+            message = problem["msg"].replace("Input should", "must") + f", not {given!r}"
+    return path, message + more
+
+
+def _known_keys(model: type[BaseModel], path: Path_) -> list[str]:
+    """The keys that may stand at a path within a model."""
+    for step in path:
+        if isinstance(step, str) and step in model.model_fields:
+            inner = _model_in(model.model_fields[step].annotation)
+            if inner is None:
+                return []
+            model = inner
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _model_in(inner))), None)

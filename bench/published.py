@@ -1,0 +1,46 @@
+"""Published numbers: data in CSV files, each with its source, read for comparison and nothing else."""
+
+from __future__ import annotations
+
+import csv
+from importlib.resources import files
+from pathlib import Path
+
+from bench.declaration import UserError, suggestion
+
+PACKAGE = "results.papers"
+
+
+def published_value(file: str, key: str, row: str, column: str, beside: Path) -> float:
+    """The number in ``column`` of the row whose ``key`` is ``row``.
+
+    Args:
+        file: a CSV file in the folder ``beside``, or else one that comes with the package.
+
+    Raises:
+        UserError: there is no such file, row or column, or no number there.
+    """
+    path = beside / file
+    if not path.is_file():
+        path = Path(str(files(PACKAGE))) / file
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream)
+            rows, columns = list(reader), list(reader.fieldnames or ())
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        known = [p.name for p in Path(str(files(PACKAGE))).glob("*.csv")]
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read published file {file}: {reason}{suggestion(file, known)}") from error
+    for name in (key, column):
+        if name not in columns:
+            raise UserError(f"{path}: no column {name!r}{suggestion(name, columns)}")
+    found = [entry for entry in rows if entry[key] == row]
+    if len(found) != 1:
+        many = f"{len(found)} rows have" if found else "no row has"
+        raise UserError(
+            f"{path}: {many} {key} {row!r}{suggestion(row, [e[key] for e in rows]) if not found else ''}"
+        )
+    try:
+        return float(found[0][column])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: {column} of {row!r} is not a number: {found[0][column]!r}") from error
