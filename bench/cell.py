@@ -106,10 +106,12 @@ class Measurement:
     Attributes:
         peak_memory_bytes: largest sum of live bytes over the step, as torch.cuda.max_memory_allocated.
         reserved_memory_bytes: what a caching allocator reserves for it.
+        unusable_memory_bytes: on oom, what was reserved but could not serve the request.
         peak_phase: the phase of the step in which the peak falls.
         peak_held: bytes by what held them at the peak.
         communication: rows of :meth:`bench.meters.communication.CommunicationMeter.rows`.
-        formula: sent bytes of one rank by phase and collective, from the strategy's closed form.
+        formula: the strategy's closed form, see :class:`bench.engines.program.Plan`.
+        formula_difference: where the closed form and the meter disagree; empty is right.
         step_time_s: median of step_time_samples_s.
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
@@ -118,10 +120,12 @@ class Measurement:
     reason: str = ""
     peak_memory_bytes: int | None = None
     reserved_memory_bytes: int | None = None
+    unusable_memory_bytes: int | None = None
     peak_phase: str | None = None
     peak_held: dict[str, int] = field(default_factory=dict)
     communication: list[dict[str, Any]] = field(default_factory=list)
     formula: list[dict[str, Any]] = field(default_factory=list)
+    formula_difference: list[dict[str, Any]] = field(default_factory=list)
     step_time_s: float | None = None
     step_time_samples_s: list[float] = field(default_factory=list)
     tokens_per_s: float | None = None

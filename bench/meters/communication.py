@@ -91,6 +91,15 @@ class CommunicationMeter:
         axis = self.axes.get(group.group_name, "world")
         self.counts[Operation(self.phase, collective, axis, group.size(), payload(args))] += 1
 
+    def sent_bytes(self) -> dict[tuple[str, str], Fraction]:
+        """Bytes that one rank sent (mean over its group), by phase and collective."""
+        sent: dict[tuple[str, str], Fraction] = {}
+        for operation, count in self.counts.items():
+            if operation.sent_bytes:
+                key = operation.phase, operation.collective
+                sent[key] = sent.get(key, Fraction(0)) + count * operation.sent_bytes
+        return sent
+
     def rows(self) -> list[dict[str, Any]]:
         """One row for each phase, collective and axis: count, payload and sent bytes of one rank."""
         totals: dict[tuple[str, str, str, int], list[Any]] = {}

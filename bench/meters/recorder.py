@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +19,13 @@ class Recorder(TorchDispatchMode):
 
     Args:
         axes: the mesh axis of each process group, by the group's name.
+        settle_s: how long to wait after a collective, in seconds.
     """
 
-    def __init__(self, axes: Mapping[str, str]):
+    def __init__(self, axes: Mapping[str, str], settle_s: float = 0.0):
         super().__init__()
+        self.settle_s = settle_s
+        self._unsettled = False
         self.memory = MemoryMeter()
         self.communication = CommunicationMeter(axes)
 
@@ -35,8 +39,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._unsettled:
+            self._unsettled = False
+            time.sleep(self.settle_s)
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
+            self._unsettled = self.settle_s > 0
             self.communication.see(func, args)
             if func._schema.name.endswith(FILLED_FROM_OTHERS):
                 self._tag_buffers(args[0])

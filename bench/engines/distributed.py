@@ -1,0 +1,114 @@
+"""The distributed engine: N real processes on this machine, started by torchrun's own launcher.
+
+The first step runs under the same meters as on the virtual engine; the steps after it are timed without
+them. This form of the engine uses Gloo on CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import uuid
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from bench.cell import Cell, Measurement
+from bench.engines.program import mesh_axes, plan, record_step
+from bench.meters.allocator import replay
+from bench.meters.recorder import Recorder
+from impls.strategy import MESH_AXES
+from impls.training import initialize
+
+#: of weights and data, the same for every strategy and size
+SEED = 1
+#: Gloo's own thread drops its hold on a tensor a moment after the collective has ended; the metered step,
+#: which is not timed, waits for that so that a death is noted when it is due
+_SETTLE_S = 0.002
+
+
+def run(cell: Cell) -> Measurement:
+    """Measure a cell on real ranks: step time, communication, and peak memory as the meters count it.
+
+    Peak memory is the maximum over ranks; communication is the first rank's (mean bytes over ranks
+    where a ring does not divide evenly).
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
+    """
+    planned = plan(cell)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=cell.sizes.world,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # the system chooses the port
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    by_rank = elastic_launch(config, _rank_main)(cell.model_dump())
+    worst = max(by_rank.values(), key=lambda result: result["peak_memory_bytes"])
+    samples = by_rank[0]["step_time_samples_s"]
+    step_time_s = statistics.median(samples)
+    assert cell.batch is not None and cell.seq_len is not None
+    return Measurement(
+        peak_memory_bytes=worst["peak_memory_bytes"],
+        reserved_memory_bytes=worst["reserved_memory_bytes"],
+        peak_phase=worst["peak_phase"],
+        peak_held=worst["peak_held"],
+        communication=by_rank[0]["communication"],
+        formula=planned.formula(),
+        formula_difference=by_rank[0]["formula_difference"],
+        step_time_s=step_time_s,
+        step_time_samples_s=samples,
+        tokens_per_s=cell.batch * cell.seq_len / step_time_s,
+    )
+
+
+def _rank_main(dumped: dict[str, Any]) -> dict[str, Any]:
+    """What each rank runs; the launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    cell = Cell.model_validate(dumped)
+    # ranks share the cores; more threads than cores would make each other wait
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.sizes.world))
+    dist.init_process_group("gloo")
+    try:
+        sizes = tuple(getattr(cell.sizes, axis) for axis in MESH_AXES)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
+        recorder = Recorder(mesh_axes(mesh), settle_s=_SETTLE_S)
+        with recorder:
+            training, inputs = record_step(cell, mesh, recorder, torch.Generator().manual_seed(SEED))
+        log = recorder.memory.stop()
+        initialize(training.module, SEED)
+        for _ in range(cell.timing.warmup):
+            training.step(inputs)
+        samples = [_timed(lambda: training.step(inputs)) for _ in range(cell.timing.samples)]
+    finally:
+        dist.destroy_process_group()
+    peak = log.peak()
+    return {
+        "peak_memory_bytes": peak.nbytes,
+        "reserved_memory_bytes": replay(log.sizes, log.events, None).peak_reserved,
+        "peak_phase": peak.phase,
+        "peak_held": peak.held,
+        "communication": recorder.communication.rows(),
+        "formula_difference": plan(cell).difference(recorder.communication),
+        "step_time_samples_s": samples,
+    }
+
+
+def _timed(step: Any) -> float:
+    """Seconds from when all ranks are ready to when the slowest has finished."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return float(elapsed)

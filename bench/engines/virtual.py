@@ -1,0 +1,88 @@
+"""The virtual engine: the real training step of one rank of N, on fake tensors and a fake process group.
+
+No data exists, so a laptop plays any rank of any world at the paper's full shapes. What is measured
+comes from the same meters that watch real ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bench.cell import Cell, Measurement, Sizes
+from bench.cluster import load_cluster
+from bench.engines.program import mesh_axes, plan, record_step
+from bench.meters.allocator import replay
+from bench.meters.recorder import Recorder
+from impls.strategy import MESH_AXES
+
+MIB = 2**20
+
+
+@contextmanager
+def fake_mesh(sizes: Sizes, rank: int) -> Iterator[DeviceMesh]:
+    """A device mesh as ``rank`` of a world of fake ranks sees it."""
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already; the virtual engine makes its own")
+    dist.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
+    try:
+        yield init_device_mesh(
+            "cpu", tuple(getattr(sizes, axis) for axis in MESH_AXES), mesh_dim_names=MESH_AXES
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def trace(cell: Cell, rank: int = 0) -> Recorder:
+    """Run one training step of ``rank`` on fake tensors and return what the meters saw.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes.
+    """
+    plan(cell)
+    with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]):
+        recorder = Recorder(mesh_axes(mesh))
+        with FakeTensorMode(), recorder:
+            record_step(cell, mesh, recorder)
+        recorder.memory.stop()
+    return recorder
+
+
+def run(cell: Cell, rank: int = 0) -> Measurement:
+    """Measure a cell: peak and reserved memory, whether it fits the card, and communication.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes.
+    """
+    return measure(cell, trace(cell, rank))
+
+
+def measure(cell: Cell, recorder: Recorder) -> Measurement:
+    """What a trace of the cell means on its cluster."""
+    planned, log = plan(cell), recorder.memory.log
+    peak = log.peak()
+    card = replay(log.sizes, log.events, load_cluster(cell.cluster).usable_memory_bytes)
+    measurement = Measurement(
+        peak_memory_bytes=peak.nbytes,
+        reserved_memory_bytes=card.peak_reserved,
+        peak_phase=peak.phase,
+        peak_held=peak.held,
+        communication=recorder.communication.rows(),
+        formula=planned.formula(),
+        formula_difference=planned.difference(recorder.communication),
+    )
+    if card.out_of_memory is not None:
+        error = card.out_of_memory
+        measurement.status = "oom"
+        measurement.unusable_memory_bytes = error.reserved - error.allocated
+        measurement.reason = (
+            f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
+            f"and {error.reserved / MIB:.0f} MiB reserved"
+        )
+    return measurement

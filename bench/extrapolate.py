@@ -1,0 +1,82 @@
+"""Predict the peak memory of a cell at any size and depth from a few small traces.
+
+Within one program, the size of each storage is a polynomial of degree two in the batch or the sequence
+length, and a model of n equal layers differs from one of n - 1 by the events of one layer more. So six
+traces (three sizes; two and three layers) give the whole curve of live bytes of the full model at any
+size, and its peak is the largest over all phases, whichever it is. The overall peak alone must not be
+extrapolated: which phase it falls in changes with size and depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from bench.meters.memory import MemoryLog
+
+#: the depths that are traced; each phase of a training step is then mostly layers
+DEPTHS = (2, 3)
+
+
+class NotOneProgram(ValueError):
+    """The traces are not of one program, so that their storages do not correspond."""
+
+
+class _Polynomial:
+    """The sizes of a program's storages, each as a parabola through three samples."""
+
+    def __init__(self, points: Sequence[int], logs: Sequence[MemoryLog]):
+        first = logs[0]
+        if any(log.events != first.events for log in logs):
+            raise NotOneProgram(f"the order of allocations differs between sizes {', '.join(map(str, points))}")
+        self.log, self.points = first, points
+        self.samples = [np.asarray(log.sizes, dtype=np.float64) for log in logs]
+
+    def live(self, x: int) -> np.ndarray:
+        """Live bytes after each event, at size x."""
+        sizes = np.zeros_like(self.samples[0])
+        for i, (xi, sample) in enumerate(zip(self.points, self.samples, strict=True)):
+            others = [xj for j, xj in enumerate(self.points) if j != i]
+            sizes += sample * np.prod([(x - xj) / (xi - xj) for xj in others])
+        return np.cumsum(self.log.signed_bytes(np.rint(sizes).astype(np.int64)))
+
+
+class PeakModel:
+    """Peak allocated bytes of the step at any size.
+
+    Args:
+        trace: gives the memory log at (size, layers).
+        points: three sizes within one program.
+        layers: depth of the full model; None if the model has no depth to reduce.
+
+    Raises:
+        NotOneProgram: the points do not lie within one program.
+    """
+
+    def __init__(self, trace: Callable[[int, int | None], MemoryLog], points: Sequence[int], layers: int | None):
+        self.layers = layers
+        self.depths: tuple[int | None, ...] = DEPTHS if layers is not None and layers > max(DEPTHS) else (layers,)
+        self.curves = [_Polynomial(points, [trace(x, depth) for x in points]) for depth in self.depths]
+
+    def same_program(self, log: MemoryLog) -> bool:
+        """Whether a trace of the shallow model is of the program that was sampled."""
+        return log.events == self.curves[0].log.events
+
+    def __call__(self, x: int) -> int:
+        """Peak allocated bytes of the full model at size x."""
+        lives = [curve.live(x) for curve in self.curves]
+        shallow = self.curves[0].log
+        if len(self.curves) == 1:
+            return int(lives[0][shallow.step_start :].max())
+        assert self.layers is not None
+        peaks = []
+        for phase, _ in shallow.marks:
+            here, deeper = (live[c.log.span(phase)] for live, c in zip(lives, self.curves, strict=True))
+            # the first half of a phase corresponds event by event from its start, the second from its
+            # end; what lies between are equal layers, and linear in depth
+            half = len(here) // 2
+            for a, b in ((here[:half], deeper[:half]), (here[half:], deeper[len(deeper) - len(here) + half :])):
+                if len(a):
+                    peaks.append((a + (self.layers - DEPTHS[0]) * (b - a)).max())
+        return int(max(peaks))

@@ -1,0 +1,152 @@
+"""Searches: the largest batch or sequence length that fits, with proof.
+
+The boundary is predicted from a few small traces (:mod:`bench.extrapolate`), then proved by whole
+traces: the answer fits, one step more does not. So a search costs two whole traces where the prediction
+is right, and a few more where the allocator loses memory to fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench.cell import Cell, Measurement
+from bench.cluster import load_cluster
+from bench.engines import virtual
+from bench.engines.program import planned_strategy
+from bench.extrapolate import NotOneProgram, PeakModel
+from bench.meters.allocator import replay
+from bench.meters.memory import MemoryLog
+from impls.models.model import model_preset
+from impls.strategy import Unsupported
+
+#: whole traces that a search may take before it is given up as a failure
+MAX_PROBES = 40
+#: sequences shorter than this are not used to predict longer ones: kernels treat tiny shapes apart
+SHORTEST_SAMPLE = 128
+
+
+class _Boundary:
+    """The bracket around the largest multiple of ``step`` that fits, and the probes that narrowed it.
+
+    Sizes are counted in units of ``step`` here.
+    """
+
+    def __init__(self, cell: Cell, capacity: int):
+        assert cell.search is not None
+        self.cell, self.capacity = cell, capacity
+        by_length = cell.search.quantity == "seq_len"
+        self.step = cell.search.step * (planned_strategy(cell).sequence_parts if by_length else 1)
+        self.low, self.high = 0, cell.search.limit // self.step + 1
+        self.best: Measurement | None = None
+        self.worst: Measurement | None = None
+        self.proof: list[dict[str, Any]] = []
+        self.logs: dict[int, MemoryLog] = {}
+        #: bytes that the allocator held but could not put to use when it ran out
+        self.lost = 0
+        shortest = -(-SHORTEST_SAMPLE // self.step) if by_length else 1
+        self.model = self._fit([shortest, 2 * shortest, 3 * shortest])
+
+    def _shallow(self, units: int, layers: int | None) -> MemoryLog:
+        cell = self.cell.at(units * self.step)
+        if layers is not None:
+            cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
+        return virtual.trace(cell).memory.log
+
+    def _fit(self, units: list[int]) -> PeakModel | None:
+        """A model of the peak from traces at these units; then, if the boundary that it predicts lies in
+        another program (another kernel is chosen there), from traces just below that boundary."""
+        layers = getattr(model_preset(self.cell.model, self.cell.model_options), "layers", None)
+        try:
+            model = PeakModel(self._shallow, units, layers)
+            guess = self._last(lambda u: model(u) <= self.capacity)
+            if guess > 3 and not model.same_program(self._shallow(guess, model.depths[0])):
+                model = PeakModel(self._shallow, [guess - 2, guess - 1, guess], layers)
+        except NotOneProgram:
+            return None
+        return model
+
+    def _last(self, fits: Callable[[int], bool]) -> int:
+        """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
+        low, high = self.low, self.high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _guess(self) -> int:
+        """The boundary as far as is known: from the events of whole traces, interpolated and replayed through
+        the allocator, once there are two; before, from the predicted peak."""
+        if len(self.logs) > 1:
+            a, b = sorted(self.logs, key=lambda units: min(abs(units - self.low), abs(units - self.high)))[:2]
+            if self.logs[a].events == self.logs[b].events:
+                return self._last(lambda u: self._replayed(u, a, b))
+        if self.model is not None:
+            model = self.model
+            return self._last(lambda u: model(u) <= self.capacity - self.lost)
+        return (self.low + self.high) // 2
+
+    def _replayed(self, units: int, a: int, b: int) -> bool:
+        """Whether the allocator serves the events of traces a and b, with sizes drawn linearly through them."""
+        first, second = (np.asarray(self.logs[u].sizes, dtype=np.int64) for u in (a, b))
+        sizes = first + (second - first) * (units - a) // (b - a)
+        return replay(sizes.tolist(), self.logs[a].events, self.capacity).out_of_memory is None
+
+    def probe(self, units: int) -> bool:
+        """Trace the whole step at that size; narrows the bracket and tells whether it fits."""
+        cell = self.cell.at(units * self.step)
+        recorder = virtual.trace(cell)
+        self.logs[units] = recorder.memory.log
+        result = virtual.measure(cell, recorder)
+        fits = result.status == "ok"
+        self.proof.append(
+            {
+                "value": units * self.step,
+                "status": result.status,
+                "peak_memory_bytes": result.peak_memory_bytes,
+                "reserved_memory_bytes": result.reserved_memory_bytes,
+                "reason": result.reason,
+            }
+        )
+        if fits:
+            self.low, self.best = units, result
+        else:
+            self.high, self.worst = units, result
+            self.lost = max(self.lost, result.unusable_memory_bytes or 0)
+        return fits
+
+    def narrow(self) -> None:
+        """Probe until the bracket has no room."""
+        beyond = 1  # how far past a size that fits to look, when nothing more is predicted to fit
+        while self.high - self.low > 1:
+            if len(self.proof) == MAX_PROBES:
+                raise RuntimeError(f"no boundary after {MAX_PROBES} traces between {self.low} and {self.high}")
+            guess = self._guess()
+            predicted = guess > self.low
+            fits = self.probe(min(guess if predicted else self.low + beyond, self.high - 1))
+            beyond = 2 * beyond if fits and not predicted else 1
+
+
+def largest_that_fits(cell: Cell) -> Measurement:
+    """Answer a cell's search on the virtual engine.
+
+    Returns the measurement at the answer, with ``answer`` and ``proof`` set; status oom, if not even the
+    smallest size fits.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes, or the cluster's memory has no limit.
+    """
+    capacity = load_cluster(cell.cluster).usable_memory_bytes
+    if cell.engine != "virtual":
+        raise Unsupported(f"searches do not run on the engine {cell.engine}", "use the virtual one")
+    if capacity is None:
+        raise Unsupported(f"cluster {cell.cluster} has no memory limit", "name one that has")
+    boundary = _Boundary(cell, capacity)
+    boundary.narrow()
+    found = boundary.best or boundary.worst
+    assert found is not None
+    found.proof = boundary.proof
+    found.answer = boundary.low * boundary.step or None
+    return found
