@@ -103,7 +103,9 @@ class TensorParallel(Strategy):
                 yield Traffic("backward", "f: gradient of the head's input", "all_reduce", count, hidden)
             elif site.kind == "project_sequence":
                 weight = d["K"] * d["L"] * element_bytes
-                yield Traffic("backward", "f: gradient of Linformer's projection", "all_reduce", count, weight)
+                yield Traffic(
+                    "backward", "f: gradient of Linformer's projection", "all_reduce", count, weight
+                )
             elif site.kind == "cross_entropy":
                 # largest logit, label's logit, sum of exponentials, in at least float32
                 tokens = d["B"] * d["L"] * max(4, element_bytes)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from impls.communication import all_reduce
 from impls.strategy import Site, Strategy, shard_of
-from torch.distributed import ReduceOp
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 
@@ -166,7 +166,9 @@ class Optimizer:
         self.parameters = list(module.parameters())
         self.precision = precision
         self.masters = (
-            [p.detach().float().requires_grad_() for p in self.parameters] if precision.master else self.parameters
+            [p.detach().float().requires_grad_() for p in self.parameters]
+            if precision.master
+            else self.parameters
         )
         self.adam = torch.optim.AdamW(self.masters, lr=lr, weight_decay=0.01, fused=True)
         # an overflow on one rank must skip the step on all ranks that hold other parts of the weights

@@ -74,7 +74,7 @@ class RankPool:
         Args:
             n: ranks of the job's default process group and of its mesh.
             function: of a module that the workers can import; its arguments and result are pickled.
-            axis: the mesh axis (of dp, pp, tp, sp) that has ``n`` ranks; empty where n is 1. The others have 1.
+            axis: the mesh axis (dp, pp, tp or sp) that has ``n`` ranks; the others have 1. Empty: n is 1.
             timeout_s: after it the job has failed and the workers are killed; the next job gets new ones.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Layer normalisation whose statistics are float32 for half precisions on every device, as apex and CUDA have it.
+"""Layer normalisation whose statistics are float32 for half precisions on every device.
 
-torch's CPU kernel keeps them in the input's precision, so a trace on fake CPU tensors would
-count other bytes than a GPU holds.
+That is how apex and CUDA have it. torch's CPU kernel keeps them in the input's precision, so a trace on
+fake CPU tensors would count other bytes than a GPU holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
 def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     statistics = torch.float32 if x.dtype in _HALF else x.dtype
     mean = x.new_empty(*x.shape[:-1], 1, dtype=statistics)
-    return torch.empty_like(x), mean, torch.empty_like(mean)
+    return x.new_empty(x.shape), mean, torch.empty_like(mean)  # contiguous, whatever x is
 
 
 @torch.library.custom_op("spbench::layer_norm_backward", mutates_args=())
@@ -44,7 +44,7 @@ def _layer_norm_backward(
 def _(
     gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+    return x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(bias)
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -26,7 +26,7 @@ def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor
 
 @_masked_softmax.register_fake
 def _(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return torch.empty_like(scores)
+    return scores.new_empty(scores.shape)  # contiguous, whatever the scores are
 
 
 @torch.library.custom_op("spbench::masked_softmax_backward_", mutates_args={"gradient"})
@@ -85,6 +85,8 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, way: str) 
     ``mask`` broadcasts to the scores and is True where the score is to become -10000. Ways:
 
     - "fused": only the result is kept and no intermediate exists (bytes a score kept in half precision: 2).
+      Its backward knows no mask, like Megatron-LM's kernel: that is exact where a masked score's probability
+      is 0, but not in a row with no key at all, whose gradient must therefore not matter.
     - "plain": torch's own operators; half precisions pass through float32 (4 + 2).
     - "megatron": fused where :func:`megatron_fuses`, else Megatron-LM's fallback in float32 on PyTorch
       1.8, whose softmax kept its input beside its result (4 + 4 + 2).

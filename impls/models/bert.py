@@ -27,7 +27,6 @@ from impls.linear import Linear
 from impls.models.model import Model, Part
 from impls.strategy import Site, Strategy
 
-
 _WAYS = {
     "mask_shape": ("keys", "square"),
     "softmax": ("fused", "plain", "megatron"),
@@ -164,7 +163,9 @@ class BertModel(Model):
         return {
             "attention": Part(lambda s, n: _Alone(self, s, n, Attention), hidden_inputs, dims, {"y": 1}),
             "block": Part(lambda s, n: _Alone(self, s, n, Block), hidden_inputs, dims, {"y": 1}),
-            "model": Part(self.build, self.inputs, self.sequence_dims, {"loss": None, "hidden": 1, "token_loss": 1}),
+            "model": Part(
+                self.build, self.inputs, self.sequence_dims, {"loss": None, "hidden": 1, "token_loss": 1}
+            ),
         }
 
 
@@ -184,14 +185,16 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         # the rows of the weight are ordered head by head, so that a split of rows is a split of heads
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # [B, L, Z, 3, A]
-        q, k, v = (part.transpose(1, 2).contiguous() for part in heads.unbind(-2))  # each [B, Z, L, A]
+        # each [B, Z, L, A]; copies even where the layout would do, for attend writes into them
+        layout = torch.contiguous_format
+        q, k, v = (part.transpose(1, 2).clone(memory_format=layout) for part in heads.unbind(-2))
         del heads
         y = self.attend(q, k, v, mask)
         del q, k, v
         return self.out.project(y.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        how = {"dropout": self.model.dropout, "softmax": self.model.softmax}
+        how: dict[str, Any] = {"dropout": self.model.dropout, "softmax": self.model.softmax}
         if self.model.linformer is None:
             return self.strategy.attention(q, k, v, mask, **how)
         # every rank gets all K projected keys, so attention is local: [B, Z, L, A] x [B, Z, K, A]
@@ -235,6 +238,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.attention_end(self.attention(x, mask), x)
+        assert self.mlp_in.bias is not None
         inner = bias_gelu(self.mlp_in.project(x), self.mlp_in.bias, fused=self.fused_bias_gelu)
         return self.mlp_end(self.mlp_out.project(inner), x)
 
@@ -311,14 +315,22 @@ class Bert(nn.Module):
 class _Alone(nn.Module):
     """An attention layer or a block with inputs of its own, for verification."""
 
-    def __init__(self, model: BertModel, strategy: Strategy, seq_len: int, layer: type[Attention] | type[Block]):
+    def __init__(
+        self, model: BertModel, strategy: Strategy, seq_len: int, layer: type[Attention] | type[Block]
+    ):
         super().__init__()
         self.model, self.strategy = model, strategy
         self.layer = layer(model, strategy, seq_len)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mask = attention_mask(inputs["padding"], self.model.mask_shape, self.strategy)
-        return {"y": self.layer(inputs["x"], mask)}
+        y = self.layer(inputs["x"], mask)
+        if self.model.mask_shape == "square":
+            # a padded query has no key; no loss reads what it gets, and the fused softmax has no true
+            # gradient for it (see masked_softmax), so nothing is asked of it here either
+            padded = self.strategy.shard(inputs["padding"], 1) > 0
+            y = y.masked_fill(padded.unsqueeze(-1), 0)
+        return {"y": y}
 
 
 def attention_mask(padding: Tensor, shape: str, strategy: Strategy) -> Tensor:

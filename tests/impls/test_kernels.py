@@ -1,0 +1,273 @@
+"""Every kernel against torch's own operators, and every fake implementation against its real one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from impls.kernels.bias_gelu import bias_gelu
+from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from impls.kernels.dropout import bias_dropout_add, masked_dropout
+from impls.kernels.layer_norm import LayerNorm
+from impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron_fuses
+
+HALF = [torch.float16, torch.bfloat16]
+OPS = torch.ops.spbench
+
+
+def made(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x.to(dtype).requires_grad_()
+
+
+def bits(*shape: int, seed: int = 1) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+def assert_same(ours: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """The same values and the same gradients of all inputs, to float64's rounding."""
+    y, expected = ours(*inputs), plain(*inputs)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-14)
+    weight = made(*y.shape, seed=9).detach()
+    got = torch.autograd.grad((y * weight).sum(), inputs)
+    torch.testing.assert_close(
+        got, torch.autograd.grad((expected * weight).sum(), inputs), rtol=1e-10, atol=1e-13
+    )
+
+
+def bytes_kept(function: Callable[[], Any]) -> int:
+    """Bytes of the distinct tensors that a forward saves for backward."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x.numel() * x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = function()
+    del result
+    return sum(kept.values())
+
+
+# -- softmax -------------------------------------------------------------------------------------------
+
+MASKS = {
+    "none": None,
+    "keys": torch.arange(20)[None, None, None, :] >= 17,
+    # every query has a key: what happens to those without is in a test of its own
+    "square": bits(2, 1, 8, 20) & (torch.arange(20) > 0),
+}
+
+
+@pytest.mark.parametrize("way", ["fused", "plain", "megatron"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("queries", [8, 7])  # Megatron-LM's kernel takes multiples of 4
+def test_masked_softmax(way: str, mask: str, queries: int) -> None:
+    hidden = MASKS[mask]
+    if hidden is not None:
+        hidden = hidden[:, :, :queries]
+
+    def plain(scores: Tensor) -> Tensor:
+        scaled = scores * 0.3
+        return F.softmax(scaled if hidden is None else scaled.masked_fill(hidden, MASKED_SCORE), -1)
+
+    def ours(scores: Tensor) -> Tensor:
+        # times 1: the gradient that arrives in the softmax must be its own, for it is overwritten
+        return masked_softmax(scores, hidden, 0.3, way) * 1.0
+
+    scores = made(2, 2, queries, 20)
+    assert_same(ours, plain, scores)
+    assert gradcheck(ours, (scores,), fast_mode=True)
+
+
+@pytest.mark.parametrize("way", ["fused", "plain", "megatron"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_softmax_of_half_precision_is_rounded_once(way: str, dtype: torch.dtype) -> None:
+    scores = made(2, 2, 8, 20, dtype=dtype).detach()
+    # a power of two scales exactly
+    expected = F.softmax(scores.float() * 0.25, -1).to(dtype)
+    torch.testing.assert_close(masked_softmax(scores, None, 0.25, way), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["fused", "plain", "megatron"])
+def test_query_without_a_key_attends_to_all_alike(way: str) -> None:
+    probabilities = masked_softmax(made(1, 1, 2, 4), torch.ones(1, 1, 2, 4, dtype=torch.bool), 1.0, way)
+    torch.testing.assert_close(probabilities, torch.full_like(probabilities, 0.25))
+
+
+@pytest.mark.parametrize(("way", "queries"), [("fused", 8), ("plain", 8), ("megatron", 8), ("megatron", 7)])
+def test_softmax_leaves_the_scores_alone(way: str, queries: int) -> None:
+    scores = made(1, 4, queries, 20)
+    before = scores.detach().clone()
+    masked_softmax(scores, MASKS["keys"], 1.0, way)
+    torch.testing.assert_close(scores.detach(), before, rtol=0, atol=0)
+
+
+def test_what_megatron_fuses() -> None:
+    assert megatron_fuses(4, 8, 17)
+    assert megatron_fuses(4, 8, 2048)
+    assert not megatron_fuses(4, 8, 16)
+    assert not megatron_fuses(4, 8, 2049)
+    assert not megatron_fuses(4, 6, 64)
+    assert not megatron_fuses(6, 8, 64)
+
+
+# -- bias, gelu, dropout -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_bias_gelu(fused: bool) -> None:
+    def ours(x: Tensor, bias: Tensor) -> Tensor:
+        return bias_gelu(x, bias, fused=fused)
+
+    x, bias = made(2, 3, 5), made(5, seed=2)
+    assert_same(ours, lambda x, bias: F.gelu(x + bias, approximate="tanh"), x, bias)
+    assert gradcheck(ours, (x, bias))
+
+
+def test_masked_dropout() -> None:
+    kept = bits(2, 3, 5)
+    assert_same(lambda x: masked_dropout(x, kept, 0.2), lambda x: x * kept / 0.8, made(2, 3, 5))
+
+
+@pytest.mark.parametrize("keep_input", [False, True])
+def test_bias_dropout_add(keep_input: bool) -> None:
+    kept = bits(2, 3, 5)
+
+    def ours(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return bias_dropout_add(x, bias, residual, kept, 0.2, keep_input=keep_input)
+
+    inputs = made(2, 3, 5), made(5, seed=2), made(2, 3, 5, seed=3)
+    assert_same(ours, lambda x, bias, residual: residual + (x + bias) * kept / 0.8, *inputs)
+    assert gradcheck(ours, inputs)
+
+
+# -- layer norm ----------------------------------------------------------------------------------------
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    module = LayerNorm(x.shape[-1], eps)
+    return torch.func.functional_call(module, {"weight": weight, "bias": bias}, (x,))
+
+
+def test_layer_norm() -> None:
+    inputs = made(2, 3, 8), made(8, seed=2), made(8, seed=3)
+    assert_same(layer_norm, lambda x, w, b: F.layer_norm(x, (8,), w, b, 1e-5), *inputs)
+    assert gradcheck(layer_norm, inputs)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_layer_norm_in_lower_precision_is_torchs(dtype: torch.dtype) -> None:
+    inputs = [made(2, 3, 8, seed=1, dtype=dtype), made(8, seed=2, dtype=dtype), made(8, seed=3, dtype=dtype)]
+    y, expected = layer_norm(*inputs), F.layer_norm(inputs[0], (8,), *inputs[1:], 1e-5)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    weight = made(2, 3, 8, seed=9, dtype=dtype).detach()
+    got = torch.autograd.grad((y * weight).sum(), inputs)
+    # torch's statistics are not rounded on the way to its backward either: allow one rounding
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        got, torch.autograd.grad((expected * weight).sum(), inputs), rtol=4 * eps, atol=4 * eps
+    )
+
+
+# -- cross entropy -------------------------------------------------------------------------------------
+
+
+def test_cross_entropy() -> None:
+    labels = torch.tensor([[0, 6, 3], [2, 2, 5]])
+
+    def plain(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+    logits = made(2, 3, 7)
+    before = logits.detach().clone()
+    assert_same(lambda x: vocab_parallel_cross_entropy(x, labels, None), plain, logits)
+    torch.testing.assert_close(logits.detach(), before, rtol=0, atol=0)
+
+
+def test_cross_entropy_of_large_logits_is_finite() -> None:
+    logits = (made(1, 2, 7).detach() * 1e4).requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([[1, 2]]), None)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_cross_entropy_of_half_precision_is_float32(dtype: torch.dtype) -> None:
+    logits, labels = made(2, 3, 7, dtype=dtype), torch.tensor([[0, 6, 3], [2, 2, 5]])
+    loss = vocab_parallel_cross_entropy(logits, labels, None)
+    expected = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss.flatten(), expected)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert gradient.dtype is dtype
+
+
+# -- what is kept for backward -------------------------------------------------------------------------
+
+
+def test_bytes_kept_for_backward() -> None:
+    scores, x = made(1, 4, 8, 32, dtype=torch.bfloat16), made(4, 8, dtype=torch.bfloat16)
+    n, bias, kept = scores.numel(), made(8, dtype=torch.bfloat16, seed=2), bits(4, 8)
+    assert bytes_kept(lambda: masked_softmax(scores, None, 0.5, "fused")) == 2 * n
+    assert bytes_kept(lambda: masked_softmax(scores, None, 0.5, "megatron")) == 2 * n
+    assert bytes_kept(lambda: masked_softmax(scores, None, 0.5, "plain")) == 4 * n
+    odd = made(1, 4, 7, 32, dtype=torch.bfloat16)
+    assert bytes_kept(lambda: masked_softmax(odd, None, 0.5, "megatron")) == 8 * odd.numel()
+    assert bytes_kept(lambda: masked_dropout(x, kept, 0.5)) == 32
+    assert bytes_kept(lambda: bias_dropout_add(x, bias, x, kept, 0.5)) == 32
+    assert bytes_kept(lambda: bias_dropout_add(x, bias, x, kept, 0.5, keep_input=True)) == 32 + 64
+    assert bytes_kept(lambda: bias_gelu(x, bias, fused=True)) == 64 + 16
+    # the input, two float32 statistics a row, weight and bias
+    assert bytes_kept(lambda: layer_norm(x, bias, bias)) == 64 + 2 * 4 * 4 + 16
+
+
+# -- fakes ---------------------------------------------------------------------------------------------
+
+
+def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...]]:
+    """Arguments of every operator by its name; ``transposed`` makes the inputs non-contiguous."""
+
+    def tensor(*shape: int, seed: int = 0) -> Tensor:
+        x = made(*shape, dtype=dtype, seed=seed).detach()
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2) if transposed else x
+
+    x, y, row = tensor(2, 3, 8), tensor(2, 3, 8, seed=1), made(8, dtype=dtype, seed=2).detach()
+    kept, scores = bits(2, 3, 8), tensor(2, 2, 4, 8)
+    statistics = made(2, 3, 1, dtype=torch.float32 if dtype in HALF else dtype).detach().abs()
+    return {
+        "masked_scale": (x, kept, 1.25),
+        "bias_dropout_add": (x, row, y, kept, 1.25),
+        "bias_gelu": (x, row),
+        "bias_gelu_backward": (y, x, row),
+        "layer_norm": (x, row, row, 1e-5),
+        "layer_norm_backward": (y, x, statistics, statistics, row, row),
+        "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5),
+        "masked_softmax_backward_": (scores.clone(), scores, 0.5),
+    }
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", _arguments(torch.float32, False))
+def test_fake_is_like_the_real_operator(name: str, dtype: torch.dtype, transposed: bool) -> None:
+    # checks the declared mutation and that shapes, dtypes, strides and devices agree
+    arguments = _arguments(dtype, transposed)[name]
+    torch.library.opcheck(
+        getattr(OPS, name).default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_every_operator_is_checked() -> None:
+    registered = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("spbench::")
+    }
+    assert registered == set(_arguments(torch.float32, False))

@@ -1,0 +1,144 @@
+"""Every registered strategy computes what one device computes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+
+from bench.engines.pool import RankPool
+from bench.oracle import Case
+from bench.verify import VerifyRow, verify, verify_case
+from impls.models.bert import BertModel
+from impls.models.model import model_preset, models
+from impls.ring_self_attention import RingSelfAttention
+from impls.strategy import strategies
+from impls.tensor_parallel import TensorParallel
+from impls.training import ContiguousGradients, initialize
+
+TINY = [name for name in models() if "-tiny" in name]
+PARALLEL = [cls for cls in strategies().values() if cls.axis]
+
+
+def assert_green(row: VerifyRow) -> None:
+    assert row.status == "green", row
+
+
+@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("strategy", strategies())
+def test_all_parts_in_float64_on_1_to_4_ranks(pool: RankPool, strategy: str, model: str) -> None:
+    rows = list(verify([strategy], [model], [1, 2, 3, 4], ["fp64"], pool=pool))
+    assert [row for row in rows if row.status == "RED"] == []
+    sizes_as_preset = {row.size for row in rows if row.status == "green" and not row.variant}
+    assert sizes_as_preset == ({1, 2, 3, 4} if strategies()[strategy].axis else {1})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_lower_precision_is_at_its_noise_floor(pool: RankPool, strategy: type, dtype: str) -> None:
+    rows = list(verify([strategy.name], TINY, [3, 4], [dtype], ["attention", "model"], pool=pool))
+    assert [row for row in rows if row.status == "RED"] == []
+    assert any(row.status == "green" for row in rows)
+
+
+@pytest.mark.parametrize("softmax", ["fused", "plain", "megatron"])
+@pytest.mark.parametrize("mask_shape", ["keys", "square"])
+@pytest.mark.parametrize("seq_len", [16, 20])  # Megatron-LM's kernel takes more than 16 keys
+def test_every_softmax_and_mask(pool: RankPool, softmax: str, mask_shape: str, seq_len: int) -> None:
+    model = model_preset("bert-tiny", {"softmax": softmax, "mask_shape": mask_shape})
+    for cls in PARALLEL:
+        assert_green(verify_case(pool, Case(cls, model, "attention", batch=1, seq_len=seq_len), 4))
+
+
+def test_heads_need_not_divide_for_a_ring(pool: RankPool) -> None:
+    model = model_preset("bert-tiny", {"heads": 3})
+    assert_green(verify_case(pool, Case(RingSelfAttention, model, "model"), 4))
+    row = verify_case(pool, Case(TensorParallel, model, "model"), 4)
+    assert (row.status, row.error, row.tensor) == ("unsupported", None, "")
+    assert "3 attention heads" in row.reason
+
+
+def test_sequence_that_a_ring_cannot_cut_is_a_row(pool: RankPool) -> None:
+    row = verify_case(pool, Case(RingSelfAttention, model_preset("bert-tiny"), "model", seq_len=22), 4)
+    assert row.status == "unsupported"
+    assert "20 or 24" in row.reason
+
+
+@pytest.mark.parametrize("pad_vocabulary_by_ranks", [False, True])
+def test_padded_vocabulary_is_the_oracles_too(pool: RankPool, pad_vocabulary_by_ranks: bool) -> None:
+    model = model_preset("bert-tiny", {"vocabulary": 97})
+    options = {"pad_vocabulary_by_ranks": pad_vocabulary_by_ranks}
+    assert_green(verify_case(pool, Case(RingSelfAttention, model, "model", options=options), 3))
+    assert_green(verify_case(pool, Case(TensorParallel, model, "model"), 3))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, int]:
+    """Small odd sizes: chunks of one position, one head, one sample, vocabularies that need padding."""
+    size = draw(st.integers(1, 4))
+    linformer = draw(st.none() | st.integers(1, 5))
+    model = BertModel(
+        layers=1,
+        hidden=12 * draw(st.integers(1, 2)),
+        heads=draw(st.sampled_from([1, 2, 3, 4, 6, 12])),
+        vocabulary=draw(st.integers(2, 40)),
+        vocabulary_multiple=draw(st.integers(1, 3)),
+        mask_shape="keys" if linformer else draw(st.sampled_from(["keys", "square"])),
+        linformer=linformer,
+        checkpointing=draw(st.booleans()),
+        softmax=draw(st.sampled_from(["fused", "plain", "megatron"])),
+        fused_bias_gelu=draw(st.booleans()),
+        fused_cross_entropy=draw(st.booleans()),
+    )
+    case = Case(
+        draw(st.sampled_from(PARALLEL)),
+        model,
+        draw(st.sampled_from(["attention", "block", "model"])),
+        batch=draw(st.integers(1, 3)),
+        seq_len=size * draw(st.integers(1, 6)),
+        seed=draw(st.integers(0, 99)),
+    )
+    return case, size
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_any_sizes(pool: RankPool, drawn: tuple[Case, int]) -> None:
+    case, size = drawn
+    row = verify_case(pool, case, size)
+    assert row.status in ("green", "unsupported"), row
+
+
+def replicas_after_a_step_with_dropout(mesh: DeviceMesh, model: BertModel) -> float:
+    """Largest difference over ranks of the hidden states and of gradients of what all ranks hold."""
+    strategy = TensorParallel(mesh, seed=3)
+    module = model.build(strategy, 24)
+    initialize(module, 0, deviation=0.2, everything=True)
+    gradients = ContiguousGradients(module, strategy)
+    strategy.random.begin_step(7)
+    outputs = module(model.inputs(3, 24, torch.Generator().manual_seed(0)))
+    outputs["loss"].backward()
+    gradients.synchronize()
+    held = [outputs["hidden"].detach(), module.embeddings.positions.weight.grad]
+    held += [block.mlp_end.bias.grad for block in module.blocks]
+    flat = torch.cat([x.flatten() for x in held])
+    top, bottom = flat.clone(), flat.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX)
+    dist.all_reduce(bottom, dist.ReduceOp.MIN)
+    return (top - bottom).abs().max().item()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_keeps_the_replicas_of_tensor_parallelism_alike(pool: RankPool, checkpointing: bool) -> None:
+    model = replace(models()["bert-tiny"], dropout=0.3, checkpointing=checkpointing)
+    spread = pool.run(4, replicas_after_a_step_with_dropout, model, axis="tp")
+    assert max(spread) == 0  # all-reduced sums are the same bits on all ranks
+
+
+def test_unknown_names(pool: RankPool) -> None:
+    for wrong in ({"strategies": ["ulises"]}, {"models": ["bart"]}, {"dtypes": ["fp8"]}):
+        with pytest.raises(KeyError, match="known"):
+            next(verify(**wrong, pool=pool))
