@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,8 +57,28 @@ def _many(flag: str, kind: click.ParamType[Any], text: str) -> Callable[[Command
     return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
-@click.version_option(package_name="spbench")
+def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from bench.provenance import installed_version
+
+        click.echo(f"spbench {installed_version('spbench') or '(not installed)'}")
+        context.exit()
+
+
+class _ReaderGone(Exception):
+    """Whoever read our output has closed it."""
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # of which click would make exit code 1
+            raise _ReaderGone from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show it.")
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Benchmark and reproduce sequence parallelism."""
@@ -142,38 +163,45 @@ def verify(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `spbench`."""
-    sys.exit(_exit_code(arguments))
+    sys.exit(exit_code(arguments))
 
 
-def _exit_code(arguments: Sequence[str] | None) -> int:
+def exit_code(arguments: Sequence[str] | None) -> int:
+    """Run a command line, tell its errors, and return its exit code."""
     from bench.declaration import UserError
 
-    debug = os.environ.get("SPBENCH_DEBUG", "") not in ("", "0")
     try:
         code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to fail at exit
+    except (BrokenPipeError, _ReaderGone):
+        _silence_output()
         return 141
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", 130)
-    except UserError as error:
-        if debug:
-            raise
-        return _complain(str(error), 2)
     except click.ClickException as error:
-        return _complain(" ".join(error.format_message().split()), 2)
+        return _complain(error.format_message(), 2)
+    except UserError as error:
+        return _complain(str(error), 2, traced=True)
+    except OSError as error:
+        if error.filename is None:
+            _silence_output()
+        return _complain(f"{error.filename or 'standard output'}: {error.strerror}", 2, traced=True)
     except Exception as error:
-        if debug:
-            raise
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return _complain(f"internal error: {text} (SPBENCH_DEBUG=1 shows where)", 70)
+        text = f"internal error: {type(error).__name__}: {error} (SPBENCH_DEBUG=1 shows where)"
+        return _complain(text, 70, traced=True)
 
 
-def _complain(text: str, code: int) -> int:
-    print(f"spbench: {text}", file=sys.stderr)
+def _complain(text: str, code: int, *, traced: bool = False) -> int:
+    if traced and os.environ.get("SPBENCH_DEBUG", "") not in ("", "0"):
+        traceback.print_exc()
+    print(f"spbench: {' '.join(text.split())}", file=sys.stderr)
     return code
+
+
+def _silence_output() -> None:
+    """Nothing is left to be written, and to fail, when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,5 +120,7 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> Path:
         as_frame(comparisons).to_csv(unfinished, index=False)
         unfinished.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return path

@@ -14,15 +14,16 @@ def provenance() -> dict[str, str | None]:
     """What is the same for all rows of a process: versions, commit (with "-dirty" for a changed checkout;
     None where the code is not a checkout) and host."""
     return {
-        "spbench": _version("spbench"),
+        "spbench": installed_version("spbench"),
         "commit": _commit(Path(__file__).resolve().parent.parent),
-        "torch": _version("torch"),
+        "torch": installed_version("torch"),
         "python": platform.python_version(),
         "host": platform.node(),
     }
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:
