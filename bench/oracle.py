@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impls.communication import all_reduce
 from impls.models.model import Model
 from impls.strategy import Strategy, shard_of
-from impls.training import PRECISIONS, ContiguousGradients, default_dtype, initialize
+from impls.training import PRECISIONS, ContiguousGradients, StaleGradients, default_dtype, initialize
 
 #: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
 #: flat and the gradients of queries and keys tiny
@@ -39,6 +39,7 @@ class Case:
         dtype: a key of PRECISIONS: of weights, activations and gradients of the checked run.
         batch, seq_len: whole sizes, in samples and positions.
         seed: of weights, inputs and the gradient of the outputs.
+        gradients: "contiguous" or "stale", as :class:`impls.training.Training` holds and synchronises them.
     """
 
     strategy: type[Strategy]
@@ -49,6 +50,7 @@ class Case:
     seq_len: int = 24
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    gradients: str = "contiguous"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -150,7 +152,8 @@ class _Run:
     ):
         self.strategy, self.part = strategy, case.model.parts()[case.part]
         self.module = _build(case, self.part.build, strategy, dtype)
-        gradients = ContiguousGradients(self.module, strategy)
+        held = StaleGradients if case.gradients == "stale" else ContiguousGradients
+        gradients: StaleGradients | ContiguousGradients = held(self.module, strategy)
         whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
         self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from impls.communication import all_reduce, reduce_from_group, ring
 from impls.linear import Linear
-from impls.ring_self_attention import RingOutput, RingScores, RingSelfAttention, _columns
+from impls.ring_self_attention import RingOutput, RingScores, RingSelfAttention
 from impls.tensor_parallel import TensorParallel
 
 
@@ -74,6 +74,11 @@ class _OwnScores(RingSelfAttention):
         if mask is not None:
             scores = scores.masked_fill(mask, -10000)
         return RingOutput.apply(scores.softmax(-1).flatten(0, 1), v, self.group).unflatten(0, heads)
+
+
+def _columns(x: Tensor, owner: int, chunk: int) -> Tensor:
+    """The columns of x [BZ, L/N, L] that belong to the keys of ``owner``."""
+    return x[:, :, owner * chunk : (owner + 1) * chunk]
 
 
 def _one_late(chunks: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:

@@ -15,7 +15,7 @@ from bench.verify import VerifyRow, verify, verify_case
 from impls.models.bert import BertModel
 from impls.models.model import model_preset, models
 from impls.ring_self_attention import RingSelfAttention
-from impls.strategy import strategies
+from impls.strategy import Strategy, strategies
 from impls.tensor_parallel import TensorParallel
 from impls.training import ContiguousGradients, initialize
 
@@ -38,7 +38,7 @@ def test_all_parts_in_float64_on_1_to_4_ranks(pool: RankPool, strategy: str, mod
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("strategy", PARALLEL)
-def test_lower_precision_is_at_its_noise_floor(pool: RankPool, strategy: type, dtype: str) -> None:
+def test_lower_precision_is_at_its_noise_floor(pool: RankPool, strategy: type[Strategy], dtype: str) -> None:
     rows = list(verify([strategy.name], TINY, [3, 4], [dtype], ["attention", "model"], pool=pool))
     assert [row for row in rows if row.status == "RED"] == []
     assert any(row.status == "green" for row in rows)
@@ -65,6 +65,14 @@ def test_sequence_that_a_ring_cannot_cut_is_a_row(pool: RankPool) -> None:
     row = verify_case(pool, Case(RingSelfAttention, model_preset("bert-tiny"), "model", seq_len=22), 4)
     assert row.status == "unsupported"
     assert "20 or 24" in row.reason
+
+
+@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_gradients_held_the_old_way_are_synchronized_too(
+    pool: RankPool, strategy: type[Strategy], model: str
+) -> None:
+    assert_green(verify_case(pool, Case(strategy, model_preset(model), "model", gradients="stale"), 3))
 
 
 @pytest.mark.parametrize("pad_vocabulary_by_ranks", [False, True])

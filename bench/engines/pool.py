@@ -106,33 +106,33 @@ class RankPool:
 
     def _collect(self, n: int, timeout_s: float) -> list[Any]:
         results: list[Any] = [None] * n
-        failure: RankError | None = None
+        failures: list[tuple[int, int, str]] = []  # place in the order of failing, rank, what happened
         waiting = dict(enumerate(self._workers[:n]))
         deadline = time.monotonic() + timeout_s
         while waiting:
             readable = wait([w.connection for w in waiting.values()], max(0.0, deadline - time.monotonic()))
             if not readable:
-                silent = ", ".join(map(str, waiting))
-                failure = failure or RankError(
-                    min(waiting), f"no answer after {timeout_s:g} s (from {silent})"
-                )
                 break
             for rank, worker in list(waiting.items()):
                 if worker.connection not in readable:
                     continue
                 del waiting[rank]
                 try:
-                    good, value = worker.receive()
+                    place, value = worker.receive()
                 except (EOFError, OSError):
                     worker.process.join(_GRACE_S)
-                    good, value = False, f"the process died with exit code {worker.process.exitcode}"
-                if good:
+                    place, value = 0, f"the process died with exit code {worker.process.exitcode}"
+                if place is None:
                     results[rank] = value
-                elif failure is None:  # the first to fail is the cause, later ones the consequence
-                    failure = RankError(rank, value)
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-        if failure is not None:
-            raise failure
+                    continue
+                failures.append((place, rank, value))
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failures:  # the first to fail is the cause, later ones are the consequence
+            _, rank, what = min(failures)
+            raise RankError(rank, what)
+        if waiting:
+            silent = ", ".join(map(str, waiting))
+            raise RankError(min(waiting), f"no answer after {timeout_s:g} s (from {silent})")
         return results
 
     def _kill(self) -> None:
@@ -158,7 +158,12 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # a dead worker is reported by receive
             self.connection.send_bytes(pickle.dumps(job))
 
-    def receive(self) -> tuple[bool, Any]:
+    def receive(self) -> tuple[int | None, Any]:
+        """(None, result), or (place in the order of failing, what happened).
+
+        Raises:
+            EOFError, OSError: the worker is dead.
+        """
         answer = pickle.loads(self.connection.recv_bytes())
         self.busy = False
         return answer
@@ -183,9 +188,13 @@ def _serve(connection: Connection, port: int) -> None:
         except EOFError:
             return
         try:
-            answer = pickle.dumps((True, _run_job(store, job, rank, sizes, timeout_s, work)))
+            answer = pickle.dumps((None, _run_job(store, job, rank, sizes, timeout_s, work)))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            # counted before the group is destroyed, and so before other ranks fail for that reason
+            answer = pickle.dumps((store.add(f"failures{job}", 1), traceback.format_exc()))
+        if dist.is_initialized():
+            # also closes the connections, so that ranks that wait for this one fail too
+            dist.destroy_process_group()
         connection.send_bytes(answer)
 
 
@@ -199,13 +208,9 @@ def _run_job(
         world_size=max(sizes),
         timeout=timedelta(seconds=timeout_s),
     )
-    try:
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
-        function, args = pickle.loads(work)
-        return function(mesh, *args)
-    finally:
-        # also closes the connections, so that ranks that wait for this one fail too
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
+    function, args = pickle.loads(work)
+    return function(mesh, *args)
 
 
 def _end_with_parent() -> None:
