@@ -77,8 +77,12 @@ class _Group(click.Group):
             raise _ReaderGone from error
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show it.")
+@click.group(
+    cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
+)
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show it."
+)
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Benchmark and reproduce sequence parallelism."""

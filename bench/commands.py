@@ -16,7 +16,7 @@ from bench import compare, report
 from bench.declaration import UserError, suggestion
 from bench.narrowing import Narrowing, declared_cells, narrowed_cells
 from bench.provenance import provenance
-from bench.results import FILE, FINAL, ResultsFile, Row, as_frame, read_rows
+from bench.results import FILE, FINAL, ResultsFile, Row, as_frame, finite, read_rows
 from bench.scenario import Scenario, load_scenario
 from bench.sweep import sweep, unfinished, usable_cores
 from impls.models.model import models as all_models
@@ -211,7 +211,7 @@ def verify_strategies(
     for row in verify(
         list(strategies) or None, list(models) or None, list(world_sizes), list(dtypes), list(parts) or None
     ):
-        lines.append(dataclasses.asdict(row))
+        lines.append(finite(dataclasses.asdict(row)))
         case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
         report.message(f"{' '.join(word for word in case if word)}: {row.status}")
     counts = Counter(line["status"] for line in lines)

@@ -150,6 +150,8 @@ def first_problem(model: type[BaseModel], error: ValidationError) -> tuple[tuple
         case "literal_error":
             message = f"must be {problem['ctx']['expected']}, not {given!r}"
             message += suggestion(given, re.findall(r"'([^']*)'", problem["ctx"]["expected"])).split(" (")[0]
+        case "too_short":
+            message = "is empty; give at least one"
         case "value_error":
             message = str(problem["ctx"]["error"])
         case "model_type" | "model_attributes_type":

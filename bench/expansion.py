@@ -141,18 +141,16 @@ def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
         if not searched and not given:
             yield (quantity,), "is missing; give it, or a search for it"
     preset = models()[cell.model]
+    defaults = {f.name: getattr(preset, f.name) for f in fields(preset)}  # type: ignore[arg-type]
     hints = get_type_hints(type(preset))
-    options = [f.name for f in fields(preset)]  # type: ignore[arg-type]
-    yield from _impossible_options("model_options", cell.model_options, hints, options)
+    yield from _impossible_options("model_options", cell.model_options, hints, defaults)
     try:
         model_preset(cell.model, cell.model_options)
-    except (KeyError, ValueError, ArithmeticError) as error:
+    except (KeyError, ValueError) as error:
         yield ("model_options",), str(error.args[0])
     cls = strategies()[cell.strategy]
     hints = get_type_hints(cls.__init__)
-    yield from _impossible_options(
-        "strategy_options", cell.strategy_options, hints, list(strategy_options(cls))
-    )
+    yield from _impossible_options("strategy_options", cell.strategy_options, hints, strategy_options(cls))
 
 
 def _impossible_sizes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -168,14 +166,17 @@ def _impossible_sizes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _impossible_options(
-    kind: str, given: Mapping[str, Any], hints: Mapping[str, Any], known: list[str]
+    kind: str, given: Mapping[str, Any], hints: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     for name, value in given.items():
-        if name not in known:
-            yield (kind, name), "unknown option" + (suggestion(name, known) or "; there are none")
+        if name not in defaults:
+            yield (kind, name), "unknown option" + (suggestion(name, defaults) or "; there are none")
         try:
             TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             yield (kind, name), first_problem(BaseModel, error)[1]
-        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
-            yield (kind, name), f"must not be negative: {value}"
+        if type(value) is int:
+            # a whole number is a count of something, and of none only where that is the default
+            least = 0 if defaults[name] == 0 else 1
+            if value < least:
+                yield (kind, name), f"must be at least {least}, not {value}"

@@ -128,7 +128,7 @@ class ResultsFile:
         Raises:
             UserError: it cannot be written; the rows before it are as they were.
         """
-        line = json.dumps(_finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         if self._unfinished:
             line = b"\n" + line
         size = os.fstat(self._fd).st_size
@@ -170,14 +170,14 @@ class ResultsFile:
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The value with None for what JSON cannot say: infinities and not-a-number."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return value
 
 

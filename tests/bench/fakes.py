@@ -1,0 +1,83 @@
+"""Stand-ins for the engines, and a small scenario: importable by other processes."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from bench.cell import Cell, Measurement
+from impls.strategy import Unsupported
+
+#: two strategies at a few sizes, one claim of each kind
+SCENARIO = """
+title: A small scenario
+paper: rsa
+defaults:
+  cluster: piz-daint-p100
+  model: bert-tiny
+  batch: 64
+  precision: fp16
+  search: {quantity: seq_len, step: 4}
+  model_options: {dropout: 0.0}
+groups:
+  - {strategy: tensor_parallel, sizes: {tp: [1, 2]}}
+  - strategy: ring_self_attention
+    sizes: {sp: [1, 4, 8]}
+    model_options: {layers: 3}
+variants:
+  first: {training: {moments: later}}
+  steady: {training: {moments: kept}}
+claims:
+  - claim: rsa-max-seqlen-base
+    published: {file: rsa_claims.csv}
+    numerator: {strategy: ring_self_attention, world: 8}
+    denominator: {strategy: tensor_parallel, world: 2}
+    note: a ratio
+  - claim: rsa-linformer-upper-bound
+    published: {file: rsa_claims.csv}
+    numerator: {strategy: ring_self_attention, world: 4, model_options: {layers: 3}}
+    role: calibrated
+"""
+
+#: names of environment variables
+GATE, LOG = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG"
+
+
+def answer(cell: Cell) -> Measurement:
+    """A sequence length of 1000 a rank; three ranks cannot be, five are a fault."""
+    if cell.sizes.world == 3:
+        raise Unsupported("3 ranks do not divide", "use 2 or 4")
+    if cell.sizes.world == 5:
+        raise ValueError("five\nis a fault")
+    sent = [{"phase": "forward", "collective": "send", "sent_bytes": 2**20}]
+    return Measurement(answer=1000 * cell.sizes.world, peak_memory_bytes=2**30, communication=sent)
+
+
+def moody(cell: Cell) -> Measurement:
+    """As :func:`answer`; the process dies of two ranks, and prints where it should not."""
+    print("noise of an engine")
+    if cell.sizes.world == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(cell)
+
+
+def logged(cell: Cell) -> Measurement:
+    """As :func:`answer`, and writes to LOG when a cell begins and ends."""
+    _log(f"begin {cell.sizes.world}")
+    time.sleep(0.1)  # long enough for a second cell to begin, if one could
+    _log(f"end {cell.sizes.world}")
+    return answer(cell)
+
+
+def gated(cell: Cell) -> Measurement:
+    """As :func:`answer`, but fewer than four ranks end only when the file GATE exists; writes the process
+    and the cell to LOG."""
+    _log(f"{os.getpid()} {cell.key}")
+    while cell.sizes.world < 4 and not Path(os.environ[GATE]).exists():
+        time.sleep(0.02)
+    return answer(cell)
+
+
+def _log(line: str) -> None:
+    with open(os.environ[LOG], "a") as log:
+        log.write(line + "\n")

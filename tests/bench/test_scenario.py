@@ -1,0 +1,255 @@
+"""Scenario files: what they expand to, and one clear line for each way to get one wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bench.cluster import cluster_names, load_cluster
+from bench.declaration import UserError, packaged
+from bench.narrowing import Narrowing, declared_cells, narrowed_cells
+from bench.scenario import Scenario, load_scenario
+from tests.bench.fakes import SCENARIO
+
+
+def write(folder: Path, text: str, name: str = "small.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Scenario:
+    return load_scenario(write(tmp_path, SCENARIO))
+
+
+def changed(**changes: Any) -> str:
+    """SCENARIO with some of its values replaced; a key like groups__0__batch is a path."""
+    content = yaml.safe_load(SCENARIO)
+    for path, value in changes.items():
+        *steps, last = path.split("__")
+        at = content
+        for step in steps:
+            at = at[int(step)] if step.isdecimal() else at.setdefault(step, {})
+        at[last] = value
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def test_lists_multiply_and_settings_merge(scenario: Scenario) -> None:
+    assert list(scenario.cells) == ["first", "steady"]
+    cells = scenario.cells["first"]
+    assert [str(c.sizes) for c in cells] == ["1", "tp2", "1", "sp4", "sp8"]
+    assert {c.training.moments for c in cells} == {"later"}
+    assert {c.variant for c in cells} == {"first"}
+    ring = cells[-1]
+    assert ring.model_options == {"dropout": 0.0, "layers": 3}  # defaults and group
+    assert (ring.batch, ring.seq_len) == (64, None)
+    keys = [c.key for declared in scenario.cells.values() for c in declared]
+    assert len(set(keys)) == 10
+
+
+def test_several_lists(tmp_path: Path) -> None:
+    text = changed(
+        groups=[{"strategy": "single", "precision": ["fp16", "fp32"], "batch": [1, 2, 3]}], claims=[]
+    )
+    cells = load_scenario(write(tmp_path, text)).cells["first"]
+    assert [(c.precision, c.batch) for c in cells] == [(p, b) for b in (1, 2, 3) for p in ("fp16", "fp32")]
+
+
+def test_packaged_scenarios_and_clusters_are_valid() -> None:
+    for name in packaged("scenarios"):
+        assert load_scenario(name).cells
+    assert load_cluster("piz-daint-p100").usable_memory_bytes == 15430 * 2**20
+    assert load_cluster("local").usable_memory_bytes is None
+    assert {"local", "piz-daint-p100"} <= set(cluster_names())
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"grups": []}, "grups: unknown key; did you mean 'groups'?"),
+    ({"groups__0__btach": 4}, "groups[0].btach: unknown key; did you mean 'batch'?"),
+    (
+        {"defaults__training__moment": "kept"},
+        "defaults.training.moment: unknown key; did you mean 'moments'?",
+    ),
+    (
+        {"variants__first__training__moments": "latr"},
+        "variants.first.training.moments: must be 'kept' or 'later'",
+    ),
+    ({"groups__1__batch": "64"}, "groups[1].batch: must be a valid integer, not '64'"),
+    ({"defaults__batch": True}, "defaults.batch: must be a valid integer, not True"),
+    ({"defaults__batch": -64}, "defaults.batch: must be greater than 0, not -64"),
+    ({"groups__1__sizes__sp": [4, -8]}, "groups[1].sizes.sp: must be greater than 0, not -8"),
+    ({"groups__1__sizes__sp": []}, "groups[1].sizes.sp: is an empty list"),
+    ({"groups__1__sizes": 4}, "groups[1].sizes: must be a mapping of keys, not 4"),
+    ({"groups__1__sizes__xp": 4}, "groups[1].sizes.xp: unknown key"),
+    (
+        {"groups__1__sizes__tp": 4},
+        "groups[1].sizes.tp: 4: the strategy ring_self_attention does not use the axis tp",
+    ),
+    ({"groups__1__sizes__dp": 2}, "groups[1].sizes.dp: 2: nothing uses the axis dp yet; leave it out"),
+    ({"groups__1__sizes__pp": 2}, "groups[1].sizes.pp: 2: nothing uses the axis pp yet; leave it out"),
+    (
+        {"groups__0__strategy": "tensor_paralel"},
+        "unknown strategy 'tensor_paralel'; did you mean 'tensor_parallel'?",
+    ),
+    ({"defaults__model": "bert-bse"}, "defaults.model: unknown model 'bert-bse'; did you mean 'bert-base'?"),
+    ({"defaults__cluster": "piz-daint"}, "defaults.cluster: unknown cluster 'piz-daint'; did you mean"),
+    ({"defaults__engine": "real"}, "defaults.engine: must be 'virtual' or 'distributed', not 'real'"),
+    ({"defaults__precision": "fp8"}, "defaults.precision: must be"),
+    (
+        {"groups__1__model_options__layer": 3},
+        "groups[1].model_options.layer: unknown option; did you mean 'layers'?",
+    ),
+    (
+        {"groups__1__model_options__layers": "3"},
+        "groups[1].model_options.layers: must be a valid integer, not '3'",
+    ),
+    ({"groups__1__model_options__layers": -3}, "groups[1].model_options.layers: must be at least 1, not -3"),
+    (
+        {"groups__1__model_options__heads": 7},
+        "groups[1].model_options: hidden 48 is not divisible by heads 7",
+    ),
+    (
+        {"groups__1__strategy_options__pad_vocabulary": True},
+        "groups[1].strategy_options.pad_vocabulary: unknown option; did you mean",
+    ),
+    (
+        {"groups__0__strategy_options__pad": True},
+        "groups[0].strategy_options.pad: unknown option; there are none",
+    ),
+    ({"groups__1__seq_len": 512}, "groups[1].seq_len: is what the search is to find"),
+    ({"defaults__search": None}, "groups[0].seq_len: is missing; give it, or a search for it"),
+    ({"defaults__search__quantity": "length"}, "defaults.search.quantity: must be 'batch' or 'seq_len'"),
+    ({"groups__1__variant": "x"}, "groups[1].variant: unknown key; variants have a section of their own"),
+    ({"groups__0__sizes__tp": [2, 2]}, "is declared twice here; leave one out"),
+    ({"variants__all": {}}, "variants.all: 'all' stands for every variant"),
+    ({"groups": []}, "groups: is empty; give at least one"),
+    ({"groups": 3}, "groups: must be a valid list, not 3"),
+    ({"claims__0__numerator__world": 9}, "claims[0].numerator: no group declares a cell with"),
+    ({"claims__0__numerator__world": None}, "claims[0].numerator: selects 3 cells, such as"),
+    (
+        {"claims__0__quantity": "answr"},
+        "claims[0].quantity: unknown quantity 'answr'; did you mean 'answer'?",
+    ),
+    ({"claims__0__role": "guess"}, "claims[0].role: must be 'predicted' or 'calibrated', not 'guess'"),
+    ({"claims__1__claim": "rsa-max-seqlen-base"}, "is there already; leave one out"),
+    ({"claims__0__claim": "rsa-max-seqlen-bas"}, "claims[0].published: "),
+    ({"claims__0__published__file": "rsa_claim.csv"}, "cannot read published file rsa_claim.csv"),
+    ({"claims__0__published__column": "publishd"}, "no column 'publishd'; did you mean 'published'?"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_content_is_one_line_with_file_and_key(tmp_path: Path, changes: Any, message: str) -> None:
+    path = write(tmp_path, changed(**changes))
+    with pytest.raises(UserError) as caught:
+        load_scenario(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ")
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("title: [unclosed", "malformed YAML"),
+        ("title: x\n\tgroups: []", ":2:1: malformed YAML"),
+        ("title: a\ntitle: b\n", ":2:1: malformed YAML: the key 'title' is given twice"),
+        ("", "is empty, but a mapping of keys is needed"),
+        ("- a\n- b\n", "holds a list, but a mapping"),
+        ("1: 2\n", "a key must be a word"),
+        ("title: x\n", "groups: is missing"),
+        ("title: !!python/object:os.system x\n", "malformed YAML"),
+    ],
+)
+def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        load_scenario(path)
+    assert str(caught.value).startswith(path)
+    assert message in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no scenario file"):
+        load_scenario(str(tmp_path / "absent.yaml"))
+    with pytest.raises(UserError, match="Is a directory"):
+        load_scenario(str(tmp_path))
+    (tmp_path / "binary.yaml").write_bytes(b"title: \xff\xfe")
+    with pytest.raises(UserError, match="not a text file in UTF-8"):
+        load_scenario(str(tmp_path / "binary.yaml"))
+    with pytest.raises(UserError, match=r"unknown scenario 'max_seqln'"):
+        load_scenario("max_seqln")
+
+
+def test_narrowing_chooses(scenario: Scenario) -> None:
+    def worlds(**narrowing: Any) -> list[str]:
+        return [f"{c.strategy[:4]}{c.sizes.world}" for c in narrowed_cells(scenario, Narrowing(**narrowing))]
+
+    assert worlds() == ["tens1", "tens2", "ring1", "ring4", "ring8"]
+    assert worlds(strategies=["tensor_parallel"]) == ["tens1", "tens2"]
+    assert worlds(world_sizes=[8, 2]) == ["ring8", "tens2"]
+    assert worlds(variant="all") == worlds() + worlds()
+    assert worlds(world_sizes=[5]) == ["tens5", "ring5"]  # none is declared, so both are made
+    assert worlds(world_sizes=[2], strategies=["ring_self_attention"]) == ["ring2"]
+
+
+def test_narrowing_replaces_cluster_and_engine(scenario: Scenario) -> None:
+    cells = declared_cells(scenario, Narrowing(clusters=["local"], engines=["distributed"]))
+    assert {(c.cluster, c.engine) for c in cells} == {("local", "distributed")}
+    assert len(declared_cells(scenario, Narrowing(clusters=["local", "piz-daint-p100"]))) == 10
+
+
+@pytest.mark.parametrize(
+    ("narrowing", "message"),
+    [
+        (Narrowing(strategies=["tensor"]), "unknown strategy 'tensor'"),
+        (
+            Narrowing(strategies=["single"]),
+            "has no cell with strategy single; it has: tensor_parallel, ring_self",
+        ),
+        (Narrowing(models=["bert-base"]), "has no cell with model bert-base; it has: bert-tiny"),
+        (Narrowing(clusters=["daint"]), "unknown cluster 'daint'"),
+        (Narrowing(engines=["cuda"]), "unknown engine 'cuda'"),
+        (Narrowing(variant="frist"), "no variant 'frist'; did you mean 'first'?"),
+        (Narrowing(world_sizes=[0]), "must be at least 1"),
+    ],
+)
+def test_narrowing_that_leaves_nothing(scenario: Scenario, narrowing: Narrowing, message: str) -> None:
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        narrowed_cells(scenario, narrowing)
+    assert message in str(caught.value)
+
+
+def test_single_device_has_no_other_size(tmp_path: Path) -> None:
+    text = changed(groups=[{"strategy": "single"}], claims=[], variants={})
+    scenario = load_scenario(write(tmp_path, text))
+    assert [c.variant for c in narrowed_cells(scenario, Narrowing(world_sizes=[1]))] == [""]
+    with pytest.raises(UserError, match="run on one rank, not 4"):
+        narrowed_cells(scenario, Narrowing(world_sizes=[4]))
+    with pytest.raises(UserError, match="has no variants"):
+        narrowed_cells(scenario, Narrowing(variant="first"))
+
+
+def test_clusters_of_ones_own(tmp_path: Path) -> None:
+    figure = {"value": 10, "source": "made up"}
+    device = {"name": "d", "memory_total_bytes": figure, "memory_context_bytes": figure}
+    content: dict[str, Any] = {
+        "name": "mine",
+        "about": "a test",
+        "device": {**device, "memory_bandwidth_bytes_per_s": {"value": 1.0, "source": "s"}},
+        "network": {key: {"value": None, "source": "s"} for key in ("latency_s", "bandwidth_bytes_per_s")},
+    }
+    path = write(tmp_path, yaml.safe_dump(content), "mine.yaml")
+    with pytest.raises(UserError, match="leaves nothing of memory_total_bytes"):
+        load_cluster(path)
+    content["device"]["memory_context_bytes"] = {"value": 4, "source": "made up"}
+    write(tmp_path, yaml.safe_dump(content), "mine.yaml")
+    assert load_cluster(path).usable_memory_bytes == 6
+    with pytest.raises(UserError, match=r"other.yaml: name: is 'mine'"):
+        load_cluster(write(tmp_path, yaml.safe_dump(content), "other.yaml"))
+    del content["network"]["latency_s"]["source"]
+    with pytest.raises(UserError, match=r"network.latency_s.source: is missing"):
+        load_cluster(write(tmp_path, yaml.safe_dump(content), "third.yaml"))
