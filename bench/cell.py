@@ -106,7 +106,6 @@ class Measurement:
     Attributes:
         peak_memory_bytes: largest sum of live bytes over the step, as torch.cuda.max_memory_allocated.
         reserved_memory_bytes: what a caching allocator reserves for it.
-        unusable_memory_bytes: on oom, what was reserved but could not serve the request.
         peak_phase: the phase of the step in which the peak falls.
         peak_held: bytes by what held them at the peak.
         communication: rows of :meth:`bench.meters.communication.CommunicationMeter.rows`.
@@ -120,7 +119,6 @@ class Measurement:
     reason: str = ""
     peak_memory_bytes: int | None = None
     reserved_memory_bytes: int | None = None
-    unusable_memory_bytes: int | None = None
     peak_phase: str | None = None
     peak_held: dict[str, int] = field(default_factory=dict)
     communication: list[dict[str, Any]] = field(default_factory=list)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import compare, report
+from bench.cell import Cell
 from bench.declaration import UserError, suggestion
 from bench.narrowing import Narrowing, declared_cells, narrowed_cells
 from bench.provenance import provenance
-from bench.results import FILE, FINAL, ResultsFile, Row, as_frame, finite, read_rows
+from bench.results import FILE, FINAL, ResultsFile, Row, as_frame, breaks_formula, finite, read_rows
 from bench.scenario import Scenario, load_scenario
-from bench.sweep import sweep, unfinished, usable_cores
+from bench.sweep import at_once, sweep, unfinished
 from impls.models.model import models as all_models
 from impls.strategy import strategies as all_strategies
 from impls.training import PRECISIONS
@@ -85,7 +86,7 @@ def run_scenario(request: Request) -> int:
     folder = request.folder(scenario)
     with ResultsFile(folder, fresh=request.fresh) as results:
         todo = unfinished(cells, results)
-        _announce(scenario, results, len(cells), len(todo), request.jobs)
+        _announce(scenario, results, len(cells), todo, request.jobs)
         try:
             with report.SweepProgress(len(todo)) as progress:
                 rows = sweep(cells, results, jobs=request.jobs, on_start=progress.begin, on_end=progress.end)
@@ -106,6 +107,8 @@ def run_scenario(request: Request) -> int:
             scenario, [results.rows[k] for k in known if k in results.rows], comparisons, folder
         )
     _show(request.form, scenario, rows, comparisons, [*files, *drawn])
+    for row in filter(breaks_formula, rows):
+        report.message(f"spbench: warning: {row['key']}: bytes sent are not those of the strategy's formula")
     counts = Counter(row["status"] for row in rows)
     failed = sum(count for status, count in counts.items() if status not in FINAL)
     if failed:
@@ -113,14 +116,15 @@ def run_scenario(request: Request) -> int:
     return 1 if failed or figure_failed else 0
 
 
-def _announce(scenario: Scenario, results: ResultsFile, total: int, todo: int, jobs: int | None) -> None:
+def _announce(
+    scenario: Scenario, results: ResultsFile, total: int, todo: list[Cell], jobs: int | None
+) -> None:
     for problem in results.problems:
         report.message(f"spbench: warning: {problem}")
     if results.moved:
         report.message(f"earlier results are now {results.moved}")
-    kept = f", {total - todo} of them kept from before" if total > todo else ""
-    at_once = min(jobs or usable_cores(), todo)
-    running = f"; running {todo}, {at_once} at a time" if todo else ""
+    kept = f", {total - len(todo)} of them kept from before" if total > len(todo) else ""
+    running = f"; running {len(todo)}, {at_once(todo, jobs)} at a time" if todo else ""
     report.message(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
     others = {
         row["provenance"].get("commit")
@@ -128,7 +132,7 @@ def _announce(scenario: Scenario, results: ResultsFile, total: int, todo: int, j
         if isinstance(row.get("provenance"), dict)
         and row["provenance"].get("commit") != provenance()["commit"]
     }
-    if others and total > todo:
+    if others and total > len(todo):
         report.message("note: some results were made by other code than this; --fresh runs all cells again")
 
 

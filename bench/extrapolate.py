@@ -1,14 +1,15 @@
 """Predict the peak memory of a cell at any size and depth from a few small traces.
 
 Within one program, the size of each storage is a polynomial of degree two in the batch or the sequence
-length, and a model of n equal layers differs from one of n - 1 by the events of one layer more. So six
-traces (three sizes; two and three layers) give the whole curve of live bytes of the full model at any
-size, and its peak is the largest over all phases, whichever it is. The overall peak alone must not be
+length, and a model of n equal layers differs from one of n - 1 by the events of one layer more. So a few
+traces (two or three sizes; two and three layers) give the whole curve of live bytes of the full model at
+any size, and its peak is the largest over all phases, whichever it is. The overall peak alone must not be
 extrapolated: which phase it falls in changes with size and depth.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,7 +25,7 @@ class NotOneProgram(ValueError):
 
 
 class _Polynomial:
-    """The sizes of a program's storages, each as a parabola through three samples."""
+    """The sizes of a program's storages, each as a polynomial through its samples."""
 
     def __init__(self, points: Sequence[int], logs: Sequence[MemoryLog]):
         first = logs[0]
@@ -33,13 +34,17 @@ class _Polynomial:
         self.log, self.points = first, points
         self.samples = [np.asarray(log.sizes, dtype=np.float64) for log in logs]
 
-    def live(self, x: int) -> np.ndarray:
-        """Live bytes after each event, at size x."""
+    def sizes(self, x: int) -> np.ndarray:
+        """Bytes of each storage at size x, by Lagrange's formula."""
         sizes = np.zeros_like(self.samples[0])
         for i, (xi, sample) in enumerate(zip(self.points, self.samples, strict=True)):
             others = [xj for j, xj in enumerate(self.points) if j != i]
             sizes += sample * np.prod([(x - xj) / (xi - xj) for xj in others])
-        return np.cumsum(self.log.signed_bytes(np.rint(sizes).astype(np.int64)))
+        return np.rint(sizes).astype(np.int64)
+
+    def live(self, x: int) -> np.ndarray:
+        """Live bytes after each event, at size x."""
+        return np.cumsum(self.log.signed_bytes(self.sizes(x)))
 
 
 class PeakModel:
@@ -47,7 +52,7 @@ class PeakModel:
 
     Args:
         trace: gives the memory log at (size, layers).
-        points: three sizes within one program.
+        points: sizes within one program; as many as the degree of its sizes plus one.
         layers: depth of the full model; None if the model has no depth to reduce.
 
     Raises:
@@ -55,12 +60,25 @@ class PeakModel:
     """
 
     def __init__(self, trace: Callable[[int, int | None], MemoryLog], points: Sequence[int], layers: int | None):
-        self.layers = layers
+        self.layers, self.points = layers, points
         self.depths: tuple[int | None, ...] = DEPTHS if layers is not None and layers > max(DEPTHS) else (layers,)
         self.curves = [_Polynomial(points, [trace(x, depth) for x in points]) for depth in self.depths]
 
+    def resized(self, log: MemoryLog, x: int, to: int) -> list[int]:
+        """The storages of a whole trace at size x as they would be at another size.
+
+        A storage of the full model has the bytes of some storage of the shallow one, made likewise before
+        the step or in it, and grows with that. One that has no such likeness (a buffer for all layers) does
+        not depend on the size.
+        """
+        grown: dict[tuple[bool, int], int] = {}
+        for curve in self.curves:
+            set_up = curve.log.born_before_step()
+            grown.update(zip(zip(set_up, curve.sizes(x).tolist(), strict=True), curve.sizes(to).tolist(), strict=True))
+        return [grown.get(kind, kind[1]) for kind in zip(log.born_before_step(), log.sizes, strict=True)]
+
     def same_program(self, log: MemoryLog) -> bool:
-        """Whether a trace of the shallow model is of the program that was sampled."""
+        """Whether a trace of the shallowest model is of the program that was sampled."""
         return log.events == self.curves[0].log.events
 
     def __call__(self, x: int) -> int:
@@ -80,3 +98,50 @@ class PeakModel:
                 if len(a):
                     peaks.append((a + (self.layers - DEPTHS[0]) * (b - a)).max())
         return int(max(peaks))
+
+
+class Programs:
+    """Peak models over a range of sizes in which different programs run, each from some size on.
+
+    Args:
+        trace: as for :class:`PeakModel`, at (size in units, layers).
+        points: units to sample the first program at.
+        layers: as for :class:`PeakModel`.
+
+    Raises:
+        NotOneProgram: no two neighbouring sizes seem to run the same program.
+    """
+
+    def __init__(self, trace: Callable[[int, int | None], MemoryLog], points: Sequence[int], layers: int | None):
+        self.trace, self.points, self.layers = trace, points, layers
+        self.starts = [0]
+        self.models = [PeakModel(trace, points, layers)]
+
+    def model(self, units: int) -> PeakModel:
+        """The model of the program that runs at that size, as far as is known."""
+        return self.models[bisect_right(self.starts, units) - 1]
+
+    def confirm(self, units: int) -> bool:
+        """Whether the program at that size is the one that :meth:`model` samples; if not, learn where the
+        other one starts and sample it there.
+
+        Raises:
+            NotOneProgram: the other program's neighbouring sizes run yet others.
+        """
+        model = self.model(units)
+        if model.same_program(self._shallow(units)):
+            return True
+        below, above = max(p for p in model.points if p < units), units
+        while above - below > 1:
+            middle = (below + above) // 2
+            if model.same_program(self._shallow(middle)):
+                below = middle
+            else:
+                above = middle
+        at = bisect_right(self.starts, above)
+        self.starts.insert(at, above)
+        self.models.insert(at, PeakModel(self.trace, [above + i for i in range(len(self.points))], self.layers))
+        return False
+
+    def _shallow(self, units: int) -> MemoryLog:
+        return self.trace(units, self.models[0].depths[0])

@@ -55,12 +55,8 @@ def result_rows(rows: Sequence[Row]) -> tuple[str, list[dict[str, Any]]]:
     options = _options([Cell.model_validate(row["cell"]) for row in rows])
     lines = []
     for entry, option in zip(flats, options, strict=True):
-        line: dict[str, Any] = {
-            "model": entry["model"],
-            "strategy": entry["strategy"],
-            "GPUs": entry["world_size"],
-        }
-        line["options"] = option
+        line: dict[str, Any] = {name: entry[name] for name in ("model", "strategy")}
+        line |= {"GPUs": entry["world_size"], "options": option}
         line |= {name: entry[name] for name in _SHARED if name not in shared}
         for quantity in ("seq_len", "batch"):
             line[f"max {quantity}"] = entry.get("answer") if entry["searched"] == quantity else None
@@ -79,11 +75,17 @@ def result_rows(rows: Sequence[Row]) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _scaled(nbytes: float | None, unit: int) -> str | None:
-    return None if nbytes is None else f"{nbytes / unit:.2f}"
+    if nbytes is None:
+        return None
+    return f"{nbytes / unit:.2f}" if nbytes >= unit / 10 or nbytes == 0 else f"{nbytes / unit:.2g}"
 
 
 def _options(cells: Sequence[Cell]) -> list[str]:
-    """Of each cell, the options and training settings in which the cells differ."""
+    """Of each cell, the options and training settings that tell it from another that is the same but for
+    them; nothing, where there is no such pair of cells."""
+    shown = [(c.model, c.strategy, c.sizes, *(getattr(c, name) for name in _SHARED)) for c in cells]
+    if len(set(shown)) == len(cells):
+        return [""] * len(cells)
     settings = [{**c.model_options, **c.strategy_options, **c.training.model_dump()} for c in cells]
     names = dict.fromkeys(name for has in settings for name in has)
     differ = [name for name in names if len({str(has.get(name)) for has in settings}) > 1]

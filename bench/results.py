@@ -207,6 +207,13 @@ def _sent(entries: list[dict[str, Any]] | None) -> float | None:
     return sum(entry["sent_bytes"] for entry in entries) if entries is not None else None
 
 
+def breaks_formula(row: Row) -> bool:
+    """Whether a rank sent other bytes than its strategy's closed form says."""
+    entry = flat(row)
+    sent, formula = entry["sent_bytes"], entry["formula_sent_bytes"]
+    return row["status"] == "ok" and None not in (sent, formula) and not math.isclose(sent, formula)
+
+
 def as_frame(rows: Iterable[Row]) -> DataFrame:
     """Rows as a table, one :func:`flat` row each."""
     from pandas import DataFrame

@@ -2,7 +2,7 @@
 
 The boundary is predicted from a few small traces (:mod:`bench.extrapolate`), then proved by whole
 traces: the answer fits, one step more does not. So a search costs two whole traces where the prediction
-is right, and a few more where the allocator loses memory to fragmentation.
+is right, and one more where the allocator loses memory to fragmentation.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from bench.cell import Cell, Measurement
 from bench.cluster import load_cluster
 from bench.engines import virtual
 from bench.engines.program import planned_strategy
-from bench.extrapolate import NotOneProgram, PeakModel
+from bench.extrapolate import NotOneProgram, Programs
 from bench.meters.allocator import replay
 from bench.meters.memory import MemoryLog
 from impls.models.model import model_preset
@@ -43,30 +41,22 @@ class _Boundary:
         self.best: Measurement | None = None
         self.worst: Measurement | None = None
         self.proof: list[dict[str, Any]] = []
-        self.logs: dict[int, MemoryLog] = {}
-        #: bytes that the allocator held but could not put to use when it ran out
-        self.lost = 0
-        shortest = -(-SHORTEST_SAMPLE // self.step) if by_length else 1
-        self.model = self._fit([shortest, 2 * shortest, 3 * shortest])
+        #: the newest whole trace, and the units at which it was
+        self.whole: tuple[int, MemoryLog] | None = None
+        # memory is affine in the batch and quadratic in the length, so two points do for one, three for the other
+        shortest = -(-SHORTEST_SAMPLE // self.step)
+        points = [shortest, 2 * shortest, 3 * shortest] if by_length else [1, 2]
+        layers = getattr(model_preset(cell.model, cell.model_options), "layers", None)
+        try:
+            self.programs: Programs | None = Programs(self._traced, points, layers)
+        except NotOneProgram:
+            self.programs = None
 
-    def _shallow(self, units: int, layers: int | None) -> MemoryLog:
+    def _traced(self, units: int, layers: int | None) -> MemoryLog:
         cell = self.cell.at(units * self.step)
         if layers is not None:
             cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
         return virtual.trace(cell).memory.log
-
-    def _fit(self, units: list[int]) -> PeakModel | None:
-        """A model of the peak from traces at these units; then, if the boundary that it predicts lies in
-        another program (another kernel is chosen there), from traces just below that boundary."""
-        layers = getattr(model_preset(self.cell.model, self.cell.model_options), "layers", None)
-        try:
-            model = PeakModel(self._shallow, units, layers)
-            guess = self._last(lambda u: model(u) <= self.capacity)
-            if guess > 3 and not model.same_program(self._shallow(guess, model.depths[0])):
-                model = PeakModel(self._shallow, [guess - 2, guess - 1, guess], layers)
-        except NotOneProgram:
-            return None
-        return model
 
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
@@ -77,28 +67,32 @@ class _Boundary:
         return low
 
     def _guess(self) -> int:
-        """The boundary as far as is known: from the events of whole traces, interpolated and replayed through
-        the allocator, once there are two; before, from the predicted peak."""
-        if len(self.logs) > 1:
-            a, b = sorted(self.logs, key=lambda units: min(abs(units - self.low), abs(units - self.high)))[:2]
-            if self.logs[a].events == self.logs[b].events:
-                return self._last(lambda u: self._replayed(u, a, b))
-        if self.model is not None:
-            model = self.model
-            return self._last(lambda u: model(u) <= self.capacity - self.lost)
+        """The boundary as far as is known; blind bisection if the programs are too many to sample."""
+        try:
+            while self.programs is not None:
+                guess = self._last(self._seems_to_fit)
+                if guess == self.low or self.programs.confirm(guess):
+                    return guess
+        except NotOneProgram:
+            self.programs = None
         return (self.low + self.high) // 2
 
-    def _replayed(self, units: int, a: int, b: int) -> bool:
-        """Whether the allocator serves the events of traces a and b, with sizes drawn linearly through them."""
-        first, second = (np.asarray(self.logs[u].sizes, dtype=np.int64) for u in (a, b))
-        sizes = first + (second - first) * (units - a) // (b - a)
-        return replay(sizes.tolist(), self.logs[a].events, self.capacity).out_of_memory is None
+    def _seems_to_fit(self, units: int) -> bool:
+        """Whether the events of the newest whole trace, resized, are served by the allocator; where that is of
+        another program, or before there is one, whether the predicted peak is below the card's memory."""
+        assert self.programs is not None
+        model = self.programs.model(units)
+        if self.whole is not None:
+            at, log = self.whole
+            if self.programs.model(at) is model:
+                sizes = model.resized(log, at, units)
+                return replay(sizes, log.events, self.capacity).out_of_memory is None
+        return model(units) <= self.capacity
 
     def probe(self, units: int) -> bool:
         """Trace the whole step at that size; narrows the bracket and tells whether it fits."""
         cell = self.cell.at(units * self.step)
         recorder = virtual.trace(cell)
-        self.logs[units] = recorder.memory.log
         result = virtual.measure(cell, recorder)
         fits = result.status == "ok"
         self.proof.append(
@@ -114,7 +108,7 @@ class _Boundary:
             self.low, self.best = units, result
         else:
             self.high, self.worst = units, result
-            self.lost = max(self.lost, result.unusable_memory_bytes or 0)
+        self.whole = units, recorder.memory.log
         return fits
 
     def narrow(self) -> None:

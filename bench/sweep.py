@@ -27,6 +27,12 @@ def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
     return [cell for cell in cells if results.rows.get(cell.key, {}).get("status") not in FINAL]
 
 
+def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
+    """How many of these cells run at a time."""
+    together = [cell for cell in cells if cell.engine not in EXCLUSIVE_ENGINES]
+    return max(1, min(jobs or usable_cores(), len(together)))
+
+
 def sweep(
     cells: Sequence[Cell],
     results: ResultsFile,
@@ -92,13 +98,14 @@ def _run_all(
                 outcome = worker.take()
                 if not worker.alive:
                     workers.remove(worker)
-                    worker.end()
+                    worker.stop()
+                    worker.reap()
                 keep(cell_ended, outcome)
     finally:
         for worker in workers:
-            worker.process.terminate()
+            worker.stop()
         for worker in workers:
-            worker.end()
+            worker.reap()
 
 
 def as_row(cell: Cell, outcome: Outcome) -> Row:

@@ -69,7 +69,7 @@ class Worker:
     def give(self, cell: Cell) -> None:
         """Start a cell; the connection is ready when it has ended."""
         self.cell = cell
-        with suppress(OSError):  # a worker that is dead already is found out by take
+        with suppress(OSError):  # a worker that is dead already is found out by `take`
             self.connection.send(cell)
 
     def take(self) -> Outcome:
@@ -85,14 +85,17 @@ class Worker:
     def alive(self) -> bool:
         return self.process.is_alive()
 
-    def end(self) -> None:
-        """End the process, whatever it does; its own children end with it."""
+    def stop(self) -> None:
+        """Tell the process to end, whatever it does; its own children end with it. Follow with reap."""
+        self.connection.close()
         self.process.terminate()
+
+    def reap(self) -> None:
+        """Wait for the end of the process, and make it end if it is slow."""
         self.process.join(GRACE_S)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        self.connection.close()
 
 
 def ended(workers: list[Worker]) -> list[Worker]:
@@ -129,7 +132,9 @@ def _serve(connection: Connection, run: Run) -> None:
     torch.set_num_threads(1)  # the workers share the cores
     with suppress(EOFError, OSError):
         while True:
-            connection.send(measure(run, connection.recv()))
+            outcome = measure(run, connection.recv())
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's launcher leaves its own handler behind
+            connection.send(outcome)
 
 
 def _end_with_parent() -> None:

@@ -6,6 +6,7 @@ comes from the same meters that watch real ranks.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,6 +40,18 @@ def fake_mesh(sizes: Sizes, rank: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def _no_cyclic_collection() -> Iterator[None]:
+    """Leave reference cycles alone: what dies must die by the program, not when Python looks for garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def trace(cell: Cell, rank: int = 0) -> Recorder:
     """Run one training step of ``rank`` on fake tensors and return what the meters saw.
 
@@ -46,7 +59,7 @@ def trace(cell: Cell, rank: int = 0) -> Recorder:
         Unsupported: the strategy cannot run these sizes.
     """
     plan(cell)
-    with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]):
+    with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
         recorder = Recorder(mesh_axes(mesh))
         with FakeTensorMode(), recorder:
             record_step(cell, mesh, recorder)
@@ -80,7 +93,6 @@ def measure(cell: Cell, recorder: Recorder) -> Measurement:
     if card.out_of_memory is not None:
         error = card.out_of_memory
         measurement.status = "oom"
-        measurement.unusable_memory_bytes = error.reserved - error.allocated
         measurement.reason = (
             f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
             f"and {error.reserved / MIB:.0f} MiB reserved"

@@ -158,14 +158,12 @@ class Replay:
 
     Attributes:
         peak_allocated, peak_reserved: bytes, over the whole log or until it ran out of memory.
-        capacity: usable bytes of the card; None without limit.
         out_of_memory: where it did, with the request and the state then; None if it fits.
     """
 
     peak_allocated: int
     peak_reserved: int
     out_of_memory: OutOfMemory | None
-    capacity: int | None
 
 
 def replay(sizes: Sequence[int], events: Sequence[int], capacity: int | None) -> Replay:
@@ -185,4 +183,4 @@ def replay(sizes: Sequence[int], events: Sequence[int], capacity: int | None) ->
                 break
         else:
             allocator.free(addresses.pop(number))
-    return Replay(allocator.peak_allocated, allocator.peak_reserved, failure, capacity)
+    return Replay(allocator.peak_allocated, allocator.peak_reserved, failure)

@@ -68,6 +68,11 @@ class MemoryLog:
         """The first event of the training step; what came before is set-up."""
         return self.span("forward").start
 
+    def born_before_step(self) -> list[bool]:
+        """Of each storage: whether set-up made it."""
+        made = sum(event > 0 for event in self.events[: self.step_start])
+        return [number < made for number in range(len(self.sizes))]
+
     def peak(self) -> Peak:
         """The largest sum of live bytes during the step, when it was, and what held it."""
         live = np.cumsum(self.signed_bytes())
