@@ -58,7 +58,7 @@ class Search(_Strict):
 class Timing(_Strict):
     """How many steps the distributed engine runs."""
 
-    warmup: int = Field(2, ge=0)
+    warmup: int = Field(default=2, ge=0)
     samples: PositiveInt = 5
 
 
@@ -92,6 +92,13 @@ class Cell(_Strict):
         if self.variant:
             parts.append(self.variant)
         return "/".join([*parts, self.cluster, self.engine, digest])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(batch, seq_len) of a cell that searches for neither."""
+        assert self.batch is not None, "batch is searched for"
+        assert self.seq_len is not None, "seq_len is searched for"
+        return self.batch, self.seq_len
 
     def at(self, value: int) -> Cell:
         """The same cell with the searched quantity set to a value, and no search."""

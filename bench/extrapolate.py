@@ -30,7 +30,9 @@ class _Polynomial:
     def __init__(self, points: Sequence[int], logs: Sequence[MemoryLog]):
         first = logs[0]
         if any(log.events != first.events for log in logs):
-            raise NotOneProgram(f"the order of allocations differs between sizes {', '.join(map(str, points))}")
+            raise NotOneProgram(
+                f"the order of allocations differs between sizes {', '.join(map(str, points))}"
+            )
         self.log, self.points = first, points
         self.samples = [np.asarray(log.sizes, dtype=np.float64) for log in logs]
 
@@ -59,9 +61,13 @@ class PeakModel:
         NotOneProgram: the points do not lie within one program.
     """
 
-    def __init__(self, trace: Callable[[int, int | None], MemoryLog], points: Sequence[int], layers: int | None):
+    def __init__(
+        self, trace: Callable[[int, int | None], MemoryLog], points: Sequence[int], layers: int | None
+    ):
         self.layers, self.points = layers, points
-        self.depths: tuple[int | None, ...] = DEPTHS if layers is not None and layers > max(DEPTHS) else (layers,)
+        self.depths: tuple[int | None, ...] = (
+            DEPTHS if layers is not None and layers > max(DEPTHS) else (layers,)
+        )
         self.curves = [_Polynomial(points, [trace(x, depth) for x in points]) for depth in self.depths]
 
     def resized(self, log: MemoryLog, x: int, to: int) -> list[int]:
@@ -74,7 +80,9 @@ class PeakModel:
         grown: dict[tuple[bool, int], int] = {}
         for curve in self.curves:
             set_up = curve.log.born_before_step()
-            grown.update(zip(zip(set_up, curve.sizes(x).tolist(), strict=True), curve.sizes(to).tolist(), strict=True))
+            grown.update(
+                zip(zip(set_up, curve.sizes(x).tolist(), strict=True), curve.sizes(to).tolist(), strict=True)
+            )
         return [grown.get(kind, kind[1]) for kind in zip(log.born_before_step(), log.sizes, strict=True)]
 
     def same_program(self, log: MemoryLog) -> bool:
@@ -94,7 +102,10 @@ class PeakModel:
             # the first half of a phase corresponds event by event from its start, the second from its
             # end; what lies between are equal layers, and linear in depth
             half = len(here) // 2
-            for a, b in ((here[:half], deeper[:half]), (here[half:], deeper[len(deeper) - len(here) + half :])):
+            for a, b in (
+                (here[:half], deeper[:half]),
+                (here[half:], deeper[len(deeper) - len(here) + half :]),
+            ):
                 if len(a):
                     peaks.append((a + (self.layers - DEPTHS[0]) * (b - a)).max())
         return int(max(peaks))
@@ -112,7 +123,9 @@ class Programs:
         NotOneProgram: no two neighbouring sizes seem to run the same program.
     """
 
-    def __init__(self, trace: Callable[[int, int | None], MemoryLog], points: Sequence[int], layers: int | None):
+    def __init__(
+        self, trace: Callable[[int, int | None], MemoryLog], points: Sequence[int], layers: int | None
+    ):
         self.trace, self.points, self.layers = trace, points, layers
         self.starts = [0]
         self.models = [PeakModel(trace, points, layers)]
@@ -140,7 +153,9 @@ class Programs:
                 above = middle
         at = bisect_right(self.starts, above)
         self.starts.insert(at, above)
-        self.models.insert(at, PeakModel(self.trace, [above + i for i in range(len(self.points))], self.layers))
+        self.models.insert(
+            at, PeakModel(self.trace, [above + i for i in range(len(self.points))], self.layers)
+        )
         return False
 
     def _shallow(self, units: int) -> MemoryLog:

@@ -43,7 +43,7 @@ class _Boundary:
         self.proof: list[dict[str, Any]] = []
         #: the newest whole trace, and the units at which it was
         self.whole: tuple[int, MemoryLog] | None = None
-        # memory is affine in the batch and quadratic in the length, so two points do for one, three for the other
+        # memory is affine in the batch and quadratic in the length: two points for one, three for the other
         shortest = -(-SHORTEST_SAMPLE // self.step)
         points = [shortest, 2 * shortest, 3 * shortest] if by_length else [1, 2]
         layers = getattr(model_preset(cell.model, cell.model_options), "layers", None)
@@ -78,8 +78,8 @@ class _Boundary:
         return (self.low + self.high) // 2
 
     def _seems_to_fit(self, units: int) -> bool:
-        """Whether the events of the newest whole trace, resized, are served by the allocator; where that is of
-        another program, or before there is one, whether the predicted peak is below the card's memory."""
+        """Whether the allocator serves the events of the newest whole trace, resized; where that is of another
+        program, or there is none yet, whether the predicted peak is below the card's memory."""
         assert self.programs is not None
         model = self.programs.model(units)
         if self.whole is not None:
@@ -116,7 +116,9 @@ class _Boundary:
         beyond = 1  # how far past a size that fits to look, when nothing more is predicted to fit
         while self.high - self.low > 1:
             if len(self.proof) == MAX_PROBES:
-                raise RuntimeError(f"no boundary after {MAX_PROBES} traces between {self.low} and {self.high}")
+                raise RuntimeError(
+                    f"no boundary after {MAX_PROBES} traces between {self.low} and {self.high}"
+                )
             guess = self._guess()
             predicted = guess > self.low
             fits = self.probe(min(guess if predicted else self.low + beyond, self.high - 1))

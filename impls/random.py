@@ -46,5 +46,5 @@ class DropoutRandom:
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
 
     def dropout(self, x: Tensor, p: float, region: str) -> Tensor:
-        """Zero elements of x with probability p and scale the others by 1 / (1 - p); keeps one byte an element."""
+        """Zero elements of x with probability p, scale the others by 1 / (1 - p); keeps a byte an element."""
         return x if p == 0 else masked_dropout(x, self.mask(x, p, region), p)

@@ -33,30 +33,33 @@ class RingScores(torch.autograd.Function):
         ctx.group = group
         heads, chunk, _ = q.shape
         scores = q.new_empty(heads, chunk, chunk * _size(group))
+        columns = scores.split(chunk, 2)
         for owner, keys in ring(k, group):
-            torch.bmm(q, keys.transpose(1, 2), out=_columns(scores, owner, chunk))
+            torch.bmm(q, keys.transpose(1, 2), out=columns[owner])
         return scores
 
     @staticmethod
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor, Tensor, None]:
         q, k = ctx.saved_tensors
         d_q = torch.zeros_like(q)
+        columns = d_scores.split(k.shape[1], 2)
         for owner, keys in ring(k, ctx.group):
-            d_q.baddbmm_(_columns(d_scores, owner, k.shape[1]), keys)
+            d_q.baddbmm_(columns[owner], keys)
         d_keys = torch.bmm(d_scores.transpose(1, 2), q)  # this rank's part of the sum, for all L keys
         return d_q, _own_rows(all_reduce(d_keys, ctx.group), ctx.group), None
 
 
 class RingOutput(torch.autograd.Function):
-    """P V of this rank's rows with the values of all ranks: p [BZ, L/N, L], v [BZ, L/N, A] -> [BZ, L/N, A]."""
+    """P V of this rank's rows and the values of all ranks: p [BZ, L/N, L], v [BZ, L/N, A] -> [BZ, L/N, A]."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, v: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(p, v)
         ctx.group = group
         output = torch.zeros_like(v)
+        columns = p.split(v.shape[1], 2)
         for owner, values in ring(v, group):
-            output.baddbmm_(_columns(p, owner, v.shape[1]), values)
+            output.baddbmm_(columns[owner], values)
         return output
 
     @staticmethod
@@ -64,19 +67,15 @@ class RingOutput(torch.autograd.Function):
         p, v = ctx.saved_tensors
         d_output = d_output.contiguous()
         d_p = torch.empty_like(p)
+        columns = d_p.split(v.shape[1], 2)
         for owner, values in ring(v, ctx.group):
-            torch.bmm(d_output, values.transpose(1, 2), out=_columns(d_p, owner, v.shape[1]))
+            torch.bmm(d_output, values.transpose(1, 2), out=columns[owner])
         d_values = torch.bmm(p.transpose(1, 2), d_output)  # this rank's part of the sum, for all L values
         return d_p, _own_rows(all_reduce(d_values, ctx.group), ctx.group), None
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
-
-
-def _columns(x: Tensor, owner: int, chunk: int) -> Tensor:
-    """The columns of x [BZ, L/N, L] that belong to the keys or values of ``owner``."""
-    return x[:, :, owner * chunk : (owner + 1) * chunk]
 
 
 def _own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -145,7 +144,9 @@ class RingSelfAttention(Strategy):
                 for phase in [*forwards, "backward"]:
                     yield Traffic(phase, "Linformer's projected K, V", "all_reduce", count, projected)
             elif site.kind == "parameters":
-                yield Traffic("gradient_sync", "gradients", "all_reduce", count, d["elements"] * element_bytes)
+                yield Traffic(
+                    "gradient_sync", "gradients", "all_reduce", count, d["elements"] * element_bytes
+                )
 
     @property
     def sequence_parts(self) -> int:

@@ -173,7 +173,9 @@ class Strategy:
         """
         if fused:
             return vocab_parallel_cross_entropy(logits, labels, None)
-        return F.cross_entropy(full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        return F.cross_entropy(
+            full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none"
+        ).view_as(labels)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
@@ -270,5 +272,7 @@ def strategy_options(cls: type[Strategy]) -> dict[str, Any]:
     """The options a strategy takes beside the mesh and the seed, with their defaults."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     return {
-        p.name: p.default for p in parameters if p.name != "self" and p.name not in ("mesh", "planned_size", "seed")
+        p.name: p.default
+        for p in parameters
+        if p.name != "self" and p.name not in ("mesh", "planned_size", "seed")
     }

@@ -6,6 +6,7 @@ them. This form of the engine uses Gloo on CPUs.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -58,7 +59,6 @@ def run(cell: Cell) -> Measurement:
     worst = max(by_rank.values(), key=lambda result: result["peak_memory_bytes"])
     samples = by_rank[0]["step_time_samples_s"]
     step_time_s = statistics.median(samples)
-    assert cell.batch is not None and cell.seq_len is not None
     return Measurement(
         peak_memory_bytes=worst["peak_memory_bytes"],
         reserved_memory_bytes=worst["reserved_memory_bytes"],
@@ -69,7 +69,7 @@ def run(cell: Cell) -> Measurement:
         formula_difference=by_rank[0]["formula_difference"],
         step_time_s=step_time_s,
         step_time_samples_s=samples,
-        tokens_per_s=cell.batch * cell.seq_len / step_time_s,
+        tokens_per_s=math.prod(cell.shape) / step_time_s,
     )
 
 

@@ -81,10 +81,9 @@ def plan(cell: Cell) -> Plan:
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    assert cell.batch is not None and cell.seq_len is not None, "a search is not a cell to plan"
     strategy, model = planned_strategy(cell), model_preset(cell.model, cell.model_options)
     precision = PRECISIONS[cell.precision]
-    sites = model.sites(cell.batch, cell.seq_len, strategy.vocabulary_parts) + training_sites(precision)
+    sites = model.sites(*cell.shape, strategy.vocabulary_parts) + training_sites(precision)
     strategy.check(sites)
     traffic = strategy.communication(sites, precision.parameters.itemsize)
     return Plan(model, [t for t in traffic if t.sent_bytes(strategy.size)], strategy.size)
@@ -96,13 +95,14 @@ def mesh_axes(mesh: DeviceMesh) -> dict[str, str]:
     return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
 
 
-def set_up(cell: Cell, mesh: DeviceMesh, generator: torch.Generator | None = None) -> tuple[Training, dict[str, Tensor]]:
+def set_up(
+    cell: Cell, mesh: DeviceMesh, generator: torch.Generator | None = None
+) -> tuple[Training, dict[str, Tensor]]:
     """Build the training of a cell on this rank, and this rank's inputs."""
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
-    assert cell.batch is not None and cell.seq_len is not None
     strategy = strategy_class(cell.strategy)(mesh, **cell.strategy_options)
     with default_dtype(precision.parameters):
-        module = model.build(strategy, cell.seq_len)
+        module = model.build(strategy, cell.shape[1])
     training = Training(
         module,
         strategy,
@@ -112,7 +112,7 @@ def set_up(cell: Cell, mesh: DeviceMesh, generator: torch.Generator | None = Non
     )
     inputs = {
         name: strategy.shard(whole, model.sequence_dims[name])
-        for name, whole in model.inputs(cell.batch, cell.seq_len, generator).items()
+        for name, whole in model.inputs(*cell.shape, generator).items()
     }
     if cell.training.batch_on_device == "part":
         inputs = {name: part.clone() for name, part in inputs.items()}

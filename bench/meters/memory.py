@@ -50,7 +50,7 @@ class MemoryLog:
     tags: dict[int, str] = field(default_factory=dict)
 
     def signed_bytes(self, sizes: np.ndarray | None = None) -> np.ndarray:
-        """The change of allocated bytes at each event, in whole granules; ``sizes`` replaces those recorded."""
+        """The change of allocated bytes at each event, in whole granules; ``sizes`` replaces the recorded."""
         events = np.asarray(self.events, dtype=np.int64)
         whole = rounded(np.asarray(self.sizes, dtype=np.int64) if sizes is None else sizes)
         return np.sign(events) * whole[np.abs(events) - 1]

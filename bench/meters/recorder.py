@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.meters.communication import FILLED_FROM_OTHERS, CommunicationMeter
 from bench.meters.memory import MemoryMeter
 
-
 _DEVICE = torch.ops.prim.device.default
 
 

@@ -1,0 +1,187 @@
+"""Post-layer-norm encoder blocks, as BERT has them, as single-device code.
+
+The attention can be Linformer's (arXiv 2006.04768): keys and values projected along the sequence to K
+positions, by a matrix each that all heads of a layer share ("headwise sharing", its section 4).
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
+Z heads (this rank's), A head size, K Linformer's projected length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from impls.kernels.bias_gelu import bias_gelu
+from impls.kernels.dropout import bias_dropout_add
+from impls.kernels.layer_norm import LayerNorm
+from impls.strategy import Strategy
+
+_WAYS = {
+    "mask_shape": ("keys", "square"),
+    "softmax": ("fused", "plain", "megatron"),
+    "bias_dropout_add": ("fused", "plain", "torchscript"),
+}
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """What a block is made of, and which kernels it uses.
+
+    Attributes:
+        mask_shape: "keys" masks padded keys with [B, 1, 1, L]; "square" builds Megatron-LM's
+            [B, 1, queries, L] from an int64 product of the padding mask with itself.
+        linformer: K, or None for full attention.
+        checkpointing: recompute each block in backward.
+        softmax: "fused", "plain" or "megatron"; see :func:`impls.kernels.softmax.masked_softmax`.
+        bias_dropout_add: "fused", "plain", or "torchscript", which keeps dropout's input too; see
+            :func:`impls.kernels.dropout.bias_dropout_add`.
+        fused_bias_gelu: use the kernel that keeps and allocates less.
+    """
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    dropout: float = 0.1
+    mask_shape: str = "keys"
+    linformer: int | None = None
+    checkpointing: bool = False
+    softmax: str = "fused"
+    bias_dropout_add: str = "fused"
+    fused_bias_gelu: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+        for name, ways in _WAYS.items():
+            if getattr(self, name) not in ways:
+                raise ValueError(f"{name} is one of {', '.join(ways)}, not {getattr(self, name)!r}")
+        if self.linformer is not None and self.mask_shape != "keys":
+            raise ValueError("Linformer attends to projected keys; its mask_shape is 'keys'")
+
+
+class Attention(nn.Module):
+    """Multi-head self attention without its output bias: x [B, L, H] -> [B, L, H]."""
+
+    def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.model, self.strategy = model, strategy
+        self.head_size = model.hidden // model.heads
+        self.qkv = strategy.linear_in(model.hidden, 3 * model.hidden)
+        self.out = strategy.linear_out(model.hidden, model.hidden)
+        if model.linformer is not None:
+            self.key_projection = strategy.sequence_parameter(model.linformer, seq_len)
+            self.value_projection = strategy.sequence_parameter(model.linformer, seq_len)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        # the rows of the weight are ordered head by head, so that a split of rows is a split of heads
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # [B, L, Z, 3, A]
+        # each [B, Z, L, A]; copies even where the layout would do, for attend writes into them
+        layout = torch.contiguous_format
+        q, k, v = (part.transpose(1, 2).clone(memory_format=layout) for part in heads.unbind(-2))
+        del heads
+        y = self.attend(q, k, v, mask)
+        del q, k, v
+        return self.out.project(y.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        how: dict[str, Any] = {"dropout": self.model.dropout, "softmax": self.model.softmax}
+        if self.model.linformer is None:
+            return self.strategy.attention(q, k, v, mask, **how)
+        # every rank gets all K projected keys, so attention is local: [B, Z, L, A] x [B, Z, K, A]
+        absent = self.strategy.shard(mask, 3).transpose(2, 3)  # padded positions of this rank, [B, 1, L, 1]
+        k = self.strategy.project_sequence(k.masked_fill_(absent, 0), self.key_projection)
+        v = self.strategy.project_sequence(v.masked_fill_(absent, 0), self.value_projection)
+        return self.strategy.local_attention(q, k, v, None, **how)
+
+
+class BiasDropoutAddNorm(nn.Module):
+    """LayerNorm(residual + dropout(x + bias)), the end of both halves of a block."""
+
+    def __init__(self, model: BlockOptions, strategy: Strategy):
+        super().__init__()
+        self.model, self.random, self.region = model, strategy.random, strategy.hidden_region
+        self.bias = nn.Parameter(torch.zeros(model.hidden))
+        self.norm = LayerNorm(model.hidden)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        p = self.model.dropout
+        way = self.model.bias_dropout_add
+        if p and way != "plain":
+            mask, keep = self.random.mask(x, p, self.region), way == "torchscript"
+            summed = bias_dropout_add(x, self.bias, residual, mask, p, keep_input=keep)
+        else:
+            summed = residual + self.random.dropout(x + self.bias, p, self.region)
+        return self.norm(summed)
+
+
+class Block(nn.Module):
+    """A post-layer-norm transformer block: x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
+
+    def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.fused_bias_gelu, self.checkpointing = model.fused_bias_gelu, model.checkpointing
+        self.random = strategy.random
+        self.attention = Attention(model, strategy, seq_len)
+        self.attention_end = BiasDropoutAddNorm(model, strategy)
+        self.mlp_in = strategy.linear_in(model.hidden, 4 * model.hidden)
+        self.mlp_out = strategy.linear_out(4 * model.hidden, model.hidden)
+        self.mlp_end = BiasDropoutAddNorm(model, strategy)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self._recomputed(x, mask) if self.checkpointing else self._block(x, mask)
+
+    def _block(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.attention_end(self.attention(x, mask), x)
+        assert self.mlp_in.bias is not None
+        inner = bias_gelu(self.mlp_in.project(x), self.mlp_in.bias, fused=self.fused_bias_gelu)
+        return self.mlp_end(self.mlp_out.project(inner), x)
+
+    def _recomputed(self, x: Tensor, mask: Tensor) -> Tensor:
+        first = self.random.number
+
+        def run(x: Tensor) -> Tensor:
+            self.random.number = first  # the same dropout masks when backward runs it again
+            return self._block(x, mask)
+
+        with set_checkpoint_early_stop(False):  # as the papers' frameworks: the whole block runs again
+            return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+
+
+class Alone(nn.Module):
+    """An attention layer or a block with inputs of its own, for verification."""
+
+    def __init__(
+        self, model: BlockOptions, strategy: Strategy, seq_len: int, layer: type[Attention] | type[Block]
+    ):
+        super().__init__()
+        self.model, self.strategy = model, strategy
+        self.layer = layer(model, strategy, seq_len)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mask = attention_mask(inputs["padding"], self.model.mask_shape, self.strategy)
+        y = self.layer(inputs["x"], mask)
+        if self.model.mask_shape == "square":
+            # a padded query has no key; no loss reads what it gets, and the fused softmax has no true
+            # gradient for it (see masked_softmax), so nothing is asked of it here either
+            padded = self.strategy.shard(inputs["padding"], 1) > 0
+            y = y.masked_fill(padded.unsqueeze(-1), 0)
+        return {"y": y}
+
+
+def attention_mask(padding: Tensor, shape: str, strategy: Strategy) -> Tensor:
+    """True where a key must not be attended, from padding [B, L] (1: padded), whole on every rank.
+
+    "keys": [B, 1, 1, L]. "square": [B, 1, queries, L] with padded queries masked too, through the int64
+    product [B, L, L] that Megatron-LM builds, whatever part of its rows this rank needs.
+    """
+    if shape == "keys":
+        return (padding > 0)[:, None, None, :]
+    present = 1 - padding
+    product = present[:, None, :] * present[:, :, None]
+    return strategy.shard(product, 1)[:, None] < 1
