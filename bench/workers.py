@@ -25,6 +25,9 @@ from impls.strategy import Unsupported
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
 
+#: characters of a reason; the whole text is in the traceback
+REASON_LENGTH = 300
+
 Run = Callable[[Cell], Measurement]
 
 
@@ -48,9 +51,18 @@ def measure(run: Run, cell: Cell) -> Outcome:
     except Unsupported as error:
         outcome = Outcome("unsupported", str(error))
     except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = _shortened(" ".join(f"{type(error).__name__}: {error}".split()))
         outcome = Outcome("failed", reason, traceback=traceback.format_exc())
     return Outcome(**{**vars(outcome), "elapsed_s": time.perf_counter() - start})
+
+
+def _shortened(text: str) -> str:
+    """One line for a table; launchers of processes put whole reports into an error, the cause at its end."""
+    return (
+        text
+        if len(text) <= REASON_LENGTH
+        else f"{text[: REASON_LENGTH // 3]} ... {text[-REASON_LENGTH // 2 :]}"
+    )
 
 
 class Worker:

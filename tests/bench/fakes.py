@@ -50,7 +50,9 @@ def answer(cell: Cell) -> Measurement:
     if cell.sizes.world == 5:
         raise ValueError("five\nis a fault")
     sent = [{"phase": "forward", "collective": "send", "sent_bytes": 2**20}]
-    return Measurement(answer=1000 * cell.sizes.world, peak_memory_bytes=2**30, communication=sent)
+    return Measurement(
+        answer=1000 * cell.sizes.world, peak_memory_bytes=2**30, communication=sent, formula=sent
+    )
 
 
 def moody(cell: Cell) -> Measurement:

@@ -16,7 +16,7 @@ import pytest
 
 import bench.commands
 import bench.verify
-from bench.cell import Cell
+from bench.cell import Cell, Measurement
 from bench.cli import exit_code
 from bench.results import FILE, ResultsFile, Row, read_rows
 from bench.sweep import as_row, unfinished
@@ -72,6 +72,28 @@ def test_run_prints_tables_and_paths(spbench: Run) -> None:
     assert all(Path(line).is_file() for line in lines[-2:])
     assert "small: A small scenario: 5 cells; running 5" in err
     assert "[5/5] " in err
+
+
+def test_cells_that_look_alike_show_what_tells_them_apart(spbench: Run) -> None:
+    alike = SCENARIO.replace(
+        "layers: 3}", "layers: 3}\n  - {strategy: single, model_options: {layers: 1}}", 1
+    )
+    Path("small.yaml").write_text(alike)
+    assert "options" not in spbench(*RUN, "--fresh")[1].splitlines()[1]
+    again = alike.replace("variants:", "  - {strategy: single, model_options: {layers: 2}}\nvariants:")
+    Path("small.yaml").write_text(again)
+    lines = spbench(*RUN)[1].splitlines()
+    assert "options" in lines[1]
+    assert sum("layers=1" in line for line in lines) == sum("layers=2" in line for line in lines) == 1
+
+
+def test_bytes_against_the_formula_are_a_warning(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(cell: Cell) -> Measurement:
+        return Measurement(communication=[{"sent_bytes": 4}], formula=[{"sent_bytes": 5}])
+
+    assert "formula" not in spbench(*RUN)[2]
+    monkeypatch.setattr(sys.modules[__name__], "answer", wrong)
+    assert spbench(*RUN, "--fresh")[2].count("bytes sent are not those of the strategy's formula") == 5
 
 
 def test_second_run_keeps_and_fresh_starts_again(spbench: Run) -> None:
@@ -289,11 +311,13 @@ def spawn(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def test_help_and_listings_do_not_import_torch() -> None:
-    code = (
-        "import sys; from bench.cli import exit_code\n"
-        "for line in ('--help', 'run --help', 'list scenarios', 'list clusters'): assert exit_code(line.split()) == 0\n"
-        "print(sorted({'torch', 'pandas', 'rich', 'matplotlib'} & set(sys.modules)))"
-    )
+    code = """
+import sys
+from bench.cli import exit_code
+for line in ("--help", "run --help", "list scenarios", "list clusters"):
+    assert exit_code(line.split()) == 0
+print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
+"""
     out, err = spawn("-c", code, stdout=subprocess.PIPE).communicate(timeout=60)
     assert out.splitlines()[-1] == "[]", err
 
