@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cell import Cell
 from bench.declaration import UserError
+from bench.formula import evaluate, letters, sent_bytes, sent_elements
 from bench.results import Row
-from bench.scenario import Claim, Scenario, Selector
+from bench.scenario import Claim, FormulaClaim, Scenario, Selector
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -47,12 +48,60 @@ def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) 
         cells: the declared cells (on other clusters and engines, if those were asked for).
         rows: the results by key; a claim whose cells are not there, or have no such number, stays.
     """
+    return [*_claims(scenario, cells, rows), *_formulas(scenario, cells, rows)]
+
+
+def _claims(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
     settings = dict.fromkeys((cell.variant, cell.cluster, cell.engine) for cell in cells)
     return [
         _evaluate(scenario, claim, [c for c in cells if (c.variant, c.cluster, c.engine) == setting], rows)
         for setting in settings
         for claim in scenario.document.claims
     ]
+
+
+def _formulas(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
+    """Each published formula beside each cell that it speaks of, and, for a scenario that has any, each
+    cell's closed form beside its metered bytes."""
+    if not scenario.document.formulas:
+        return []
+    found = [
+        _formula(claim, scenario.formula(claim), cell, rows)
+        for claim in scenario.document.formulas
+        for cell in cells
+        if claim.cells.matches(cell)
+    ]
+    for cell in cells:
+        row = rows.get(cell.key)
+        if row is not None and row["status"] in ("ok", "oom"):
+            expected, metered = sent_bytes(row, "formula"), sent_bytes(row, "communication")
+            found.append(_beside(f"closed form of {cell.strategy}, bytes", expected, metered, cell))
+    return found
+
+
+def _formula(claim: FormulaClaim, formula: str, cell: Cell, rows: Mapping[str, Row]) -> Comparison:
+    other = cell.model_copy(update={"model_options": {**cell.model_options, **claim.less}})
+    missing = [c.key for c in (cell, other) if rows.get(c.key, {}).get("status") not in ("ok", "oom")]
+    metered = None
+    if not missing:
+        whole, rest = (sent_elements(c, rows[c.key], claim.phases) for c in (cell, other))
+        metered = whole - rest
+    entry = _beside(claim.claim, evaluate(formula, letters(cell)), metered, cell)
+    return replace(entry, note=f"no measurement of {' and '.join(missing)}") if missing else entry
+
+
+def _beside(claim: str, published: float, reproduced: float | None, cell: Cell) -> Comparison:
+    return Comparison(
+        claim=f"{claim}, {cell.sizes.world} GPUs, {cell.engine}",
+        published=published,
+        reproduced=reproduced,
+        relative_error=reproduced / published - 1 if reproduced is not None and published else None,
+        role="formula",
+        note="",
+        variant=cell.variant,
+        numerator=cell.key,
+        denominator="",
+    )
 
 
 def _evaluate(scenario: Scenario, claim: Claim, cells: Sequence[Cell], rows: Mapping[str, Row]) -> Comparison:

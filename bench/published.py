@@ -12,13 +12,26 @@ PACKAGE = "results.papers"
 
 
 def published_value(file: str, key: str, row: str, column: str, beside: Path) -> float:
-    """The number in ``column`` of the row whose ``key`` is ``row``.
+    """The number that :func:`published_text` gives.
+
+    Raises:
+        UserError: there is no such file, row or column, or no number there.
+    """
+    text = published_text(file, key, row, column, beside)
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UserError(f"{file}: {column} of {row!r} is not a number: {text!r}") from error
+
+
+def published_text(file: str, key: str, row: str, column: str, beside: Path) -> str:
+    """What stands in ``column`` of the row whose ``key`` is ``row``.
 
     Args:
         file: a CSV file in the folder ``beside``, or else one that comes with the package.
 
     Raises:
-        UserError: there is no such file, row or column, or no number there.
+        UserError: there is no such file, row or column.
     """
     path = beside / file
     if not path.is_file():
@@ -40,7 +53,4 @@ def published_value(file: str, key: str, row: str, column: str, beside: Path) ->
         raise UserError(
             f"{path}: {many} {key} {row!r}{suggestion(row, [e[key] for e in rows]) if not found else ''}"
         )
-    try:
-        return float(found[0][column])
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{path}: {column} of {row!r} is not a number: {found[0][column]!r}") from error
+    return found[0][column] or ""

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from bench.cell import Cell, Measurement
 from bench.declaration import UserError, find_file, read_yaml, suggestion, validate
 from bench.expansion import Problem, expand
-from bench.published import published_value
+from bench.formula import LETTERS, evaluate
+from bench.published import published_text, published_value
 
 PACKAGE = "scenarios"
 
@@ -90,6 +91,25 @@ class Claim(_Strict):
     note: str = ""
 
 
+class FormulaClaim(_Strict):
+    """A published formula of what a GPU sends for one layer, set beside the metered elements of every cell
+    that it speaks of.
+
+    Attributes:
+        published: where the formula stands; see :func:`bench.formula.evaluate`.
+        cells: any number of cells.
+        less: model options of the cell, otherwise the same, whose elements are subtracted, so that what
+            is left is one layer's.
+        phases: of the step.
+    """
+
+    claim: str
+    published: Published
+    cells: Selector
+    less: dict[str, Any]
+    phases: list[Literal["forward", "backward", "gradient_sync", "optimizer"]]
+
+
 class Document(_Strict):
     """A scenario file as it is written."""
 
@@ -100,6 +120,7 @@ class Document(_Strict):
     groups: list[dict[str, Any]] = Field(min_length=1)
     variants: dict[str, dict[str, Any]] = {}
     claims: list[Claim] = []
+    formulas: list[FormulaClaim] = []
     figure: str | None = None
 
 
@@ -120,6 +141,11 @@ class Scenario:
         """The published number of a claim, or UserError."""
         at = claim.published
         return published_value(at.file, at.key, claim.claim, at.column, self.path.parent)
+
+    def formula(self, claim: FormulaClaim) -> str:
+        """The published formula of a claim, or UserError."""
+        at = claim.published
+        return published_text(at.file, at.key, claim.claim, at.column, self.path.parent)
 
 
 def load_scenario(name: str) -> Scenario:
@@ -146,6 +172,11 @@ def load_scenario(name: str) -> Scenario:
             scenario.published(claim)
         except UserError as error:
             raise UserError(f"{path}: claims[{number}].published: {error}") from error
+    for number, formula in enumerate(document.formulas):
+        try:
+            evaluate(scenario.formula(formula), dict.fromkeys(LETTERS, 1.0))
+        except UserError as error:
+            raise UserError(f"{path}: formulas[{number}].published: {error}") from error
     return scenario
 
 

@@ -78,7 +78,7 @@ class _Boundary:
         return (self.low + self.high) // 2
 
     def _seems_to_fit(self, units: int) -> bool:
-        """Whether the allocator serves the events of the newest whole trace, resized; where that is of another
+        """Whether the allocator serves the events of the newest whole trace, resized; if that is of another
         program, or there is none yet, whether the predicted peak is below the card's memory."""
         assert self.programs is not None
         model = self.programs.model(units)
