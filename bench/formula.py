@@ -1,4 +1,4 @@
-"""Published formulas: arithmetic in shape letters, evaluated at a cell's sizes and set beside metered bytes."""
+"""Published formulas: arithmetic in shape letters, evaluated at the sizes of a cell, beside metered bytes."""
 
 from __future__ import annotations
 
