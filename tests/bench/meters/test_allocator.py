@@ -1,0 +1,275 @@
+"""The caching allocator's replay: each rule by hand, and any program against the rules written again.
+
+Rules: c10/cuda/CUDACachingAllocator.cpp (malloc, get_free_block, should_split, get_allocation_size,
+alloc_found_block, free_block, try_merge_blocks, release_cached_blocks) with default settings.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.meters.allocator import CachingAllocator, OutOfMemory, replay
+
+KIB, MIB = 2**10, 2**20
+
+
+@pytest.mark.parametrize(
+    ("requests", "allocated", "reserved"),
+    [
+        # sizes are whole granules of 512 B
+        ([1], 512, 2 * MIB),
+        ([512], 512, 2 * MIB),
+        ([513], 1024, 2 * MIB),
+        ([1023, 1], 1536, 2 * MIB),
+        # up to 1 MiB: segments of 2 MiB, cut to the granule
+        ([MIB], MIB, 2 * MIB),
+        ([MIB - 511], MIB, 2 * MIB),
+        ([MIB, MIB], 2 * MIB, 2 * MIB),
+        ([MIB, MIB - 512, 512], 2 * MIB, 2 * MIB),
+        ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+        ([700 * KIB] * 3, 2100 * KIB, 4 * MIB),
+        # above 1 MiB and below 10 MiB: segments of 20 MiB
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([10 * MIB - 512], 10 * MIB - 512, 20 * MIB),
+        ([9 * MIB, 9 * MIB], 18 * MIB, 20 * MIB),
+        ([9 * MIB, 9 * MIB, 2 * MIB], 20 * MIB, 20 * MIB),
+        # what remains is exactly 1 MiB: not cut, and counted whole
+        ([9 * MIB + MIB // 2] * 2, 20 * MIB, 20 * MIB),
+        # 512 B more remain: cut, and a request for more than 1 MiB is served from it
+        ([9 * MIB + MIB // 2, 9 * MIB + MIB // 2 - 512, MIB + 512], 20 * MIB, 20 * MIB),
+        # from 10 MiB on: a segment of the request, rounded to 2 MiB
+        ([10 * MIB], 10 * MIB, 10 * MIB),
+        ([10 * MIB - 511], 10 * MIB, 10 * MIB),
+        ([10 * MIB + 1], 10 * MIB + 512, 12 * MIB),  # 2 MiB less 512 B remain: cut
+        ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),  # 1 MiB and 512 B remain: cut
+        ([11 * MIB], 12 * MIB, 12 * MIB),  # 1 MiB remains: not cut
+        ([11 * MIB + 1], 12 * MIB, 12 * MIB),
+        ([25 * MIB], 26 * MIB, 26 * MIB),
+        # the pools do not mix: 18 MiB are free in the large one, 1.5 in the small one
+        ([2 * MIB, MIB // 2], 2 * MIB + MIB // 2, 22 * MIB),
+        ([MIB // 2, MIB + 512], MIB // 2 + MIB + 512, 22 * MIB),
+    ],
+)
+def test_requests_on_an_empty_card(requests: list[int], allocated: int, reserved: int) -> None:
+    allocator = CachingAllocator()
+    for size in requests:
+        allocator.malloc(size)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_best_fit_and_lowest_address_among_equals() -> None:
+    allocator = CachingAllocator()
+    # one segment of 20 MiB: free holes of 4, 3 and 3 MiB between blocks that stay, then 4 MiB
+    four, _, three, _, other_three, _ = (allocator.malloc(n * MIB) for n in (4, 2, 3, 2, 3, 2))
+    assert allocator.reserved == 20 * MIB
+    for hole in (four, other_three, three):
+        allocator.free(hole)
+    assert allocator.malloc(3 * MIB) == three
+    assert allocator.malloc(3 * MIB - MIB // 2) == other_three  # the smallest that is large enough
+    assert allocator.malloc(3 * MIB + MIB // 2) == four
+    assert allocator.allocated == (2 + 2 + 2 + 3 + 3 + 4) * MIB  # the last two are not cut
+    assert allocator.reserved == 20 * MIB
+
+
+def test_cached_block_of_any_size_serves_a_smaller_request() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(100 * MIB))
+    allocator.malloc(2 * MIB)  # no segment of 20 MiB is made while one of 100 lies free
+    assert (allocator.allocated, allocator.reserved) == (2 * MIB, 100 * MIB)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_free_neighbours_merge_on_both_sides(order: tuple[int, ...]) -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(6 * MIB) for _ in range(3)]
+    for index in order:
+        allocator.free(blocks[index])
+    assert allocator.allocated == 0
+    assert allocator.malloc(20 * MIB) == blocks[0]  # the whole segment, with the 2 MiB never asked for
+    assert allocator.reserved == 20 * MIB
+
+
+def test_blocks_of_different_segments_do_not_merge() -> None:
+    allocator = CachingAllocator()
+    first, second = allocator.malloc(10 * MIB), allocator.malloc(10 * MIB)
+    allocator.free(first)
+    allocator.free(second)
+    allocator.malloc(20 * MIB)
+    assert allocator.reserved == 40 * MIB
+
+
+def test_wholly_free_segments_are_returned_before_an_out_of_memory() -> None:
+    allocator = CachingAllocator(capacity=64 * MIB)
+    cached = allocator.malloc(30 * MIB)
+    small = allocator.malloc(KIB)
+    held = allocator.malloc(12 * MIB)
+    allocator.free(cached)
+    allocator.free(small)
+    assert allocator.reserved == 44 * MIB
+    allocator.malloc(40 * MIB)  # 44 + 40 is too much: the 30 and the 2 free MiB go back
+    assert (allocator.allocated, allocator.reserved) == (52 * MIB, 52 * MIB)
+    assert (allocator.peak_allocated, allocator.peak_reserved) == (52 * MIB, 52 * MIB)
+    allocator.free(held)
+    with pytest.raises(OutOfMemory) as raised:
+        allocator.malloc(26 * MIB)  # and the 12 go back, but 40 + 26 is still too much
+    assert (raised.value.requested, raised.value.allocated, raised.value.reserved) == (
+        26 * MIB,
+        40 * MIB,
+        40 * MIB,
+    )
+    allocator.malloc(24 * MIB)  # all 64 can be used
+    assert allocator.reserved == 64 * MIB
+
+
+def test_a_segment_that_is_partly_used_is_not_returned() -> None:
+    allocator = CachingAllocator(capacity=32 * MIB)
+    allocator.malloc(2 * MIB)  # 18 MiB of its segment lie free
+    with pytest.raises(OutOfMemory) as raised:
+        allocator.malloc(19 * MIB)  # 12 MiB of the card and 18 cached: but not in one piece
+    error = raised.value
+    assert (error.requested, error.allocated, error.reserved) == (19 * MIB, 2 * MIB, 20 * MIB)
+    allocator.malloc(18 * MIB)  # what is cached serves
+
+
+def test_a_small_request_can_run_out_where_large_ones_lie_free() -> None:
+    allocator = CachingAllocator(capacity=20 * MIB)
+    allocator.malloc(2 * MIB)
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(1)
+
+
+def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
+    sizes = [30 * MIB, 0, 16 * MIB, 40 * MIB, 8 * MIB]
+    events = [1, 2, 3, -1, -2, 4, 5, -5, -3, -4]
+    free = replay(sizes, events, None)
+    assert (free.peak_allocated, free.peak_reserved, free.out_of_memory) == (64 * MIB, 86 * MIB, None)
+    fits = replay(sizes, events, 76 * MIB)
+    assert (fits.peak_allocated, fits.peak_reserved, fits.out_of_memory) == (64 * MIB, 76 * MIB, None)
+    fails = replay(sizes, events, 76 * MIB - 1)
+    assert (fails.peak_allocated, fails.peak_reserved) == (56 * MIB, 56 * MIB)
+    error = fails.out_of_memory
+    assert error is not None
+    assert (error.requested, error.allocated, error.reserved) == (8 * MIB, 56 * MIB, 56 * MIB)
+
+
+class Naive:
+    """The same rules with nothing but lists: a segment is [small, [size, handle or None], ...] in order of
+    addresses, and everything is found by looking at all of them."""
+
+    def __init__(self, capacity: int | None):
+        self.capacity = capacity
+        self.segments: list[tuple[bool, list[list]]] = []
+
+    @property
+    def reserved(self) -> int:
+        return sum(size for _, blocks in self.segments for size, _ in blocks)
+
+    @property
+    def allocated(self) -> int:
+        return sum(size for _, blocks in self.segments for size, handle in blocks if handle is not None)
+
+    def malloc(self, nbytes: int, handle: int) -> None:
+        size = (nbytes + 511) // 512 * 512
+        small = size <= MIB
+        if self._smallest(size, small) is None:
+            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            if self.capacity is not None and self.reserved + segment > self.capacity:
+                self.segments = [s for s in self.segments if len(s[1]) > 1 or s[1][0][1] is not None]
+            if self.capacity is not None and self.reserved + segment > self.capacity:
+                raise OutOfMemory(size, self.allocated, self.reserved)
+            self.segments.append((small, [[segment, None]]))
+        found = self._smallest(size, small)
+        assert found is not None
+        blocks, index = found
+        remains = blocks[index][0] - size
+        if remains >= (512 if small else MIB + 1):
+            blocks[index : index + 1] = [[size, handle], [remains, None]]
+        else:
+            blocks[index][1] = handle
+
+    def free(self, handle: int) -> None:
+        for _, blocks in self.segments:
+            for block in blocks:
+                if block[1] == handle:
+                    block[1] = None
+            for left in range(len(blocks) - 2, -1, -1):
+                if blocks[left][1] is None and blocks[left + 1][1] is None:
+                    blocks[left][0] += blocks.pop(left + 1)[0]
+
+    def _smallest(self, size: int, small: bool) -> tuple[list[list], int] | None:
+        free = [
+            (block[0], s, i)
+            for s, (kind, blocks) in enumerate(self.segments)
+            for i, block in enumerate(blocks)
+            if kind == small and block[1] is None and block[0] >= size
+        ]
+        return (self.segments[min(free)[1]][1], min(free)[2]) if free else None
+
+
+SIZES = st.one_of(
+    st.integers(1, 4 * KIB),
+    st.integers(1, 2 * MIB),
+    st.integers(MIB, 24 * MIB),
+    # at the rules' limits, and a granule to either side
+    st.builds(
+        lambda base, off: base + off,
+        st.sampled_from([512, MIB, 2 * MIB, 9 * MIB + MIB // 2, 10 * MIB, 11 * MIB, 12 * MIB, 20 * MIB]),
+        st.sampled_from([-512, -1, 0, 1, 512]),
+    ).filter(lambda n: n > 0),
+)
+#: a size to ask for, or a number that chooses which live block to free
+STEPS = st.lists(
+    st.one_of(st.tuples(st.just("malloc"), SIZES), st.tuples(st.just("free"), st.integers(0, 99))),
+    max_size=60,
+)
+
+
+@given(STEPS, st.one_of(st.none(), st.integers(20, 90).map(lambda n: n * MIB)))
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_any_program_as_the_naive_allocator(steps: list[tuple[str, int]], capacity: int | None) -> None:
+    allocator, naive = CachingAllocator(capacity), Naive(capacity)
+    live: dict[int, int] = {}  # address to the size of the block, in order of birth
+    peak_allocated = peak_reserved = 0
+    for kind, value in steps:
+        if kind == "free" and live:
+            address = list(live)[value % len(live)]
+            before = allocator.allocated
+            allocator.free(address)
+            naive.free(address)
+            assert before - allocator.allocated == live.pop(address)
+        elif kind == "malloc":
+            before = allocator.allocated
+            errors: list[tuple[int, int, int]] = []
+            address = -1
+            try:
+                address = allocator.malloc(value)
+            except OutOfMemory as error:
+                errors.append((error.requested, error.allocated, error.reserved))
+            try:
+                naive.malloc(value, address)
+            except OutOfMemory as error:
+                errors.append((error.requested, error.allocated, error.reserved))
+            if errors:
+                assert len(errors) == 2
+                assert errors[0] == errors[1]
+            else:
+                live[address] = allocator.allocated - before
+                assert live[address] >= value
+        assert (allocator.allocated, allocator.reserved) == (naive.allocated, naive.reserved)
+        assert allocator.allocated <= allocator.reserved
+        assert capacity is None or allocator.reserved <= capacity
+        peak_allocated = max(peak_allocated, naive.allocated)
+        peak_reserved = max(peak_reserved, naive.reserved)
+        spans = sorted(live.items())
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
+    assert (allocator.peak_allocated, allocator.peak_reserved) == (peak_allocated, peak_reserved)
+    for address in list(live):
+        allocator.free(address)
+    assert allocator.allocated == 0
+    # all neighbours have merged: every segment is whole again, and all of them can be returned
+    allocator._release_cached()
+    assert allocator.reserved == 0
