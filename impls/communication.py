@@ -98,7 +98,11 @@ class _SumOverGroup(torch.autograd.Function):
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Identity forward, all-reduce backward: x is the same on all ranks, its uses differ
-    (Megatron-LM's f, arXiv 1909.08053 section 3)."""
+    (Megatron-LM's f, arXiv 1909.08053 section 3).
+
+    The gradient is summed in place, so what uses the result must make a gradient of its own, as a
+    matrix product does and an addition does not.
+    """
     return x if group is None or group.size() == 1 else _CopyToGroup.apply(x, group)
 
 
@@ -109,7 +113,8 @@ def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce forward (in place) and backward: each rank uses the sum in its own way."""
+    """All-reduce forward and backward, both in place: each rank uses the sum in its own way, with the
+    condition of :func:`copy_to_group` on that use."""
     return x if group is None or group.size() == 1 else _SumOverGroup.apply(x, group)
 
 

@@ -128,7 +128,7 @@ class RingSelfAttention(Strategy):
                 )
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        size = self.size
+        size, sites = self.size, list(sites)
         for site in sites:
             d, count = site.dims, site.count
             forwards = ["forward", "backward"] if site.recomputed else ["forward"]
@@ -144,9 +144,11 @@ class RingSelfAttention(Strategy):
                 for phase in [*forwards, "backward"]:
                     yield Traffic(phase, "Linformer's projected K, V", "all_reduce", count, projected)
             elif site.kind == "parameters":
-                yield Traffic(
-                    "gradient_sync", "gradients", "all_reduce", count, d["elements"] * element_bytes
-                )
+                gradients = d["elements"] * element_bytes
+                yield Traffic("gradient_sync", "gradients", "all_reduce", count, gradients)
+            elif site.kind == "overflow_flag" and any(s.kind == "project_sequence" for s in sites):
+                # only Linformer's projections differ between ranks, so only they can overflow on one alone
+                yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
 
     @property
     def sequence_parts(self) -> int:
