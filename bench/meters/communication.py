@@ -46,7 +46,17 @@ _OPERATORS: dict[str, tuple[str, Callable[[Sequence[Any]], int]]] = {
 }
 
 #: operators whose first argument is filled from other ranks and was made for that
-FILLED_FROM_OTHERS = ("recv_", "allgather_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
+FILLED_FROM_OTHERS = (
+    "recv_",
+    "allgather_",
+    "_allgather_base_",
+    "allgather_into_tensor_coalesced_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+    "alltoall_",
+    "alltoall_base_",
+)
 
 
 @dataclass(frozen=True)
@@ -78,14 +88,16 @@ class CommunicationMeter:
         self.counts: Counter[Operation] = Counter()
 
     def see(self, operator: torch._ops.OpOverload, args: Sequence[Any]) -> None:
-        """Note a call of a c10d operator.
+        """Note a call of an operator that communicates.
 
         Raises:
             NotImplementedError: an operator whose bytes are not known; nothing is passed over.
         """
-        name = operator._schema.name.split("::")[1]
-        if name not in _OPERATORS:
-            raise NotImplementedError(f"the communication meter does not know c10d operator {name!r}")
+        namespace, name = operator._schema.name.split("::")
+        if namespace != "c10d" or name not in _OPERATORS:
+            raise NotImplementedError(
+                f"the communication meter does not know operator {operator._schema.name!r}"
+            )
         collective, payload = _OPERATORS[name]
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
         axis = self.axes.get(group.group_name, "world")

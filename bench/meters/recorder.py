@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.meters.communication import FILLED_FROM_OTHERS, CommunicationMeter
 from bench.meters.memory import MemoryMeter
 
+#: where operators that communicate live: c10d, and what DTensor and torch.compile use in its place
+_COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -53,7 +55,7 @@ class Recorder(TorchDispatchMode):
             self._unsettled = False
             time.sleep(self.settle_s)
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
+        if func.namespace in _COMMUNICATING:
             self._unsettled = self.settle_s > 0
             self.communication.see(func, args)
             if func._schema.name.endswith(FILLED_FROM_OTHERS):
