@@ -6,8 +6,8 @@ it runs alike on NCCL, Gloo and the fake group, and whoever observes the c10d op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -49,6 +49,10 @@ class Traffic:
     collective: str
     count: int
     payload_bytes: int
+
+    def times(self, n: int) -> Traffic:
+        """The same, n times over."""
+        return replace(self, count=n * self.count)
 
     def sent_bytes(self, size: int) -> Fraction:
         """Bytes that one of ``size`` ranks sends for this entry."""
@@ -139,10 +143,31 @@ def _shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send ``chunk`` to the next rank and return what the previous one sent."""
     size, rank = group.size(), group.rank()
     received = torch.empty_like(chunk)
-    exchange = [
-        dist.P2POp(dist.isend, chunk, group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
-    ]
-    for work in dist.batch_isend_irecv(exchange):
-        work.wait()
+    exchange([(chunk, (rank + 1) % size)], [(received, (rank - 1) % size)], group)
     return received
+
+
+def exchange(
+    sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup
+) -> None:
+    """Send tensors and fill others, each with the rank of its peer in the group, and wait for all of it."""
+    operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
+    operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+
+
+def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+    """Add to x, in place, the peer's x, while the peer does the same."""
+    received = torch.empty_like(x)
+    exchange([(x, peer)], [(received, peer)], group)
+    x.add_(received)
+
+
+def all_gather_flat(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks one after another, from equal one-dimensional parts."""
+    whole = part.new_empty(part.numel() * group.size())
+    # renamed in torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part, group=group)
+    return whole

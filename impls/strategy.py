@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -218,6 +218,31 @@ class Strategy:
     #: ("sharded") or must agree on all ranks of the group ("replicated")
     attention_region: ClassVar[str] = "replicated"
     hidden_region: ClassVar[str] = "replicated"
+
+    # -- between pipeline stages -------------------------------------------------------------------
+
+    @property
+    def wire_parts(self) -> int:
+        """How many parts a tensor between two pipeline stages is sent in, by as many ranks."""
+        return 1
+
+    def to_wire(self, x: Tensor) -> Tensor:
+        """What this rank sends of x [B, L or a part, H] to the same rank of a neighbouring stage."""
+        return x.contiguous()
+
+    def from_wire(self, received: Tensor, shape: Sequence[int]) -> Tensor:
+        """x of that shape, from what :meth:`to_wire` made of it on a neighbouring stage."""
+        return received.view(shape)
+
+    def wire_elements(self, site: Site) -> int:
+        """Elements that one rank sends of a whole [B, L, H] between two stages."""
+        d = site.dims
+        return d["B"] * d["L"] * d["H"] // (self.sequence_parts * self.wire_parts)
+
+    def held_elements(self, site: Site) -> int:
+        """Elements that one rank holds of the parameters of a site: all ``elements``, and of those that
+        have a column a position (``sequence``) its own."""
+        return site.dims["elements"] + site.dims.get("sequence", 0) // self.sequence_parts
 
     # -- gradients ---------------------------------------------------------------------------------
 

@@ -9,13 +9,13 @@ cross entropy are split over the vocabulary. Layer norms, dropout and everything
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from impls.communication import Traffic, copy_to_group, reduce_from_group
+from impls.communication import Traffic, all_gather_flat, copy_to_group, reduce_from_group
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.linear import Linear
 from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
@@ -116,6 +116,24 @@ class TensorParallel(Strategy):
     def mark(self, parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
         """Record that a parameter is this rank's part along ``dim``."""
         return mark_shard(parameter, Shard(self.axis, dim, self.rank, self.size))
+
+    @property
+    def wire_parts(self) -> int:
+        return self.size
+
+    def to_wire(self, x: Tensor) -> Tensor:
+        # every rank holds the same x, so each sends a part of it (Megatron-LM's scatter-gather, arXiv
+        # 2104.04473 section 4.1)
+        return x.flatten().chunk(self.size)[self.rank]
+
+    def from_wire(self, received: Tensor, shape: Sequence[int]) -> Tensor:
+        if self.group is None or self.size == 1:
+            return received.view(shape)
+        return all_gather_flat(received, self.group).view(shape)
+
+    def held_elements(self, site: Site) -> int:
+        split = site.dims.get("split", 0)
+        return super().held_elements(site) - split + split // self.size
 
     def linear_in(self, in_features: int, out_features: int) -> Linear:
         return ColumnParallelLinear(in_features, out_features, self)

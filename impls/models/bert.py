@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from impls.composition import ONE_STAGE, Stage
 from impls.kernels.layer_norm import LayerNorm
 from impls.linear import Linear
 from impls.models.encoder import Alone, Attention, Block, BlockOptions, attention_mask
@@ -47,7 +48,9 @@ class BertModel(BlockOptions, Model):
         "loss_weights": 1,
         "padding": None,
         "order_labels": None,
+        "order_weights": None,
     }
+    unbatched: ClassVar[frozenset[str]] = frozenset({"positions"})
     plain_options: ClassVar[Mapping[str, Any]] = {
         "softmax": "plain",
         "bias_dropout_add": "plain",
@@ -67,8 +70,8 @@ class BertModel(BlockOptions, Model):
         multiple = self.vocabulary_multiple * parts
         return math.ceil(self.vocabulary / multiple) * multiple
 
-    def build(self, strategy: Strategy, seq_len: int) -> nn.Module:
-        return Bert(self, strategy, seq_len)
+    def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
+        return Bert(self, strategy, seq_len, stage)
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         shape = (batch, seq_len)
@@ -85,36 +88,52 @@ class BertModel(BlockOptions, Model):
             "loss_weights": weights,
             "padding": padding,
             "order_labels": torch.randint(2, (batch,), generator=generator),
+            "order_weights": torch.full((batch,), 1 / batch),
         }
 
-    def sites(self, batch: int, seq_len: int, vocabulary_parts: int = 1) -> list[Site]:
+    def sites(
+        self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
+    ) -> list[Site]:
         tokens = {"B": batch, "L": seq_len}
-        rows = self.padded_vocabulary(vocabulary_parts)
-        inner, again = 4 * self.hidden, self.checkpointing
+        rows, layers = self.padded_vocabulary(vocabulary_parts), len(stage.layers(self.layers))
+        hidden, again = tokens | {"H": self.hidden}, self.checkpointing
         heads = tokens | {"Z": self.heads, "A": self.hidden // self.heads}
-        block_in = Site("linear_in", 2 * self.layers, tokens | {"H": self.hidden, "F": inner}, again)
-        block_out = Site("linear_out", 2 * self.layers, tokens | {"H": self.hidden, "F": inner}, again)
+        inner = hidden | {"F": 4 * self.hidden}
+        found = [Site("linear_in", 2 * layers, inner, again), Site("linear_out", 2 * layers, inner, again)]
         if self.linformer is None:
-            attention = Site("attention", self.layers, heads, again)
+            found.append(Site("attention", layers, heads, again))
         else:
-            attention = Site("project_sequence", 2 * self.layers, heads | {"K": self.linformer}, again)
-        return [
-            Site("embedding", 1, tokens | {"H": self.hidden, "V": rows}),
-            block_in,
-            attention,
-            block_out,
-            Site("vocabulary_logits", 1, tokens | {"H": self.hidden, "V": rows}),
-            Site("cross_entropy", 1, tokens | {"V": rows}),
-            Site("parameters", 1, {"elements": self.parameters(seq_len, rows)}),
-        ]
+            found.append(Site("project_sequence", 2 * layers, heads | {"K": self.linformer}, again))
+        if stage.first:
+            found.append(Site("embedding", 1, hidden | {"V": rows}))
+        if stage.last:
+            found.append(Site("vocabulary_logits", 1, hidden | {"V": rows}))
+            found.append(Site("cross_entropy", 1, tokens | {"V": rows}))
+        if stage.count > 1:
+            words = rows * self.hidden
+            found.append(Site("stage_boundary", 1, hidden))
+            found.append(Site("tied_embedding", 1, {"elements": words, "split": words}))
+        found.append(Site("parameters", 1, self.parameters(seq_len, rows, stage)))
+        return found
 
-    def parameters(self, seq_len: int, rows: int) -> int:
-        """Parameters outside Linformer's projection, with ``rows`` rows of vocabulary."""
-        h = self.hidden
-        block = 12 * h * h + 9 * h + 4 * h  # matrices, their biases, two layer norms
-        embeddings = (rows + seq_len + self.token_types) * h + 2 * h
-        heads = (h * h + h + 2 * h + rows) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
-        return self.layers * block + embeddings + heads
+    def parameters(self, seq_len: int, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
+        """Counts of a stage's parameters: all ``elements`` but Linformer's projections (``sequence``), and
+        of them those that can be split over features and vocabulary; ``rows`` of vocabulary."""
+        h, layers = self.hidden, len(stage.layers(self.layers))
+        split = layers * (12 * h * h + 7 * h)  # matrices and the biases of those that open a block
+        elements = split + layers * (2 * h + 4 * h)  # biases that close a block, two layer norms
+        if stage.first:
+            elements += (seq_len + self.token_types) * h + 2 * h
+        if stage.first or stage.last:
+            elements, split = elements + rows * h, split + rows * h
+        if stage.last:
+            elements += (h * h + h + 2 * h + rows) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
+            split += rows
+        return {
+            "elements": elements,
+            "split": split,
+            "sequence": layers * 2 * (self.linformer or 0) * seq_len,
+        }
 
     def parts(self) -> Mapping[str, Part]:
         def hidden_inputs(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -137,7 +156,7 @@ class Embeddings(nn.Module):
     def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
         super().__init__()
         self.p, self.random, self.region = model.dropout, strategy.random, strategy.hidden_region
-        self.words = strategy.embedding(model.padded_vocabulary(strategy.vocabulary_parts), model.hidden)
+        self.words = _words(model, strategy)
         self.positions = nn.Embedding(seq_len, model.hidden)
         self.types = nn.Embedding(model.token_types, model.hidden)
         self.norm = LayerNorm(model.hidden)
@@ -145,6 +164,10 @@ class Embeddings(nn.Module):
     def forward(self, tokens: Tensor, token_types: Tensor, positions: Tensor) -> Tensor:
         x = self.words(tokens) + self.positions(positions) + self.types(token_types)
         return self.random.dropout(self.norm(x), self.p, self.region)
+
+
+def _words(model: BertModel, strategy: Strategy) -> nn.Module:
+    return strategy.embedding(model.padded_vocabulary(strategy.vocabulary_parts), model.hidden)
 
 
 class MaskedLanguageHead(nn.Module):
@@ -164,29 +187,63 @@ class MaskedLanguageHead(nn.Module):
 
 
 class Bert(nn.Module):
-    """The whole model. ``forward(inputs)`` returns ``loss`` (this rank's share of the step's loss),
-    ``hidden`` [B, L, H] and ``token_loss`` [B, L]."""
+    """A pipeline stage of the model, or all of it.
 
-    def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
+    ``forward(inputs, hidden)``, ``hidden`` [B, L, H] of the stage before (None on the first), returns ``hidden``
+    [B, L, H] and on the last stage ``loss`` (this rank's share of the step's loss) and ``token_loss`` [B, L].
+    """
+
+    def __init__(self, model: BertModel, strategy: Strategy, seq_len: int, stage: Stage):
         super().__init__()
-        self.model, self.strategy = model, strategy
-        self.embeddings = Embeddings(model, strategy, seq_len)
-        self.blocks = nn.ModuleList(Block(model, strategy, seq_len) for _ in range(model.layers))
-        self.head = MaskedLanguageHead(model, strategy)
-        self.pooler = Linear(model.hidden, model.hidden)
-        self.order = Linear(model.hidden, 2)
+        self.model, self.strategy, self.stage = model, strategy, stage
+        self.unbatched = model.unbatched
+        layers = stage.layers(model.layers)
+        if stage.first:
+            self.embeddings: nn.Module = Embeddings(model, strategy, seq_len)
+        elif stage.last:
+            # the head's copy of the tied weights, under the same name
+            self.embeddings = nn.ModuleDict({"words": _words(model, strategy)})
+        self.blocks = nn.ModuleDict({str(i): Block(model, strategy, seq_len) for i in layers})
+        if stage.last:
+            self.head = MaskedLanguageHead(model, strategy)
+            self.pooler = Linear(model.hidden, model.hidden)
+            self.order = Linear(model.hidden, 2)
 
-    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    @property
+    def tied(self) -> Tensor:
+        """The word embedding, which the first and the last stage both hold."""
+        words: nn.Module = (
+            self.embeddings["words"] if isinstance(self.embeddings, nn.ModuleDict) else self.embeddings.words
+        )  # type: ignore[assignment]
+        weight = words.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def boundary_shape(self, inputs: Mapping[str, Tensor]) -> tuple[int, int, int]:
+        """The shape of ``hidden``."""
+        batch, length = inputs["tokens"].shape
+        return batch, length, self.model.hidden
+
+    def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
         mask = attention_mask(inputs["padding"], self.model.mask_shape, self.strategy)
-        x = self.embeddings(inputs["tokens"], inputs["token_types"], inputs["positions"])
-        for block in self.blocks:
+        if hidden is None:
+            hidden = self.embeddings(inputs["tokens"], inputs["token_types"], inputs["positions"])
+        x = hidden
+        del hidden
+        for block in self.blocks.values():
             x = block(x, mask)
-        token_loss = self.head(x, inputs["labels"], self.embeddings.words.weight)
+        return {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
+
+    def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        token_loss = self.head(x, inputs["labels"], self.tied)
         first, share = self.strategy.first_token(x)
-        order = self.order(torch.tanh(self.pooler(first)))
-        order_loss = F.cross_entropy(order.to(token_loss.dtype), inputs["order_labels"])
-        loss = (token_loss * inputs["loss_weights"]).sum() + share * order_loss
-        return {"loss": loss, "hidden": x, "token_loss": token_loss}
+        order = self.order(torch.tanh(self.pooler(first))).to(token_loss.dtype)
+        order_loss = F.cross_entropy(order, inputs["order_labels"], reduction="none")
+        of_order = (order_loss * inputs["order_weights"]).sum()
+        return {
+            "loss": (token_loss * inputs["loss_weights"]).sum() + share * of_order,
+            "token_loss": token_loss,
+        }
 
 
 _BASE = BertModel()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from impls.composition import ONE_STAGE, Stage
 from impls.strategy import Site, Strategy
 
 
@@ -24,6 +25,8 @@ class Model(ABC):
 
     #: the sequence dim of each input; None for an input that has none or that every rank needs whole
     sequence_dims: ClassVar[Mapping[str, int | None]]
+    #: the inputs whose first dim is not the batch
+    unbatched: ClassVar[frozenset[str]] = frozenset()
     #: options with which the model is made of torch's own operators only, as verification's oracle is
     plain_options: ClassVar[Mapping[str, Any]] = {}
 
@@ -32,16 +35,19 @@ class Model(ABC):
         return []
 
     @abstractmethod
-    def build(self, strategy: Strategy, seq_len: int) -> nn.Module:
-        """The module: ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share."""
+    def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
+        """The module: ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share. A stage of
+        a pipeline is asked for as :class:`impls.pipeline.Pipeline` says."""
 
     @abstractmethod
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         """A whole batch of made-up data (integers and weights), from ``generator``."""
 
     @abstractmethod
-    def sites(self, batch: int, seq_len: int, vocabulary_parts: int = 1) -> list[Site]:
-        """What one training step asks of its strategy, for closed forms and checks."""
+    def sites(
+        self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
+    ) -> list[Site]:
+        """What a stage asks of its strategy for one batch, and in one step, for closed forms and checks."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:

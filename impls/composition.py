@@ -1,0 +1,152 @@
+"""Data and pipeline parallelism around a strategy: which replica and which stage a rank is.
+
+A strategy spreads one sample over an axis of its own (tp or sp); the axes dp and pp are composed with it.
+Data parallel replicas take parts of the batch and sum their gradients. Pipeline stages take runs of
+layers; the first and the last hold a copy each of the tied word embedding and add up their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from impls.communication import Traffic, add_from_peer, all_reduce
+from impls.strategy import Site, Strategy, Unsupported, shard_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: number ``index`` of ``count``."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+    @property
+    def tied(self) -> bool:
+        """Whether this stage holds one of two copies of the tied embedding."""
+        return self.count > 1 and (self.first or self.last)
+
+    def layers(self, total: int) -> range:
+        """The layers of this stage, of ``total`` in all.
+
+        Raises:
+            Unsupported: the stages do not divide the layers.
+        """
+        if total % self.count:
+            divisors = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+            raise Unsupported(
+                f"{total} layers cannot be split over {self.count} pipeline stages", f"use {divisors}"
+            )
+        each = total // self.count
+        return range(self.index * each, (self.index + 1) * each)
+
+
+ONE_STAGE = Stage()
+
+
+class Composition:
+    """This rank's replica and stage.
+
+    Args:
+        mesh: with the axes dp and pp, or None for one replica and one stage.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None):
+        self.dp_group = _group(mesh, "dp")
+        self.pp_group = _group(mesh, "pp")
+        self.replicas, self.replica = _size_and_rank(self.dp_group)
+        self.stage = ONE_STAGE
+        if self.pp_group is not None:
+            self.stage = Stage(self.pp_group.rank(), self.pp_group.size())
+
+    def reduce(self, gradients: Tensor, partial: bool, strategy: Strategy) -> None:
+        """Sum gradients in place over the strategy's ranks, if each has a part of the sum, and over replicas."""
+        if partial:
+            all_reduce(gradients, strategy.group)
+        all_reduce(gradients, self.dp_group)
+
+    def add_tied(self, module: nn.Module) -> None:
+        """Add up the gradients of the two copies of the tied embedding, on both stages that hold one."""
+        if self.stage.tied:
+            assert self.pp_group is not None
+            weight = module.tied
+            assert isinstance(weight, nn.Parameter)
+            assert weight.grad is not None
+            add_from_peer(weight.grad, self.pp_group, self.stage.count - 1 - self.stage.index)
+
+
+def _group(mesh: DeviceMesh | None, axis: str) -> dist.ProcessGroup | None:
+    if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+        return None
+    group = mesh.get_group(axis)
+    return group if group.size() > 1 else None
+
+
+def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (1, 0) if group is None else (group.size(), group.rank())
+
+
+def is_partial(parameter: nn.Parameter, strategy: Strategy) -> bool:
+    """Whether the strategy's ranks each hold only a part of the sum that is this parameter's gradient."""
+    shard = shard_of(parameter)
+    mine_alone = shard is not None and shard.axis == strategy.axis
+    return strategy.gradient_is_partial(parameter) and not mine_alone
+
+
+def composed_traffic(
+    sites: list[Site], strategy: Strategy, stage: Stage, replicas: int, micro_batches: int, element_bytes: int
+) -> Iterator[tuple[Traffic, int]]:
+    """Closed form of what a rank of a stage sends in a step, with the size of the group it goes to.
+
+    Args:
+        sites: what one micro-batch asks of this stage, and (parameters, flags) the step itself.
+    """
+    for t in strategy.communication(sites, element_bytes):
+        once = t.phase in ("gradient_sync", "optimizer")
+        yield (t if once else t.times(micro_batches)), strategy.size
+    for site in sites:
+        if site.kind == "stage_boundary":
+            payload = strategy.wire_elements(site) * element_bytes
+            if not stage.last:
+                yield Traffic("forward", "to the next stage", "send", micro_batches, payload), stage.count
+            if not stage.first:
+                yield Traffic("backward", "to the stage before", "send", micro_batches, payload), stage.count
+            yield from _gathers(site, strategy, stage, micro_batches, element_bytes)
+        elif site.kind == "tied_embedding" and stage.tied:
+            payload = strategy.held_elements(site) * element_bytes
+            yield Traffic("gradient_sync", "tied embedding", "send", 1, payload), stage.count
+        elif site.kind == "parameters":
+            payload = strategy.held_elements(site) * element_bytes
+            yield Traffic("gradient_sync", "data parallel gradients", "all_reduce", 1, payload), replicas
+        elif site.kind == "overflow_flag":
+            yield Traffic("optimizer", "overflow over stages", "all_reduce", 1, 4), stage.count
+
+
+def _gathers(
+    site: Site, strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
+) -> Iterator[tuple[Traffic, int]]:
+    """What a strategy gathers when a wire's part arrives (tensor parallelism sends each rank's share only)."""
+    whole = site.dims["B"] * site.dims["L"] * site.dims["H"] * element_bytes
+    if strategy.wire_parts > 1:
+        if not stage.first:
+            yield (
+                Traffic("forward", "activations, gathered", "all_gather", micro_batches, whole),
+                strategy.size,
+            )
+        if not stage.last:
+            yield (
+                Traffic("backward", "gradients, gathered", "all_gather", micro_batches, whole),
+                strategy.size,
+            )
