@@ -38,12 +38,15 @@ class Sizes(_Strict):
 class TrainingOptions(_Strict):
     """How the step is run; see :class:`impls.training.Training`.
 
-    ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it.
+    ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
+    parts of a replica's batch that are run one after another.
     """
 
     moments: Literal["kept", "later"] = "kept"
     gradients: Literal["contiguous", "stale"] = "contiguous"
     batch_on_device: Literal["part", "whole"] = "part"
+    micro_batches: PositiveInt = 1
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
 
 
 class Search(_Strict):
@@ -114,6 +117,7 @@ class Measurement:
         peak_memory_bytes: largest sum of live bytes over the step, as torch.cuda.max_memory_allocated.
         reserved_memory_bytes: what a caching allocator reserves for it.
         peak_phase: the phase of the step in which the peak falls.
+        peak_rank: the rank that has it; with pipeline stages, the rest of a row is of that rank too.
         peak_held: bytes by what held them at the peak.
         communication: rows of :meth:`bench.meters.communication.CommunicationMeter.rows`.
         formula: the strategy's closed form, see :class:`bench.engines.program.Plan`.
@@ -127,6 +131,7 @@ class Measurement:
     peak_memory_bytes: int | None = None
     reserved_memory_bytes: int | None = None
     peak_phase: str | None = None
+    peak_rank: int = 0
     peak_held: dict[str, int] = field(default_factory=dict)
     communication: list[dict[str, Any]] = field(default_factory=list)
     formula: list[dict[str, Any]] = field(default_factory=list)

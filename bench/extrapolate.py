@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.meters.memory import MemoryLog
 
-#: the depths that are traced; each phase of a training step is then mostly layers
+#: the depths that are traced, in layers a pipeline stage; each phase of a step is then mostly layers
 DEPTHS = (2, 3)
 
 
@@ -55,7 +55,7 @@ class PeakModel:
     Args:
         trace: gives the memory log at (size, layers).
         points: sizes within one program; as many as the degree of its sizes plus one.
-        layers: depth of the full model; None if the model has no depth to reduce.
+        layers: depth of the full model's stage; None if the model has no depth to reduce.
 
     Raises:
         NotOneProgram: the points do not lie within one program.
@@ -97,8 +97,8 @@ class PeakModel:
             return int(lives[0][shallow.step_start :].max())
         assert self.layers is not None
         peaks = []
-        for phase, _ in shallow.marks:
-            here, deeper = (live[c.log.span(phase)] for live, c in zip(lives, self.curves, strict=True))
+        for spans in zip(*(curve.log.spans() for curve in self.curves), strict=True):
+            here, deeper = (live[span] for live, (_, span) in zip(lives, spans, strict=True))
             # the first half of a phase corresponds event by event from its start, the second from its
             # end; what lies between are equal layers, and linear in depth
             half = len(here) // 2

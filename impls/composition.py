@@ -72,7 +72,7 @@ class Composition:
             self.stage = Stage(self.pp_group.rank(), self.pp_group.size())
 
     def reduce(self, gradients: Tensor, partial: bool, strategy: Strategy) -> None:
-        """Sum gradients in place over the strategy's ranks, if each has a part of the sum, and over replicas."""
+        """Sum gradients in place over replicas, and, if ``partial``, over the strategy's ranks."""
         if partial:
             all_reduce(gradients, strategy.group)
         all_reduce(gradients, self.dp_group)
@@ -137,16 +137,9 @@ def composed_traffic(
 def _gathers(
     site: Site, strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
 ) -> Iterator[tuple[Traffic, int]]:
-    """What a strategy gathers when a wire's part arrives (tensor parallelism sends each rank's share only)."""
+    """What a strategy gathers of what comes from another stage, if each rank was sent a part only."""
     whole = site.dims["B"] * site.dims["L"] * site.dims["H"] * element_bytes
-    if strategy.wire_parts > 1:
-        if not stage.first:
-            yield (
-                Traffic("forward", "activations, gathered", "all_gather", micro_batches, whole),
-                strategy.size,
-            )
-        if not stage.last:
-            yield (
-                Traffic("backward", "gradients, gathered", "all_gather", micro_batches, whole),
-                strategy.size,
-            )
+    sources = [("forward", "stage before", stage.first), ("backward", "next stage", stage.last)]
+    for phase, source, none in sources:
+        if strategy.wire_parts > 1 and not none:
+            yield Traffic(phase, f"from the {source}", "all_gather", micro_batches, whole), strategy.size

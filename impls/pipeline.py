@@ -66,26 +66,30 @@ class Pipeline:
         ahead = count if self.schedule == "gpipe" else min(after, count)
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         losses = []
-        x = None
+        arrived = None  # what came with the exchange after the last backward
         for i, inputs in enumerate(micro_batches):
             with phase("forward"):
-                if i <= ahead:  # later ones came with the exchange after the last backward
-                    (x,) = self._exchange(inputs, receive_forward=True)
+                if i <= ahead:
+                    arrived = self._exchange(inputs, receive_forward=True)
+                x = self._whole(inputs, arrived)
+                x, arrived = None if x is None else x.requires_grad_(), None
                 y = self._forward(inputs, x)
                 held.append((x, y))
                 if self.stage.last:
                     losses.append(y.detach())
-                (gradient,) = self._exchange(inputs, send_forward=y, receive_backward=i >= ahead)
+                arrived = self._exchange(inputs, send_forward=y, receive_backward=i >= ahead)
             if i < ahead:
                 continue
             with phase("backward"):
+                gradient, arrived = self._whole(inputs, arrived), None
                 d_x = self._backward(*held.popleft(), gradient, scaled)
-                (x,) = self._exchange(inputs, send_backward=d_x, receive_forward=i < count - 1)
+                arrived = self._exchange(inputs, send_backward=d_x, receive_forward=i < count - 1)
         while held:
+            inputs = micro_batches[-1]
             with phase("backward"):
-                (gradient,) = self._exchange(micro_batches[-1], receive_backward=True)
+                gradient = self._whole(inputs, self._exchange(inputs, receive_backward=True))
                 d_x = self._backward(*held.popleft(), gradient, scaled)
-                self._exchange(micro_batches[-1], send_backward=d_x)
+                self._exchange(inputs, send_backward=d_x)
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
     def _forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
@@ -110,30 +114,26 @@ class Pipeline:
         send_backward: Tensor | None = None,
         receive_forward: bool = False,
         receive_backward: bool = False,
-    ) -> tuple[Tensor | None]:
-        """Exchange with the neighbouring stages what there is to exchange; returns what was received.
-
-        The first stage has nothing before it and the last nothing after it; asked for that, they do nothing.
-        """
+    ) -> Tensor | None:
+        """Exchange with the neighbouring stages what there is to exchange; returns what was received, as it
+        was sent. The first stage has none before it and the last none after it: then there is nothing."""
         here, stage = self.stage.index, self.stage
         sends = []
         if send_forward is not None and not stage.last:
             sends.append((self.strategy.to_wire(send_forward.detach()), here + 1))
         if send_backward is not None and not stage.first:
             sends.append((self.strategy.to_wire(send_backward), here - 1))
-        source = None
-        if receive_forward and not stage.first:
-            source = here - 1
-        if receive_backward and not stage.last:
-            source = here + 1
-        if self.group is None or not (sends or source is not None):
-            return (None,)
-        if source is None:
-            exchange(sends, [], self.group)
-            return (None,)
-        shape = self.module.boundary_shape(inputs)  # type: ignore[operator]
-        elements = torch.Size(shape).numel() // self.strategy.wire_parts
-        received = torch.empty(elements, dtype=self.dtype, device=inputs["padding"].device)
-        exchange(sends, [(received, source)], self.group)
-        whole = self.strategy.from_wire(received, shape)
-        return (whole.requires_grad_() if receive_forward else whole,)
+        receives = []
+        if (receive_forward and not stage.first) or (receive_backward and not stage.last):
+            elements = self._boundary(inputs).numel() // self.strategy.wire_parts
+            received = torch.empty(elements, dtype=self.dtype, device=inputs["padding"].device)
+            receives.append((received, here - 1 if receive_forward else here + 1))
+        if self.group is not None:
+            exchange(sends, receives, self.group)
+        return receives[0][0] if receives else None
+
+    def _whole(self, inputs: Mapping[str, Tensor], received: Tensor | None) -> Tensor | None:
+        return None if received is None else self.strategy.from_wire(received, self._boundary(inputs))
+
+    def _boundary(self, inputs: Mapping[str, Tensor]) -> torch.Size:
+        return torch.Size(self.module.boundary_shape(inputs))  # type: ignore[operator]

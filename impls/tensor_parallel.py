@@ -9,6 +9,7 @@ cross entropy are split over the vocabulary. Layer norms, dropout and everything
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -77,17 +78,23 @@ class TensorParallel(Strategy):
     attention_region = "sharded"  # the heads are this rank's own, everything else is replicated
 
     def check(self, sites: Iterable[Site]) -> None:
-        size = self.size
-        for site in sites:
-            for letter, what in (("Z", "attention heads"), ("F", "features"), ("V", "vocabulary rows")):
-                total = site.dims.get(letter, size)
-                if total % size:
-                    divisors = [n for n in range(1, total + 1) if total % n == 0]
-                    nearest = [max(n for n in divisors if n < size), *[n for n in divisors if n > size][:1]]
-                    raise Unsupported(
-                        f"{total} {what} cannot be split over {size} ranks",
-                        f"use {' or '.join(map(str, nearest))}",
-                    )
+        size, sites = self.size, list(sites)
+        totals = [
+            (site.dims[letter], what)
+            for letter, what in (("Z", "attention heads"), ("F", "features"), ("V", "vocabulary rows"))
+            for site in sites
+            if letter in site.dims
+        ]
+        for total, what in totals:
+            if total % size:
+                # what else must be divisible too; but the vocabulary is padded to suit any number of ranks
+                common = math.gcd(*(t for t, w in totals if w == what or w != "vocabulary rows"))
+                divisors = [n for n in range(1, common + 1) if common % n == 0]
+                nearest = [max(n for n in divisors if n < size), *[n for n in divisors if n > size][:1]]
+                raise Unsupported(
+                    f"{total} {what} cannot be split over {size} ranks",
+                    f"use {' or '.join(map(str, nearest))}",
+                )
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in sites:

@@ -36,8 +36,8 @@ _SETTLE_S = 0.002
 def run(cell: Cell) -> Measurement:
     """Measure a cell on real ranks: step time, communication, and peak memory as the meters count it.
 
-    Peak memory is the maximum over ranks; communication is the first rank's (mean bytes over ranks
-    where a ring does not divide evenly).
+    Peak memory is the maximum over ranks; communication is the first rank's, or with pipeline stages that of
+    the rank with the peak (mean bytes over ranks where a ring does not divide evenly).
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -56,17 +56,20 @@ def run(cell: Cell) -> Measurement:
         logs_specs=DefaultLogsSpecs(),
     )
     by_rank = elastic_launch(config, _rank_main)(cell.model_dump())
-    worst = max(by_rank.values(), key=lambda result: result["peak_memory_bytes"])
+    rank, worst = max(by_rank.items(), key=lambda item: item[1]["peak_memory_bytes"])
+    told = rank if cell.sizes.pp > 1 else 0
+    stage = _stage(cell, told)
     samples = by_rank[0]["step_time_samples_s"]
     step_time_s = statistics.median(samples)
     return Measurement(
         peak_memory_bytes=worst["peak_memory_bytes"],
         reserved_memory_bytes=worst["reserved_memory_bytes"],
         peak_phase=worst["peak_phase"],
+        peak_rank=rank,
         peak_held=worst["peak_held"],
-        communication=by_rank[0]["communication"],
-        formula=planned.formula(),
-        formula_difference=by_rank[0]["formula_difference"],
+        communication=by_rank[told]["communication"],
+        formula=planned.formula(stage),
+        formula_difference=[entry for result in by_rank.values() for entry in result["formula_difference"]],
         step_time_s=step_time_s,
         step_time_samples_s=samples,
         tokens_per_s=math.prod(cell.shape) / step_time_s,
@@ -79,6 +82,7 @@ def _rank_main(dumped: dict[str, Any]) -> dict[str, Any]:
     # ranks share the cores; more threads than cores would make each other wait
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.sizes.world))
     dist.init_process_group("gloo")
+    rank = dist.get_rank()
     try:
         sizes = tuple(getattr(cell.sizes, axis) for axis in MESH_AXES)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
@@ -99,9 +103,15 @@ def _rank_main(dumped: dict[str, Any]) -> dict[str, Any]:
         "peak_phase": peak.phase,
         "peak_held": peak.held,
         "communication": recorder.communication.rows(),
-        "formula_difference": plan(cell).difference(recorder.communication),
+        "formula_difference": plan(cell).difference(recorder.communication, _stage(cell, rank)),
         "step_time_samples_s": samples,
     }
+
+
+def _stage(cell: Cell, rank: int) -> int:
+    """The pipeline stage of a rank, in the mesh's order."""
+    sizes = cell.sizes
+    return rank // (sizes.tp * sizes.sp) % sizes.pp
 
 
 def _timed(step: Any) -> float:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Cell
+from bench.cell import Cell, Sizes
 from bench.meters.communication import CommunicationMeter, as_number
 from bench.meters.recorder import Recorder
 from impls.communication import Traffic
-from impls.models.model import Model, model_preset
-from impls.strategy import MESH_AXES, Strategy, Unsupported, strategy_class
+from impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
+from impls.models.model import model_preset
+from impls.strategy import MESH_AXES, Site, Strategy, Unsupported, strategy_class
 from impls.training import PRECISIONS, Training, default_dtype, training_sites
 
 
@@ -25,26 +26,23 @@ class Plan:
     """A cell whose sizes have been checked.
 
     Attributes:
-        model: the model with the cell's options.
-        traffic: the strategy's closed form of what a step sends.
-        size: ranks that the strategy spreads over.
+        traffic: for each pipeline stage, the closed form of what a rank sends in a step, each entry with
+            the size of the group it goes to.
     """
 
-    model: Model
-    traffic: list[Traffic]
-    size: int
+    traffic: list[list[tuple[Traffic, int]]]
 
-    def formula(self) -> list[dict[str, Any]]:
+    def formula(self, stage: int = 0) -> list[dict[str, Any]]:
         """The closed form as rows: phase, purpose, collective, count, payload_bytes (of one) and sent_bytes
         (of one rank, all of them)."""
-        return [{**asdict(t), "sent_bytes": as_number(t.sent_bytes(self.size))} for t in self.traffic]
+        return [{**asdict(t), "sent_bytes": as_number(t.sent_bytes(n))} for t, n in self.traffic[stage]]
 
-    def difference(self, meter: CommunicationMeter) -> list[dict[str, Any]]:
+    def difference(self, meter: CommunicationMeter, stage: int = 0) -> list[dict[str, Any]]:
         """Where the meter saw other bytes than the closed form says; empty where they agree exactly."""
         expected: Counter[tuple[str, str]] = Counter()
         metered: Counter[tuple[str, str]] = Counter()
-        for t in self.traffic:
-            expected[t.phase, t.collective] += t.sent_bytes(self.size)  # type: ignore[assignment]
+        for t, size in self.traffic[stage]:
+            expected[t.phase, t.collective] += t.sent_bytes(size)  # type: ignore[assignment]
         for (phase, collective), sent in meter.sent_bytes().items():
             metered[phase, collective] += sent  # type: ignore[assignment]
         return [
@@ -66,27 +64,50 @@ def planned_strategy(cell: Cell) -> Strategy:
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
     cls = strategy_class(cell.strategy)
-    for axis in MESH_AXES:
+    for axis in ("tp", "sp"):
         if axis != cls.axis and getattr(cell.sizes, axis) > 1:
             raise Unsupported(
                 f"{cls.name} does not use the axis {axis}",
                 f"give the ranks to {cls.axis}" if cls.axis else "use one rank",
             )
-    return cls(planned_size=cell.sizes.world, **cell.strategy_options)
+    size = getattr(cell.sizes, cls.axis) if cls.axis else 1
+    return cls(planned_size=size, **cell.strategy_options)
 
 
 def plan(cell: Cell) -> Plan:
     """Check a cell and write down what it should send.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes.
+        Unsupported: the strategy cannot run these sizes, or the batch or the layers cannot be divided so.
     """
     strategy, model = planned_strategy(cell), model_preset(cell.model, cell.model_options)
-    precision = PRECISIONS[cell.precision]
-    sites = model.sites(*cell.shape, strategy.vocabulary_parts) + training_sites(precision)
-    strategy.check(sites)
-    traffic = strategy.communication(sites, precision.parameters.itemsize)
-    return Plan(model, [t for t in traffic if t.sent_bytes(strategy.size)], strategy.size)
+    precision, (batch, seq_len) = PRECISIONS[cell.precision], cell.shape
+    parts = cell.sizes.dp * cell.training.micro_batches
+    if batch % parts:
+        below = batch - batch % parts
+        raise Unsupported(
+            f"batch {batch} cannot be divided into {parts} micro-batches of all replicas",
+            f"use {' or '.join(str(n) for n in (below, below + parts) if n)}",
+        )
+
+    def sites(stage: Stage) -> list[Site]:
+        asked = model.sites(batch // parts, seq_len, strategy.vocabulary_parts, stage)
+        return asked + training_sites(precision)
+
+    strategy.check(sites(ONE_STAGE))
+    width = precision.parameters.itemsize
+    traffic = []
+    for stage in (Stage(i, cell.sizes.pp) for i in range(cell.sizes.pp)):
+        entries = composed_traffic(
+            sites(stage), strategy, stage, cell.sizes.dp, cell.training.micro_batches, width
+        )
+        traffic.append([(t, size) for t, size in entries if t.sent_bytes(size)])
+    return Plan(traffic)
+
+
+def stage_ranks(sizes: Sizes) -> list[int]:
+    """The first rank of each pipeline stage, in the mesh's order."""
+    return [stage * sizes.tp * sizes.sp for stage in range(sizes.pp)]
 
 
 def mesh_axes(mesh: DeviceMesh) -> dict[str, str]:
@@ -101,17 +122,24 @@ def set_up(
     """Build the training of a cell on this rank, and this rank's inputs."""
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
     strategy = strategy_class(cell.strategy)(mesh, **cell.strategy_options)
+    around = Composition(mesh)
     with default_dtype(precision.parameters):
-        module = model.build(strategy, cell.shape[1])
+        module = model.build(strategy, cell.shape[1], around.stage)
     training = Training(
         module,
         strategy,
         precision,
         moments=cell.training.moments,
         gradients=cell.training.gradients,
+        around=around,
+        micro_batches=cell.training.micro_batches,
+        schedule=cell.training.schedule,
     )
     inputs = {
-        name: strategy.shard(whole, model.sequence_dims[name])
+        name: strategy.shard(
+            whole if name in model.unbatched else whole.chunk(around.replicas)[around.replica],
+            model.sequence_dims[name],
+        )
         for name, whole in model.inputs(*cell.shape, generator).items()
     }
     if cell.training.batch_on_device == "part":

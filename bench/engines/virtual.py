@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.cell import Cell, Measurement, Sizes
 from bench.cluster import load_cluster
-from bench.engines.program import mesh_axes, plan, record_step
+from bench.engines.program import mesh_axes, plan, record_step, stage_ranks
 from bench.meters.allocator import replay
 from bench.meters.recorder import Recorder
 from impls.strategy import MESH_AXES
@@ -67,28 +67,40 @@ def trace(cell: Cell, rank: int = 0) -> Recorder:
     return recorder
 
 
-def run(cell: Cell, rank: int = 0) -> Measurement:
+def run(cell: Cell) -> Measurement:
     """Measure a cell: peak and reserved memory, whether it fits the card, and communication.
+
+    Ranks of one pipeline stage run the same program, so one of each stage is traced. What is told is of
+    the stage with the largest peak, or of one that runs out of memory.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    return measure(cell, trace(cell, rank))
+    return worst([measure(cell, trace(cell, rank), rank) for rank in stage_ranks(cell.sizes)])
 
 
-def measure(cell: Cell, recorder: Recorder) -> Measurement:
-    """What a trace of the cell means on its cluster."""
+def worst(measurements: list[Measurement]) -> Measurement:
+    """The measurement of the stage that decides, with what any stage's closed form got wrong."""
+    chosen = max(measurements, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
+    chosen.formula_difference = [entry for m in measurements for entry in m.formula_difference]
+    return chosen
+
+
+def measure(cell: Cell, recorder: Recorder, rank: int = 0) -> Measurement:
+    """What a trace of a rank means on the cell's cluster."""
     planned, log = plan(cell), recorder.memory.log
+    stage = stage_ranks(cell.sizes).index(rank)
     peak = log.peak()
     card = replay(log.sizes, log.events, load_cluster(cell.cluster).usable_memory_bytes)
     measurement = Measurement(
         peak_memory_bytes=peak.nbytes,
         reserved_memory_bytes=card.peak_reserved,
         peak_phase=peak.phase,
+        peak_rank=rank,
         peak_held=peak.held,
         communication=recorder.communication.rows(),
-        formula=planned.formula(),
-        formula_difference=planned.difference(recorder.communication),
+        formula=planned.formula(stage),
+        formula_difference=planned.difference(recorder.communication, stage),
     )
     if card.out_of_memory is not None:
         error = card.out_of_memory

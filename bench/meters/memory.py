@@ -55,18 +55,15 @@ class MemoryLog:
         whole = rounded(np.asarray(self.sizes, dtype=np.int64) if sizes is None else sizes)
         return np.sign(events) * whole[np.abs(events) - 1]
 
-    def span(self, phase: str) -> slice:
-        """The events of a phase."""
+    def spans(self) -> list[tuple[str, slice]]:
+        """The phases in order, each with its events; forward and backward once a micro-batch."""
         starts = [*(start for _, start in self.marks), len(self.events)]
-        for (name, start), end in zip(self.marks, starts[1:], strict=True):
-            if name == phase:
-                return slice(start, end)
-        return slice(0, 0)
+        return [(name, slice(start, end)) for (name, start), end in zip(self.marks, starts[1:], strict=True)]
 
     @property
     def step_start(self) -> int:
         """The first event of the training step; what came before is set-up."""
-        return self.span("forward").start
+        return self.marks[0][1] if self.marks else 0
 
     def born_before_step(self) -> list[bool]:
         """Of each storage: whether set-up made it."""
@@ -90,10 +87,12 @@ class MemoryLog:
 
     def _categories(self) -> list[str]:
         """Of each storage: its tag; else activation if forward made it and left it alive; else temporary."""
-        forward = self.span("forward")
-        events = self.events[forward]
-        born = {event - 1 for event in events if event > 0}
-        kept = born - {-event - 1 for event in events if event < 0}
+        kept: set[int] = set()
+        for name, span in self.spans():
+            if name == "forward":
+                events = self.events[span]
+                born = {event - 1 for event in events if event > 0}
+                kept |= born - {-event - 1 for event in events if event < 0}
         return [
             self.tags.get(number, "activations" if number in kept else "temporaries")
             for number in range(len(self.sizes))

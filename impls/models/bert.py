@@ -189,8 +189,8 @@ class MaskedLanguageHead(nn.Module):
 class Bert(nn.Module):
     """A pipeline stage of the model, or all of it.
 
-    ``forward(inputs, hidden)``, ``hidden`` [B, L, H] of the stage before (None on the first), returns ``hidden``
-    [B, L, H] and on the last stage ``loss`` (this rank's share of the step's loss) and ``token_loss`` [B, L].
+    ``forward(inputs, hidden)``, with ``hidden`` [B, L, H] of the stage before (None on the first), returns
+    ``hidden`` [B, L, H], and on the last stage ``loss`` (this rank's share) and ``token_loss`` [B, L].
     """
 
     def __init__(self, model: BertModel, strategy: Strategy, seq_len: int, stage: Stage):
@@ -210,14 +210,9 @@ class Bert(nn.Module):
             self.order = Linear(model.hidden, 2)
 
     @property
-    def tied(self) -> Tensor:
+    def tied(self) -> nn.Parameter:
         """The word embedding, which the first and the last stage both hold."""
-        words: nn.Module = (
-            self.embeddings["words"] if isinstance(self.embeddings, nn.ModuleDict) else self.embeddings.words
-        )  # type: ignore[assignment]
-        weight = words.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return self.embeddings.get_parameter("words.weight")
 
     def boundary_shape(self, inputs: Mapping[str, Tensor]) -> tuple[int, int, int]:
         """The shape of ``hidden``."""
@@ -239,11 +234,9 @@ class Bert(nn.Module):
         first, share = self.strategy.first_token(x)
         order = self.order(torch.tanh(self.pooler(first))).to(token_loss.dtype)
         order_loss = F.cross_entropy(order, inputs["order_labels"], reduction="none")
+        of_tokens = (token_loss * inputs["loss_weights"]).sum()
         of_order = (order_loss * inputs["order_weights"]).sum()
-        return {
-            "loss": (token_loss * inputs["loss_weights"]).sum() + share * of_order,
-            "token_loss": token_loss,
-        }
+        return {"loss": of_tokens + share * of_order, "token_loss": token_loss}
 
 
 _BASE = BertModel()

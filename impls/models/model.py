@@ -36,8 +36,8 @@ class Model(ABC):
 
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
-        """The module: ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share. A stage of
-        a pipeline is asked for as :class:`impls.pipeline.Pipeline` says."""
+        """The module: ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share; what a
+        stage of a pipeline must do, :class:`impls.pipeline.Pipeline` says."""
 
     @abstractmethod
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:

@@ -216,7 +216,7 @@ def activation_bytes(**changes: object) -> int:
     cell = Cell.model_validate({"model": "bert-base", "strategy": "single", "precision": "fp16"} | changes)
     log = virtual.trace(cell).memory.log
     live = np.cumsum(log.signed_bytes())
-    forward = log.span("forward")
+    forward = next(span for name, span in log.spans() if name == "forward")
     return int(live[forward.stop - 1] - live[forward.start - 1])
 
 

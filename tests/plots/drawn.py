@@ -1,0 +1,68 @@
+"""What was drawn: found by the ids that artists carry, and checked in the files."""
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from PIL import Image
+
+
+def artists(figure: Figure, gid: str) -> list[Any]:
+    """The artists of that id, in all panels."""
+    return [artist for ax in figure.axes for artist in ax.get_children() if artist.get_gid() == gid]
+
+
+def points(figure: Figure, gid: str) -> list[tuple[float, float]]:
+    """The data of the one line of that id."""
+    (line,) = (artist for artist in artists(figure, gid) if isinstance(artist, Line2D))
+    return [(float(x), float(y)) for x, y in np.column_stack(line.get_data())]
+
+
+def legend(figure: Figure) -> list[str]:
+    """The entries of the figure's legend."""
+    return [text.get_text() for drawn in figure.legends for text in drawn.get_texts()]
+
+
+def assert_valid(paths: list[Path], folder: Path, name: str) -> None:
+    """The two files are there and are what their names say."""
+    assert paths == [folder / f"{name}.png", folder / f"{name}.svg"]
+    with Image.open(paths[0]) as image:
+        image.verify()
+        assert image.format == "PNG"
+        assert min(image.size) > 60
+    assert ElementTree.parse(paths[1]).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def assert_nothing_overlaps(figure: Figure) -> None:
+    """No text lies over another, and none outside the figure."""
+    figure.canvas.draw()
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text()]
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts if t.get_visible() and _shown(t)]
+    width, height = figure.canvas.get_width_height()
+    for index, (name, box) in enumerate(boxes):
+        assert box.x0 >= -1, f"{name!r} leaves the figure"
+        assert box.y0 >= -1, f"{name!r} leaves the figure"
+        assert box.x1 <= width + 1, f"{name!r} leaves the figure"
+        assert box.y1 <= height + 1, f"{name!r} leaves the figure"
+        for other, another in boxes[index + 1 :]:
+            # two pixels may touch: extents have margins
+            apart = (
+                min(box.x1, another.x1) - max(box.x0, another.x0) < 2
+                or min(box.y1, another.y1) - max(box.y0, another.y0) < 2
+            )
+            assert apart, f"{name!r} lies over {other!r}"
+
+
+def _shown(text: Any) -> bool:
+    """Whether it is drawn; tick labels beyond the axis limits are not."""
+    if text.axes is None or not text.axes.axison:
+        return True
+    ax = text.axes
+    for axis, limits, at in ((ax.xaxis, ax.get_xlim(), 0), (ax.yaxis, ax.get_ylim(), 1)):
+        if any(text in (tick.label1, tick.label2) for tick in axis.get_major_ticks()):
+            return bool(min(limits) <= text.get_position()[at] <= max(limits))
+    return True

@@ -1,0 +1,206 @@
+"""Data and pipeline parallelism around each strategy give the single device's loss and gradients."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from bench.cell import Cell, Sizes, TrainingOptions
+from bench.engines import virtual
+from bench.engines.pool import RankPool
+from bench.oracle import relative_errors
+from impls.communication import all_reduce
+from impls.composition import Composition, Stage
+from impls.models.bert import Bert, BertModel
+from impls.models.model import model_preset
+from impls.precision import PRECISIONS, default_dtype
+from impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of, strategy_class
+from impls.training import Training, initialize
+
+BATCH, LENGTH = 8, 24
+OPTIONS = {"layers": 4, "vocabulary_multiple": 2}
+
+
+def errors_of_rank(
+    mesh: DeviceMesh,
+    name: str,
+    sizes: dict[str, int],
+    micro_batches: int,
+    schedule: str,
+    gradients: str,
+    fault: str,
+) -> dict[str, float]:
+    """Relative errors of the loss and of every gradient that this rank holds, in float64."""
+    del mesh  # of one axis
+    mesh = init_device_mesh("cpu", tuple(sizes.get(a, 1) for a in MESH_AXES), mesh_dim_names=MESH_AXES)
+    model, precision = model_preset("bert-tiny", OPTIONS), PRECISIONS["fp64"]
+    assert isinstance(model, BertModel)
+    whole = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(3))
+    whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
+    strategy, around = strategy_class(name)(mesh), Composition(mesh)
+    with default_dtype(torch.float64):
+        # the padded vocabulary of one device and of the ranks is the same: 96 rows
+        reference = model.build(Strategy(), LENGTH)
+        module = model.build(strategy, LENGTH, around.stage)
+    for built in (reference, module):
+        initialize(built, 5, deviation=0.1, everything=True)
+    reference(whole)["loss"].backward()
+    truth = dict(reference.named_parameters())
+
+    training = Training(
+        module,
+        strategy,
+        precision,
+        around=around,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        gradients=gradients,
+    )
+    if fault == "untied":
+        around.add_tied = lambda module: None  # type: ignore[method-assign]
+    if fault == "one replica":
+        around.dp_group = None
+    mine = {
+        k: strategy.shard(
+            x if k in model.unbatched else x.chunk(around.replicas)[around.replica], model.sequence_dims[k]
+        )
+        for k, x in whole.items()
+    }
+    training.gradients.zero()
+    loss = training.pipeline.run(training._split(mine), lambda x: x, lambda phase: nullcontext())
+    training.gradients.synchronize()
+
+    expected, got = {}, {}
+    for parameter_name, parameter in module.named_parameters():
+        gradient, shard = truth[parameter_name].grad, shard_of(parameter)
+        assert gradient is not None
+        expected[parameter_name] = shard.of(gradient) if shard else gradient
+        got[parameter_name] = parameter.grad
+    if around.stage.last:
+        if strategy.loss_is_partial:
+            all_reduce(loss, strategy.group)
+        with torch.no_grad():
+            expected["loss"] = reference(whole)["loss"]
+        got["loss"] = all_reduce(loss, _group(mesh, "dp"))
+    return relative_errors(expected, got)
+
+
+def _group(mesh: DeviceMesh, axis: str) -> torch.distributed.ProcessGroup | None:
+    group = mesh.get_group(axis)
+    return group if group.size() > 1 else None
+
+
+COMPOSED = [
+    ("single", {"pp": 2}, 4, "1f1b"),
+    ("single", {"pp": 4}, 2, "1f1b"),  # fewer micro-batches than stages
+    ("single", {"pp": 4}, 8, "1f1b"),
+    ("single", {"pp": 2}, 4, "gpipe"),
+    ("single", {"dp": 4}, 1, "1f1b"),
+    ("single", {"dp": 2, "pp": 2}, 2, "1f1b"),
+    ("single", {}, 4, "1f1b"),  # gradient accumulation
+    ("tensor_parallel", {"tp": 2, "pp": 2}, 4, "1f1b"),
+    ("tensor_parallel", {"tp": 2, "dp": 2}, 2, "1f1b"),
+    ("ring_self_attention", {"sp": 2, "pp": 2}, 4, "1f1b"),
+    ("ring_self_attention", {"sp": 2, "pp": 2}, 2, "gpipe"),
+    ("ring_self_attention", {"sp": 2, "dp": 2}, 1, "1f1b"),
+]
+
+
+@pytest.mark.parametrize("gradients", ["contiguous", "stale"])
+@pytest.mark.parametrize(("name", "sizes", "micro_batches", "schedule"), COMPOSED)
+def test_loss_and_every_gradient(
+    pool: RankPool, name: str, sizes: dict[str, int], micro_batches: int, schedule: str, gradients: str
+) -> None:
+    world = Sizes(**sizes).world
+    by_rank = pool.run(
+        world,
+        errors_of_rank,
+        name,
+        sizes,
+        micro_batches,
+        schedule,
+        gradients,
+        "",
+        axis="dp" if world > 1 else "",
+    )
+    for errors in by_rank:
+        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
+    assert any("loss" in errors for errors in by_rank)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sizes", "tensor"),
+    [
+        ("untied", {"pp": 2}, "embeddings.words.weight"),
+        ("one replica", {"dp": 2}, "blocks.0.attention.qkv.weight"),
+    ],
+)
+def test_planted_faults_are_seen(pool: RankPool, fault: str, sizes: dict[str, int], tensor: str) -> None:
+    by_rank = pool.run(2, errors_of_rank, "single", sizes, 2, "1f1b", "contiguous", fault, axis="dp")
+    assert all(errors[tensor] > 1e-3 for errors in by_rank)
+
+
+@pytest.mark.parametrize("strategy", ["single", "tensor_parallel", "ring_self_attention"])
+@pytest.mark.parametrize("pp", [1, 4])
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp: int, precision: str) -> None:
+    axis = strategy_class(strategy).axis
+    cell = Cell(
+        model="bert-tiny",
+        strategy=strategy,
+        sizes=Sizes(dp=dp, pp=pp, **({axis: 4} if axis else {})),
+        batch=16,
+        seq_len=LENGTH,
+        precision=precision,  # type: ignore[arg-type]
+        model_options=OPTIONS,
+        training=TrainingOptions(micro_batches=8),
+    )
+    result = virtual.run(cell)
+    assert result.formula_difference == []
+    if pp * dp > 1 or axis:
+        assert result.communication
+
+
+def test_between_stages_only_tensor_parallelism_gathers() -> None:
+    """Section 3.2.2 of the RSA paper: between stages TP splits and gathers, RSA sends its chunk as it is."""
+    rows = {}
+    for strategy, axis in (("tensor_parallel", "tp"), ("ring_self_attention", "sp")):
+        cell = Cell(
+            model="bert-tiny", strategy=strategy, sizes=Sizes(**{"pp": 2, axis: 4}), batch=4, seq_len=LENGTH
+        )
+        rows[strategy] = virtual.trace(cell, rank=0).communication.rows()
+    gathered = [row for row in rows["tensor_parallel"] if row["collective"] == "all_gather"]
+    assert gathered
+    assert not [row for row in rows["ring_self_attention"] if row["collective"] == "all_gather"]
+    for strategy in rows:
+        sent = [
+            r
+            for r in rows[strategy]
+            if r["collective"] == "send" and r["axis"] == "pp" and r["phase"] == "forward"
+        ]
+        assert sum(row["payload_bytes"] for row in sent) == 4 * LENGTH * 48 * 4 // 4
+
+
+def test_stages_hold_all_layers_once() -> None:
+    model = model_preset("bert-tiny", OPTIONS)
+    names = [n for i in range(4) for n, _ in Bert(model, Strategy(), LENGTH, Stage(i, 4)).named_parameters()]  # type: ignore[arg-type]
+    whole = [n for n, _ in Bert(model, Strategy(), LENGTH, Stage()).named_parameters()]  # type: ignore[arg-type]
+    assert sorted(names) == sorted([*whole, "embeddings.words.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sizes": Sizes(pp=3)}, "4 layers cannot be split over 3 pipeline stages; use 1, 2, 4"),
+        ({"training": TrainingOptions(micro_batches=3)}, "batch 8 cannot be divided into 3 micro-batches"),
+        ({"sizes": Sizes(dp=3)}, "use 6 or 9"),
+    ],
+)
+def test_sizes_that_do_not_divide(change: dict[str, object], reason: str) -> None:
+    cell = Cell(model="bert-tiny", strategy="single", batch=8, seq_len=LENGTH, model_options=OPTIONS)
+    with pytest.raises(Unsupported, match=reason):
+        virtual.run(cell.model_copy(update=change))
