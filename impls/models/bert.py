@@ -31,12 +31,14 @@ class BertModel(BlockOptions, Model):
         vocabulary: rows of the word embedding before padding (30522: BERT's WordPiece vocabulary).
         vocabulary_multiple: the table is padded to a multiple of this times the strategy's parts of it
             (128: Megatron-LM's make-vocab-size-divisible-by).
+        embedding_norm: normalise the sum of embeddings, as BERT does and Megatron-LM's BERT does not.
         fused_cross_entropy: use the kernel that keeps and allocates less.
     """
 
     vocabulary: int = 30522
     vocabulary_multiple: int = 128
     token_types: int = 2
+    embedding_norm: bool = True
     fused_cross_entropy: bool = True
 
     # the padding mask stays whole: every query needs to know of every key
@@ -123,7 +125,7 @@ class BertModel(BlockOptions, Model):
         split = layers * (12 * h * h + 7 * h)  # matrices and the biases of those that open a block
         elements = split + layers * (2 * h + 4 * h)  # biases that close a block, two layer norms
         if stage.first:
-            elements += (seq_len + self.token_types) * h + 2 * h
+            elements += (seq_len + self.token_types) * h + (2 * h if self.embedding_norm else 0)
         if stage.first or stage.last:
             elements, split = elements + rows * h, split + rows * h
         if stage.last:
@@ -159,7 +161,7 @@ class Embeddings(nn.Module):
         self.words = _words(model, strategy)
         self.positions = nn.Embedding(seq_len, model.hidden)
         self.types = nn.Embedding(model.token_types, model.hidden)
-        self.norm = LayerNorm(model.hidden)
+        self.norm: nn.Module = LayerNorm(model.hidden) if model.embedding_norm else nn.Identity()
 
     def forward(self, tokens: Tensor, token_types: Tensor, positions: Tensor) -> Tensor:
         x = self.words(tokens) + self.positions(positions) + self.types(token_types)
