@@ -165,6 +165,42 @@ def verify(
     return verify_strategies(strategy, model, world_size or (1, 2, 3, 4), dtype or ("fp64",), part, form)
 
 
+@cli.command()
+@click.argument("base", type=click.Path(path_type=Path))
+@click.argument("new", type=click.Path(path_type=Path))
+@click.option("--subset", is_flag=True, help="NEW may lack cells of BASE, and claims that stand on them.")
+@click.option("--format", "form", type=FORMATS, default="table", show_default=True, help="What is printed.")
+def compare(base: Path, new: Path, subset: bool, form: str) -> int:
+    """Say whether the results NEW are worse than BASE; exit code 1 if they are.
+
+    Each is a folder with cells.jsonl and comparison.csv, or a cells.jsonl. Sent bytes, memory and simulated
+    times of virtual ranks, answers of searches, statuses and errors against published numbers are judged;
+    times of real ranks are not.
+    """
+    from bench.gate import compare_results
+
+    return compare_results(base, new, subset, form)
+
+
+@cli.command()
+@_many("--scenario", _Words(), "Baselines of these scenarios.")
+@click.option("--variant", help="A variant of their settings, or 'all'; the first if left out.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Folder of the baselines; default results/baseline."
+)
+@click.option("--resume", is_flag=True, help="Go on with the rows in results/runs, whatever made them.")
+def baseline(
+    scenario: tuple[str, ...], variant: str | None, jobs: int | None, output: Path | None, resume: bool
+) -> int:
+    """Run scenarios afresh on virtual ranks, and write the results for spbench compare."""
+    from bench.baseline import FOLDER, make_baselines
+
+    if not scenario:
+        raise click.UsageError("name at least one --scenario")
+    return make_baselines(scenario, variant, jobs, output or FOLDER, resume)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `spbench`."""
     sys.exit(exit_code(arguments))

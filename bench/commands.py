@@ -78,42 +78,75 @@ def dry_run_scenario(request: Request) -> int:
     return 0
 
 
-def run_scenario(request: Request) -> int:
-    """Run a scenario, write and print what comes of it; returns the exit code."""
-    scenario = load_scenario(request.scenario)
-    declared = declared_cells(scenario, request.narrowing)
-    cells = narrowed_cells(scenario, request.narrowing)
-    folder = request.folder(scenario)
-    with ResultsFile(folder, fresh=request.fresh) as results:
+@dataclass(frozen=True)
+class Ran:
+    """What became of a scenario's cells.
+
+    Attributes:
+        rows: of the cells that were asked for.
+        known: of these, and of all declared cells that an earlier, differently narrowed run has measured.
+        files: cells.jsonl, and comparison.csv if there is anything to compare.
+    """
+
+    rows: list[Row]
+    known: list[Row]
+    comparisons: list[compare.Comparison]
+    files: list[Path]
+
+    def failed(self) -> bool:
+        """Whether cells failed; says so."""
+        counts = Counter(row["status"] for row in self.rows)
+        failed = sum(count for status, count in counts.items() if status not in FINAL)
+        if failed:
+            report.message(
+                f"spbench: {failed} of {len(self.rows)} cells failed; the same command tries them again"
+            )
+        return bool(failed)
+
+
+def run_cells(
+    scenario: Scenario, narrowing: Narrowing, folder: Path, jobs: int | None, fresh: bool
+) -> Ran | None:
+    """Run a scenario's cells into a folder, compare them, and tell progress; None if interrupted.
+
+    Raises:
+        UserError: nothing is left to run, or the folder cannot be written.
+    """
+    declared = declared_cells(scenario, narrowing)
+    cells = narrowed_cells(scenario, narrowing)
+    with ResultsFile(folder, fresh=fresh) as results:
         todo = unfinished(cells, results)
-        _announce(scenario, results, len(cells), todo, request.jobs)
+        _announce(scenario, results, len(cells), todo, jobs)
         try:
             with report.SweepProgress(len(todo)) as progress:
-                rows = sweep(cells, results, jobs=request.jobs, on_start=progress.begin, on_end=progress.end)
+                rows = sweep(cells, results, jobs=jobs, on_start=progress.begin, on_end=progress.end)
         except KeyboardInterrupt:
             kept = len(cells) - len(unfinished(cells, results))
-            again = "the same command without --fresh" if request.fresh else "the same command"
+            again = "the same command without --fresh" if fresh else "the same command"
             report.message(
                 f"spbench: interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
             )
-            return 130
+            return None
         comparisons = compare.compare(scenario, declared, results.rows)
         files = [results.path]
         if comparisons:
             files.append(compare.write(comparisons, folder))
-        # cells that an earlier, differently narrowed run has measured belong to the figure too
-        known = {cell.key: cell for cell in [*declared, *cells]}
-        drawn, figure_failed = _draw(
-            scenario, [results.rows[k] for k in known if k in results.rows], comparisons, folder
-        )
-    _show(request.form, scenario, rows, comparisons, [*files, *drawn])
     for row in filter(breaks_formula, rows):
         report.message(f"spbench: warning: {row['key']}: bytes sent are not those of the strategy's formula")
-    counts = Counter(row["status"] for row in rows)
-    failed = sum(count for status, count in counts.items() if status not in FINAL)
-    if failed:
-        report.message(f"spbench: {failed} of {len(rows)} cells failed; the same command tries them again")
-    return 1 if failed or figure_failed else 0
+    known = {cell.key: cell for cell in [*declared, *cells]}
+    return Ran(rows, [results.rows[key] for key in known if key in results.rows], comparisons, files)
+
+
+def run_scenario(request: Request) -> int:
+    """Run a scenario, write and print what comes of it; returns the exit code."""
+    scenario = load_scenario(request.scenario)
+    folder = request.folder(scenario)
+    ran = run_cells(scenario, request.narrowing, folder, request.jobs, request.fresh)
+    if ran is None:
+        return 130
+    drawn, figure_failed = draw_figure(scenario, ran, folder)
+    _show(request.form, scenario, ran.rows, ran.comparisons, [*ran.files, *drawn])
+    return 1 if ran.failed() or figure_failed else 0
 
 
 def _announce(
@@ -136,12 +169,10 @@ def _announce(
         report.message("note: some results were made by other code than this; --fresh runs all cells again")
 
 
-def _draw(
-    scenario: Scenario, rows: list[Row], comparisons: list[compare.Comparison], folder: Path
-) -> tuple[list[Path], bool]:
+def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:
     """The files of the scenario's figure, and whether drawing failed."""
     figure = scenario.document.figure
-    if figure is None or not rows:
+    if figure is None or not ran.known:
         return [], False
     try:
         draw = importlib.import_module(f"plots.{figure}").draw
@@ -149,7 +180,7 @@ def _draw(
         report.message(f"spbench: warning: no figure drawn, there is no plots.{figure}.draw ({error})")
         return [], False
     try:
-        return [Path(path) for path in draw(rows, compare.as_frame(comparisons), folder)], False
+        return [Path(path) for path in draw(ran.known, compare.as_frame(ran.comparisons), folder)], False
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         report.message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")

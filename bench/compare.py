@@ -13,6 +13,7 @@ from bench.declaration import UserError
 from bench.formula import evaluate, letters, sent_bytes, sent_elements
 from bench.results import Row
 from bench.scenario import Claim, FormulaClaim, Scenario, Selector
+from bench.tables import PublishedRow, Table, rows_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -22,16 +23,21 @@ FILE = "comparison.csv"
 
 @dataclass(frozen=True)
 class Comparison:
-    """One claim in one variant.
+    """One claim, or one number of a published table, in one variant.
 
     Attributes:
+        published: None where a published table has a status and no number.
         reproduced: our number, or None where there is none; the note says why.
         relative_error: reproduced / published - 1.
         numerator, denominator: the keys of the cells that it comes from.
+        table: the published table that it belongs to; "" for a claim.
+        cell: the cell's key; of a ratio both, with " / " between them.
+        quantity: what is compared: a column of the published table, ratio, max_batch, ...
+        status_published, status_reproduced: ok or oom, and ours; "" where there is none.
     """
 
     claim: str
-    published: float
+    published: float | None
     reproduced: float | None
     relative_error: float | None
     role: str
@@ -39,16 +45,79 @@ class Comparison:
     variant: str
     numerator: str
     denominator: str
+    table: str = ""
+    cell: str = ""
+    strategy: str = ""
+    quantity: str = ""
+    status_published: str = ""
+    status_reproduced: str = ""
 
 
 def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
-    """Evaluate a scenario's claims: a row for each claim, variant, cluster and engine among ``cells``.
+    """Evaluate what a scenario answers to: its claims in each variant, cluster and engine among ``cells``,
+    its formulas, and its published tables.
 
     Args:
         cells: the declared cells (on other clusters and engines, if those were asked for).
         rows: the results by key; a claim whose cells are not there, or have no such number, stays.
     """
-    return [*_claims(scenario, cells, rows), *_formulas(scenario, cells, rows)]
+    return [
+        *_claims(scenario, cells, rows),
+        *_formulas(scenario, cells, rows),
+        *_tables(scenario, cells, rows),
+    ]
+
+
+def _tables(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
+    """Each quantity of each row of the published tables, beside each cell that the row speaks of."""
+    return [
+        _entry(table, published, quantity, cell, rows.get(cell.key))
+        for variant in dict.fromkeys(cell.variant for cell in cells)
+        for table in scenario.document.tables
+        for quantity in table.quantities
+        for published in rows_of(table, scenario.path.parent)
+        for cell in cells
+        if cell.variant == variant and table.matches(published, cell)
+        if published.number(quantity) is not None or _status(table, published) != "ok"
+    ]
+
+
+def _status(table: Table, published: PublishedRow) -> str:
+    return published.text[table.status] if table.status is not None else "ok"
+
+
+def _entry(table: Table, published: PublishedRow, quantity: str, cell: Cell, row: Row | None) -> Comparison:
+    """One number of a published table, or the status of a run that has none."""
+    theirs = published.number(quantity)
+    status = _status(table, published)
+    ours, notes = None, [table.note] * bool(table.note)
+    if row is None:
+        notes.append("was not run")
+    else:
+        found = row["measurement"].get(table.quantities[quantity].field)
+        ours = None if found is None else found / table.quantities[quantity].unit
+        reason = f": {row['reason']}" if row["reason"] else ""
+        if row["status"] != status:
+            notes.append(f"published {status}, ours {row['status']}{reason}")
+        elif ours is None and theirs is not None:
+            notes.append(f"has no {table.quantities[quantity].field}")
+    return Comparison(
+        claim=table.label(published, quantity),
+        published=theirs,
+        reproduced=ours,
+        relative_error=ours / theirs - 1 if ours is not None and theirs else None,
+        role=table.role(published, quantity),
+        note="; ".join(notes),
+        variant=cell.variant,
+        numerator=cell.key,
+        denominator="",
+        table=table.table,
+        cell=cell.key,
+        strategy=cell.strategy,
+        quantity=quantity,
+        status_published=status,
+        status_reproduced="" if row is None else row["status"],
+    )
 
 
 def _claims(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
@@ -75,7 +144,8 @@ def _formulas(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]
         row = rows.get(cell.key)
         if row is not None and row["status"] in ("ok", "oom"):
             expected, metered = sent_bytes(row, "formula"), sent_bytes(row, "communication")
-            found.append(_beside(f"closed form of {cell.strategy}, bytes", expected, metered, cell))
+            claim = f"closed form of {cell.strategy}, bytes"
+            found.append(_beside(claim, "sent_bytes", expected, metered, cell))
     return found
 
 
@@ -86,11 +156,11 @@ def _formula(claim: FormulaClaim, formula: str, cell: Cell, rows: Mapping[str, R
     if not missing:
         whole, rest = (sent_elements(c, rows[c.key], claim.phases) for c in (cell, other))
         metered = whole - rest
-    entry = _beside(claim.claim, evaluate(formula, letters(cell)), metered, cell)
+    entry = _beside(claim.claim, "sent_elements", evaluate(formula, letters(cell)), metered, cell)
     return replace(entry, note=f"no measurement of {' and '.join(missing)}") if missing else entry
 
 
-def _beside(claim: str, published: float, reproduced: float | None, cell: Cell) -> Comparison:
+def _beside(claim: str, quantity: str, published: float, reproduced: float | None, cell: Cell) -> Comparison:
     return Comparison(
         claim=f"{claim}, {cell.sizes.world} GPUs, {cell.engine}",
         published=published,
@@ -101,6 +171,9 @@ def _beside(claim: str, published: float, reproduced: float | None, cell: Cell) 
         variant=cell.variant,
         numerator=cell.key,
         denominator="",
+        cell=cell.key,
+        strategy=cell.strategy,
+        quantity=quantity,
     )
 
 
@@ -127,7 +200,16 @@ def _evaluate(scenario: Scenario, claim: Claim, cells: Sequence[Cell], rows: Map
         variant=cells[0].variant,
         numerator=found[0][0],
         denominator=found[1][0] if len(found) == 2 else "",
+        cell=" / ".join(key for key, _, _ in found if key),
+        strategy=next((cell.strategy for cell in cells if cell.key == found[0][0]), ""),
+        quantity="ratio" if len(found) == 2 else _searched(claim.quantity, found[0][0], cells),
     )
+
+
+def _searched(quantity: str, key: str, cells: Sequence[Cell]) -> str:
+    """The quantity, and of a search's answer what was searched for: max_batch or max_seq_len."""
+    search = next((cell.search for cell in cells if cell.key == key), None)
+    return f"max_{search.quantity}" if search is not None and quantity == "answer" else quantity
 
 
 def _number(

@@ -100,14 +100,22 @@ def comparison_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
         {
             "claim": entry.claim,
             "variant": entry.variant,
-            "published": f"{entry.published:g}",
-            "ours": None if entry.reproduced is None else f"{entry.reproduced:.6g}",
+            "published": number_or_status(entry.published, entry.status_published),
+            "ours": number_or_status(entry.reproduced, entry.status_reproduced),
             "relative error": None if entry.relative_error is None else f"{entry.relative_error:+.1%}",
             "role": entry.role,
             "note": entry.note,
         }
         for entry in comparisons
     ]
+
+
+def number_or_status(number: float | None, status: str) -> str | None:
+    """A number for people, or why there is none; both, where a run that failed has a number."""
+    if number is None:
+        return status or None
+    text = f"{number:.6g}"
+    return text if status in ("", "ok") else f"{status} ({text})"
 
 
 def message(text: str) -> None:

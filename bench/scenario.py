@@ -18,6 +18,7 @@ from bench.declaration import UserError, find_file, read_yaml, suggestion, valid
 from bench.expansion import Problem, expand
 from bench.formula import LETTERS, evaluate
 from bench.published import published_text, published_value
+from bench.tables import Table, check_tables
 
 PACKAGE = "scenarios"
 
@@ -111,7 +112,12 @@ class FormulaClaim(_Strict):
 
 
 class Document(_Strict):
-    """A scenario file as it is written."""
+    """A scenario file as it is written.
+
+    Attributes:
+        paper: what it reproduces, by its name or source in results/papers/papers.csv.
+        figure: a module in plots/.
+    """
 
     title: str
     paper: str = ""
@@ -121,6 +127,7 @@ class Document(_Strict):
     variants: dict[str, dict[str, Any]] = {}
     claims: list[Claim] = []
     formulas: list[FormulaClaim] = []
+    tables: list[Table] = []
     figure: str | None = None
 
 
@@ -164,6 +171,7 @@ def load_scenario(name: str) -> Scenario:
             for variant in document.variants or [""]
         }
         _check_claims(document, cells)
+        check_tables(document.tables, cells, path.parent, QUANTITIES)
     except Problem as problem:
         raise UserError(f"{path}: {problem}") from problem
     scenario = Scenario(path.stem, path, document, cells)

@@ -73,6 +73,7 @@ def test_file(scenario: Scenario, tmp_path: Path) -> None:
     assert rows[0] == [
         *("claim", "published", "reproduced", "relative_error", "role", "note"),
         *("variant", "numerator", "denominator"),
+        *("table", "cell", "strategy", "quantity", "status_published", "status_reproduced"),
     ]
     assert rows[1][1:6] == ["3.0", "", "", "predicted", "a ratio; numerator was not run"]
     assert rows[2][1:3] == ["114000.0", "4000.0"]
