@@ -2,7 +2,7 @@
 
 ``strategies``, ``models`` and ``world_sizes`` choose among the declared cells. ``clusters`` and ``engines``
 replace what the scenario names, since it mostly names one. A world size that none of the chosen cells has
-is made: for each of them, once, with that many ranks along its strategy's axis.
+is made: for each of them, once, with the ranks that its replicas and stages leave along its strategy's axis.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from bench.cell import Cell, Engine, Sizes
+from bench.cell import Cell, Engine
 from bench.cluster import load_cluster
 from bench.declaration import UserError, suggestion
 from bench.scenario import Scenario
@@ -101,11 +101,18 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
     if declared:
         return declared
     axes = {cell.strategy: strategies()[cell.strategy].axis for cell in cells}
-    return [
-        cell.model_copy(update={"sizes": Sizes(**{axes[cell.strategy]: size})})
-        for cell in cells
-        if axes[cell.strategy]
-    ]
+    made = []
+    for cell in cells:
+        if axis := axes[cell.strategy]:
+            around = cell.sizes.dp * cell.sizes.pp
+            if size % around:
+                raise UserError(
+                    f"--world-size {size}: not divisible by the {cell.sizes.dp} replicas x {cell.sizes.pp} "
+                    f"stages of {cell.key}; use {max(1, size // around) * around}"
+                )
+            sizes = cell.sizes.model_copy(update={axis: size // around})
+            made.append(cell.model_copy(update={"sizes": sizes}))
+    return made
 
 
 def _known(kind: str, names: Iterable[str], known: Sequence[str]) -> None:

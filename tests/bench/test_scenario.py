@@ -87,8 +87,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"groups__1__sizes__tp": 4},
         "groups[1].sizes.tp: 4: the strategy ring_self_attention does not use the axis tp",
     ),
-    ({"groups__1__sizes__dp": 2}, "groups[1].sizes.dp: 2: nothing uses the axis dp yet; leave it out"),
-    ({"groups__1__sizes__pp": 2}, "groups[1].sizes.pp: 2: nothing uses the axis pp yet; leave it out"),
+    ({"groups__1__sizes__dp": 0}, "groups[1].sizes.dp: must be greater than 0, not 0"),
+    ({"groups__1__sizes__pp": "two"}, "groups[1].sizes.pp: must be a valid integer, not 'two'"),
     (
         {"groups__0__strategy": "tensor_paralel"},
         "unknown strategy 'tensor_paralel'; did you mean 'tensor_parallel'?",
