@@ -19,8 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bench.cell import Cell, Measurement, Sizes
 from bench.cluster import load_cluster
 from bench.engines.program import mesh_axes, plan, record_step
+from bench.engines.timing import add_times, can_time
 from bench.meters.allocator import replay
 from bench.meters.recorder import Recorder
+from bench.meters.timeline import TimelineMeter
 from impls.strategy import MESH_AXES
 
 MIB = 2**20
@@ -52,15 +54,16 @@ def _no_cyclic_collection() -> Iterator[None]:
             gc.enable()
 
 
-def trace(cell: Cell, rank: int = 0) -> Recorder:
-    """Run one training step of ``rank`` on fake tensors and return what the meters saw.
+def trace(cell: Cell, rank: int = 0, *, timeline: bool = False) -> Recorder:
+    """Run one training step of ``rank`` on fake tensors and return what the meters saw; with ``timeline``
+    the order of events too, which a step time needs.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
     plan(cell)
     with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
-        recorder = Recorder(mesh_axes(mesh))
+        recorder = Recorder(mesh_axes(mesh), timeline=TimelineMeter(mesh) if timeline else None)
         with FakeTensorMode(), recorder:
             record_step(cell, mesh, recorder)
         recorder.memory.stop()
@@ -68,12 +71,13 @@ def trace(cell: Cell, rank: int = 0) -> Recorder:
 
 
 def run(cell: Cell, rank: int = 0) -> Measurement:
-    """Measure a cell: peak and reserved memory, whether it fits the card, and communication.
+    """Measure a cell: peak and reserved memory, whether it fits the card, communication, and the step time
+    where the cluster has rates.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    return measure(cell, trace(cell, rank))
+    return measure(cell, trace(cell, rank, timeline=can_time(cell)))
 
 
 def measure(cell: Cell, recorder: Recorder) -> Measurement:
@@ -97,4 +101,6 @@ def measure(cell: Cell, recorder: Recorder) -> Measurement:
             f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
             f"and {error.reserved / MIB:.0f} MiB reserved"
         )
+    elif recorder.timeline is not None:
+        add_times(measurement, cell, [recorder.timeline.program()], [range(cell.sizes.world)])
     return measurement
