@@ -50,12 +50,14 @@ class TrainingOptions(_Strict):
 
 
 class Search(_Strict):
-    """Ask for the largest ``quantity`` that fits, in multiples of ``step`` (of ``step`` a rank, where a
-    strategy cuts the sequence), not above ``limit``."""
+    """Ask for the largest ``quantity`` that fits, in multiples of ``step`` (a sequence length of ``step`` a
+    rank, where a strategy cuts it; a batch of ``step`` a micro-batch), not above ``limit``. ``timed``: and
+    for the time of a step there."""
 
     quantity: Literal["batch", "seq_len"]
     step: PositiveInt = 1
     limit: PositiveInt = 2**22
+    timed: bool = False
 
 
 class Timing(_Strict):
@@ -122,7 +124,9 @@ class Measurement:
         communication: rows of :meth:`bench.meters.communication.CommunicationMeter.rows`.
         formula: the strategy's closed form, see :class:`bench.engines.program.Plan`.
         formula_difference: where the closed form and the meter disagree; empty is right.
-        step_time_s: median of step_time_samples_s.
+        step_time_s: median of step_time_samples_s, or simulated.
+        breakdown: what a simulated step time is made of; see :attr:`bench.timeline.Timeline.by_rank`.
+        calibration: of a simulated step time, "calibrated" or "uncalibrated".
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
 
@@ -139,6 +143,8 @@ class Measurement:
     step_time_s: float | None = None
     step_time_samples_s: list[float] = field(default_factory=list)
     tokens_per_s: float | None = None
+    breakdown: dict[str, float] = field(default_factory=dict)
+    calibration: str = ""
     answer: int | None = None
     proof: list[dict[str, Any]] = field(default_factory=list)
 

@@ -6,15 +6,26 @@ A figure that is not known is null: nothing is measured or limited by it.
 from __future__ import annotations
 
 from functools import cache
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from bench.declaration import UserError, find_file, packaged, read_yaml, validate
 
 PACKAGE = "scenarios.clusters"
 
 Number = TypeVar("Number")
+Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+#: a model with more freedom than this explains nothing
+MAX_SCALARS = 3
 
 
 class _Strict(BaseModel):
@@ -42,25 +53,70 @@ class Device(_Strict):
         memory_context_bytes: what the CUDA context and its libraries take before the first tensor.
         memory_bandwidth_bytes_per_s: of the card's own memory.
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
+        launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
     """
 
     name: str
     memory_total_bytes: Figure[PositiveInt]
     memory_context_bytes: Figure[NonNegativeInt]
     memory_bandwidth_bytes_per_s: Figure[PositiveFloat]
-    peak_flops_per_s: dict[Literal["fp16", "bf16", "fp32", "fp64"], Figure[PositiveFloat]] = {}
+    peak_flops_per_s: dict[Precision, Figure[PositiveFloat]] = {}
+    launch_overhead_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
 
 
-class Network(_Strict):
-    """The link of a node to the others, one way.
+class Link(_Strict):
+    """A link, one way.
 
     Attributes:
         latency_s: of the smallest message.
-        bandwidth_bytes_per_s: of large messages, a node.
+        bandwidth_bytes_per_s: of large messages.
     """
 
     latency_s: Figure[NonNegativeFloat]
     bandwidth_bytes_per_s: Figure[PositiveFloat]
+
+
+class Network(Link):
+    """The links of a node to the others: figures of one network card, and how many a node's devices share."""
+
+    nics_per_node: PositiveInt = 1
+
+
+class Calibration(_Strict):
+    """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
+
+    Attributes:
+        compute_efficiency: share of the peak rate that matrix products and attention kernels reach.
+        memory_efficiency: share of the memory bandwidth that kernels reach.
+        link_efficiency: share of every link's bandwidth that communication reaches.
+        step_overhead_s: added to each step.
+        strided_element_s: for each element of a matrix product's operands and result that lies in a block
+            of a wider matrix (block-wise attention scores).
+        fitted_on: the cells that the values were fitted on.
+    """
+
+    compute_efficiency: PositiveFloat = 1.0
+    memory_efficiency: PositiveFloat = 1.0
+    link_efficiency: PositiveFloat = 1.0
+    step_overhead_s: NonNegativeFloat = 0.0
+    strided_element_s: NonNegativeFloat = 0.0
+    fitted_on: list[str] = []
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The values that differ from their defaults."""
+        return {k: v for k, v in self.model_dump(exclude_defaults=True).items() if k != "fitted_on"}
+
+    @property
+    def label(self) -> str:
+        """ "calibrated" or "uncalibrated"."""
+        return "calibrated" if self.scalars else "uncalibrated"
+
+    @model_validator(mode="after")
+    def _few(self) -> Self:
+        if len(self.scalars) > MAX_SCALARS:
+            raise ValueError(f"at most {MAX_SCALARS} values may differ from their defaults: {self.scalars}")
+        return self
 
 
 class Cluster(_Strict):
@@ -70,7 +126,10 @@ class Cluster(_Strict):
     about: str
     device: Device
     devices_per_node: PositiveInt = 1
+    #: between the devices of a node, a device; unknown or missing: they talk through the network
+    node_link: Link | None = None
     network: Network
+    calibration: dict[Precision, Calibration] = {}
 
     @property
     def usable_memory_bytes(self) -> int | None:

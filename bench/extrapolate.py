@@ -98,17 +98,33 @@ class PeakModel:
         assert self.layers is not None
         peaks = []
         for spans in zip(*(curve.log.spans() for curve in self.curves), strict=True):
-            here, deeper = (live[span] for live, (_, span) in zip(lives, spans, strict=True))
-            # the first half of a phase corresponds event by event from its start, the second from its
-            # end; what lies between are equal layers, and linear in depth
-            half = len(here) // 2
+            where = [span for _, span in spans]
+            here, deeper = (live[span] for live, span in zip(lives, where, strict=True))
+            # a deeper model has the same first layers as seen from the start of a phase, and the same last
+            # ones as seen from its end; what lies between are equal layers, and linear in depth
+            front, back = self._alike(x, where)
             for a, b in (
-                (here[:half], deeper[:half]),
-                (here[half:], deeper[len(deeper) - len(here) + half :]),
+                (here[:front], deeper[:front]),
+                (here[len(here) - back :], deeper[len(deeper) - back :]),
             ):
                 if len(a):
                     peaks.append((a + (self.layers - DEPTHS[0]) * (b - a)).max())
         return int(max(peaks))
+
+    def _alike(self, x: int, where: Sequence[slice]) -> tuple[int, int]:
+        """How many events of a phase, from its start and from its end, are of the same bytes in both depths;
+        at least half of the phase each, for buffers of all layers differ in size alone."""
+        here, deeper = (
+            curve.log.signed_bytes(curve.sizes(x))[span]
+            for curve, span in zip(self.curves, where, strict=True)
+        )
+        half = len(here) // 2
+        front = np.flatnonzero(here != deeper[: len(here)])
+        back = np.flatnonzero(here != deeper[len(deeper) - len(here) :])
+        return (
+            max(half, int(front[0]) if len(front) else len(here)),
+            max(len(here) - half, len(here) - 1 - int(back[-1]) if len(back) else len(here)),
+        )
 
 
 class Programs:
@@ -139,23 +155,25 @@ class Programs:
         other one starts and sample it there.
 
         Raises:
-            NotOneProgram: the other program's neighbouring sizes run yet others.
+            NotOneProgram: the other program's neighbouring sizes run yet others, or none below was sampled.
         """
         model = self.model(units)
         if model.same_program(self._shallow(units)):
             return True
-        below, above = max(p for p in model.points if p < units), units
+        smaller = [p for p in model.points if p < units]
+        if not smaller:
+            raise NotOneProgram(f"another program runs at {units}, below {model.points[0]}")
+        below, above = max(smaller), units
         while above - below > 1:
             middle = (below + above) // 2
             if model.same_program(self._shallow(middle)):
                 below = middle
             else:
                 above = middle
+        learned = PeakModel(self.trace, [above + i for i in range(len(self.points))], self.layers)
         at = bisect_right(self.starts, above)
         self.starts.insert(at, above)
-        self.models.insert(
-            at, PeakModel(self.trace, [above + i for i in range(len(self.points))], self.layers)
-        )
+        self.models.insert(at, learned)
         return False
 
     def _shallow(self, units: int) -> MemoryLog:

@@ -2,18 +2,20 @@
 
 The boundary is predicted from a few small traces (:mod:`bench.extrapolate`), then proved by whole
 traces: the answer fits, one step more does not. So a search costs two whole traces where the prediction
-is right, and one more where the allocator loses memory to fragmentation.
+is right, one more where the allocator loses memory to fragmentation, and up to three more where the step
+is no multiple of what fused kernels take.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from bench.cell import Cell, Measurement
 from bench.cluster import load_cluster
 from bench.engines import virtual
-from bench.engines.program import planned_strategy
+from bench.engines.program import planned_strategy, stage_members
 from bench.extrapolate import NotOneProgram, Programs
 from bench.meters.allocator import replay
 from bench.meters.memory import MemoryLog
@@ -24,29 +26,49 @@ from impls.strategy import Unsupported
 MAX_PROBES = 40
 #: sequences shorter than this are not used to predict longer ones: kernels treat tiny shapes apart
 SHORTEST_SAMPLE = 128
+#: fused kernels of attention take multiples of this only; other sizes run other kernels and need more memory
+KERNEL_MULTIPLE = 4
 
 
 class _Boundary:
-    """The bracket around the largest multiple of ``step`` that fits, and the probes that narrowed it.
+    """The bracket around the largest size that fits, and the probes that narrowed it.
 
-    Sizes are counted in units of ``step`` here.
+    Sizes are counted in units here: of the search's step, or of the smallest multiple of it that all kernels
+    take, among which memory only grows. The sizes between two of those are tried last, by :meth:`refine`.
     """
 
     def __init__(self, cell: Cell, capacity: int):
         assert cell.search is not None
         self.cell, self.capacity = cell, capacity
         by_length = cell.search.quantity == "seq_len"
-        self.step = cell.search.step * (planned_strategy(cell).sequence_parts if by_length else 1)
+        micro_batches = cell.sizes.dp * cell.training.micro_batches
+        parts = planned_strategy(cell).sequence_parts if by_length else micro_batches
+        self.fine_step = cell.search.step * parts
+        self.step = self.fine_step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, cell.search.step))
         self.low, self.high = 0, cell.search.limit // self.step + 1
+        self.answer: int | None = None
         self.best: Measurement | None = None
         self.worst: Measurement | None = None
         self.proof: list[dict[str, Any]] = []
         #: the newest whole trace, and the units at which it was
         self.whole: tuple[int, MemoryLog] | None = None
+        #: whether to look which program runs at a guess
+        self.confirming = True
+        #: the pipeline stage whose memory is predicted: 1F1B keeps most on the first, but a head can outweigh it
+        self.stage = 0
+        self._sample()
+
+    def _sample(self) -> None:
+        """Learn how the memory of the stage grows, from small shallow traces."""
+        cell = self.cell
+        assert cell.search is not None
+        by_length = cell.search.quantity == "seq_len"
         # memory is affine in the batch and quadratic in the length: two points for one, three for the other
         shortest = -(-SHORTEST_SAMPLE // self.step)
         points = [shortest, 2 * shortest, 3 * shortest] if by_length else [1, 2]
         layers = getattr(model_preset(cell.model, cell.model_options), "layers", None)
+        if layers is not None:
+            layers //= cell.sizes.pp
         try:
             self.programs: Programs | None = Programs(self._traced, points, layers)
         except NotOneProgram:
@@ -55,8 +77,9 @@ class _Boundary:
     def _traced(self, units: int, layers: int | None) -> MemoryLog:
         cell = self.cell.at(units * self.step)
         if layers is not None:
-            cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
-        return virtual.trace(cell).memory.log
+            whole = layers * cell.sizes.pp
+            cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": whole}})
+        return virtual.trace(cell, stage_members(cell.sizes)[self.stage][0]).memory.log
 
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
@@ -67,15 +90,19 @@ class _Boundary:
         return low
 
     def _guess(self) -> int:
-        """The boundary as far as is known; blind bisection if the programs are too many to sample."""
-        try:
-            while self.programs is not None:
-                guess = self._last(self._seems_to_fit)
-                if guess == self.low or self.programs.confirm(guess):
+        """The boundary as far as is known; blind bisection if no program could be sampled."""
+        if self.programs is None:
+            return (self.low + self.high) // 2
+        while True:
+            guess = self._last(self._seems_to_fit)
+            if guess == self.low or not self.confirming:
+                return guess
+            try:
+                if self.programs.confirm(guess):
                     return guess
-        except NotOneProgram:
-            self.programs = None
-        return (self.low + self.high) // 2
+            except NotOneProgram:
+                # programs change too often there: what is known of others must do, and the probes will tell
+                self.confirming = False
 
     def _seems_to_fit(self, units: int) -> bool:
         """Whether the allocator serves the events of the newest whole trace, resized; if that is of another
@@ -89,15 +116,16 @@ class _Boundary:
                 return replay(sizes, log.events, self.capacity).out_of_memory is None
         return model(units) <= self.capacity
 
-    def probe(self, units: int) -> bool:
-        """Trace the whole step at that size; narrows the bracket and tells whether it fits."""
-        cell = self.cell.at(units * self.step)
-        recorder = virtual.trace(cell)
-        result = virtual.measure(cell, recorder)
+    def probe(self, value: int) -> bool:
+        """Trace the whole step at that batch or length; tells whether it fits."""
+        cell = self.cell.at(value)
+        first_ranks = [ranks[0] for ranks in stage_members(cell.sizes)]
+        recorders = [virtual.trace(cell, rank) for rank in first_ranks]
+        result = virtual.told([virtual.measure(cell, r, stage) for stage, r in enumerate(recorders)])
         fits = result.status == "ok"
         self.proof.append(
             {
-                "value": units * self.step,
+                "value": value,
                 "status": result.status,
                 "peak_memory_bytes": result.peak_memory_bytes,
                 "reserved_memory_bytes": result.reserved_memory_bytes,
@@ -105,10 +133,14 @@ class _Boundary:
             }
         )
         if fits:
-            self.low, self.best = units, result
+            self.answer, self.best = value, result
         else:
-            self.high, self.worst = units, result
-        self.whole = units, recorder.memory.log
+            self.worst = result
+        stage = first_ranks.index(result.peak_rank)
+        if stage != self.stage:
+            self.stage = stage
+            self._sample()
+        self.whole = value // self.step, recorders[stage].memory.log
         return fits
 
     def narrow(self) -> None:
@@ -121,8 +153,17 @@ class _Boundary:
                 )
             guess = self._guess()
             predicted = guess > self.low
-            fits = self.probe(min(guess if predicted else self.low + beyond, self.high - 1))
+            units = min(guess if predicted else self.low + beyond, self.high - 1)
+            fits = self.probe(units * self.step)
+            self.low, self.high = (units, self.high) if fits else (self.low, units)
             beyond = 2 * beyond if fits and not predicted else 1
+
+    def refine(self) -> None:
+        """Probe the sizes inside the bracket that are not whole units, the largest first."""
+        assert self.cell.search is not None
+        end = min(self.high * self.step, self.cell.search.limit + 1)
+        inside = range(self.low * self.step + self.fine_step, end, self.fine_step)
+        next((value for value in reversed(inside) if self.probe(value)), None)
 
 
 def largest_that_fits(cell: Cell) -> Measurement:
@@ -140,9 +181,19 @@ def largest_that_fits(cell: Cell) -> Measurement:
     if capacity is None:
         raise Unsupported(f"cluster {cell.cluster} has no memory limit", "name one that has")
     boundary = _Boundary(cell, capacity)
+    assert cell.search is not None
+    if cell.search.limit < boundary.fine_step:
+        raise Unsupported(
+            f"{cell.search.quantity} is searched in steps of {boundary.fine_step}, above the limit "
+            f"{cell.search.limit}",
+            "raise the limit",
+        )
     boundary.narrow()
+    boundary.refine()
     found = boundary.best or boundary.worst
     assert found is not None
+    if cell.search.timed and boundary.answer is not None:
+        found = virtual.run(cell.at(boundary.answer))
     found.proof = boundary.proof
-    found.answer = boundary.low * boundary.step or None
+    found.answer = boundary.answer
     return found

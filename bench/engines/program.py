@@ -105,9 +105,13 @@ def plan(cell: Cell) -> Plan:
     return Plan(traffic)
 
 
-def stage_ranks(sizes: Sizes) -> list[int]:
-    """The first rank of each pipeline stage, in the mesh's order."""
-    return [stage * sizes.tp * sizes.sp for stage in range(sizes.pp)]
+def stage_members(sizes: Sizes) -> list[list[int]]:
+    """The ranks of each pipeline stage; the mesh (dp, pp, tp, sp) is row-major."""
+    each = sizes.tp * sizes.sp
+    return [
+        [(replica * sizes.pp + stage) * each + i for replica in range(sizes.dp) for i in range(each)]
+        for stage in range(sizes.pp)
+    ]
 
 
 def mesh_axes(mesh: DeviceMesh) -> dict[str, str]:

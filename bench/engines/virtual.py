@@ -18,9 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.cell import Cell, Measurement, Sizes
 from bench.cluster import load_cluster
-from bench.engines.program import mesh_axes, plan, record_step, stage_ranks
+from bench.engines.program import mesh_axes, plan, record_step, stage_members
+from bench.engines.timing import add_times, can_time
 from bench.meters.allocator import replay
 from bench.meters.recorder import Recorder
+from bench.meters.timeline import TimelineMeter
 from impls.strategy import MESH_AXES
 
 MIB = 2**20
@@ -52,15 +54,16 @@ def _no_cyclic_collection() -> Iterator[None]:
             gc.enable()
 
 
-def trace(cell: Cell, rank: int = 0) -> Recorder:
-    """Run one training step of ``rank`` on fake tensors and return what the meters saw.
+def trace(cell: Cell, rank: int = 0, *, timeline: bool = False) -> Recorder:
+    """Run one training step of ``rank`` on fake tensors and return what the meters saw; with ``timeline``
+    the order of events too, which a step time needs.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
     plan(cell)
     with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
-        recorder = Recorder(mesh_axes(mesh))
+        recorder = Recorder(mesh_axes(mesh), timeline=TimelineMeter(mesh) if timeline else None)
         with FakeTensorMode(), recorder:
             record_step(cell, mesh, recorder)
         recorder.memory.stop()
@@ -68,7 +71,8 @@ def trace(cell: Cell, rank: int = 0) -> Recorder:
 
 
 def run(cell: Cell) -> Measurement:
-    """Measure a cell: peak and reserved memory, whether it fits the card, and communication.
+    """Measure a cell: peak and reserved memory, whether it fits the card, communication, and the step time
+    where the cluster has rates.
 
     Ranks of one pipeline stage run the same program, so one of each stage is traced. What is told is of
     the stage with the largest peak, or of one that runs out of memory.
@@ -76,27 +80,33 @@ def run(cell: Cell) -> Measurement:
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    return worst([measure(cell, trace(cell, rank), rank) for rank in stage_ranks(cell.sizes)])
+    members = stage_members(cell.sizes)
+    timed = can_time(cell)
+    recorders = [trace(cell, ranks[0], timeline=timed) for ranks in members]
+    result = told([measure(cell, recorder, stage) for stage, recorder in enumerate(recorders)])
+    programs = [recorder.timeline.program() for recorder in recorders if recorder.timeline is not None]
+    if programs and result.status == "ok":
+        add_times(result, cell, programs, members)
+    return result
 
 
-def worst(measurements: list[Measurement]) -> Measurement:
-    """The measurement of the stage that decides, with what any stage's closed form got wrong."""
+def told(measurements: list[Measurement]) -> Measurement:
+    """Of the stages' measurements the one that is told, with what any stage's closed form got wrong."""
     chosen = max(measurements, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
     chosen.formula_difference = [entry for m in measurements for entry in m.formula_difference]
     return chosen
 
 
-def measure(cell: Cell, recorder: Recorder, rank: int = 0) -> Measurement:
-    """What a trace of a rank means on the cell's cluster."""
+def measure(cell: Cell, recorder: Recorder, stage: int = 0) -> Measurement:
+    """What a trace of the first rank of a stage means on the cell's cluster."""
     planned, log = plan(cell), recorder.memory.log
-    stage = stage_ranks(cell.sizes).index(rank)
     peak = log.peak()
     card = replay(log.sizes, log.events, load_cluster(cell.cluster).usable_memory_bytes)
     measurement = Measurement(
         peak_memory_bytes=peak.nbytes,
         reserved_memory_bytes=card.peak_reserved,
         peak_phase=peak.phase,
-        peak_rank=rank,
+        peak_rank=stage_members(cell.sizes)[stage][0],
         peak_held=peak.held,
         communication=recorder.communication.rows(),
         formula=planned.formula(stage),

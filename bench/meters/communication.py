@@ -87,8 +87,8 @@ class CommunicationMeter:
         self.phase = "setup"
         self.counts: Counter[Operation] = Counter()
 
-    def see(self, operator: torch._ops.OpOverload, args: Sequence[Any]) -> None:
-        """Note a call of an operator that communicates.
+    def see(self, operator: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[str, int, dist.ProcessGroup]:
+        """Note a call of an operator that communicates; returns its collective, payload bytes and group.
 
         Raises:
             NotImplementedError: an operator whose bytes are not known; nothing is passed over.
@@ -101,7 +101,9 @@ class CommunicationMeter:
         collective, payload = _OPERATORS[name]
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
         axis = self.axes.get(group.group_name, "world")
-        self.counts[Operation(self.phase, collective, axis, group.size(), payload(args))] += 1
+        nbytes = payload(args)
+        self.counts[Operation(self.phase, collective, axis, group.size(), nbytes)] += 1
+        return collective, nbytes, group
 
     def sent_bytes(self) -> dict[tuple[str, str], Fraction]:
         """Bytes that one rank sent (mean over its group), by phase and collective."""

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.meters.communication import FILLED_FROM_OTHERS, CommunicationMeter
 from bench.meters.memory import MemoryMeter
+from bench.meters.timeline import TimelineMeter
 
 #: where operators that communicate live: c10d, and what DTensor and torch.compile use in its place
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
@@ -26,20 +27,25 @@ class Recorder(TorchDispatchMode):
     Args:
         axes: the mesh axis of each process group, by the group's name.
         settle_s: how long to wait after a collective, in seconds.
+        timeline: notes the order of events too, and sees what is waited for; on fake process groups only,
+            whose communication has ended before it began.
     """
 
-    def __init__(self, axes: Mapping[str, str], settle_s: float = 0.0):
+    def __init__(self, axes: Mapping[str, str], settle_s: float = 0.0, timeline: TimelineMeter | None = None):
         super().__init__()
         self.settle_s = settle_s
         self._unsettled = False
         self.memory = MemoryMeter()
         self.communication = CommunicationMeter(axes)
+        self.timeline = timeline
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What happens inside belongs to that phase of the step."""
         self.memory.mark(name)
         self.communication.phase = name
+        if self.timeline is not None:
+            self.timeline.mark(name)
         yield
 
     @classmethod
@@ -57,10 +63,14 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in _COMMUNICATING:
             self._unsettled = self.settle_s > 0
-            self.communication.see(func, args)
+            seen = self.communication.see(func, args)
             if func._schema.name.endswith(FILLED_FROM_OTHERS):
                 self._tag_buffers(args[0])
+            if self.timeline is not None:
+                return self.timeline.see_communication(func, args, result, seen)
             return result
+        if self.timeline is not None:
+            self.timeline.see(func, args, kwargs, result)
         if isinstance(result, Tensor):
             self.memory.see(result)
         elif isinstance(result, (tuple, list)):

@@ -1,0 +1,237 @@
+"""A step program: what one rank does in a training step, as arrays, ready to be timed.
+
+A program is traced on one rank and stands for all ranks that run the same one. So whom it talks to is
+kept relative to the mesh (dp, pp, tp, sp; row-major), not as rank numbers: a group by the coordinates of
+its members along the axes on which they differ, a peer by how far away it is along each axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+KERNEL, COLLECTIVE, SEND, RECV, WAIT = range(5)
+MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION = range(3)
+CATEGORIES = ("memory-bound", "matrix product", "attention")
+PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other")
+
+Mesh = tuple[int, ...]
+
+
+def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
+    """Where a rank lies on the mesh."""
+    return tuple(int(c) for c in np.unravel_index(rank, mesh))
+
+
+def rank_at(coords: Sequence[int], mesh: Mesh) -> int:
+    """The rank that lies there."""
+    return int(np.ravel_multi_index(tuple(coords), mesh))
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as any of its members sees it.
+
+    Attributes:
+        axes: indices of the mesh axes on which members differ.
+        places: coordinates of each member along these axes, in the order of the group's ranks.
+    """
+
+    axes: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], mesh: Mesh) -> Group:
+        """The group of these global ranks."""
+        coords = [coordinates(rank, mesh) for rank in ranks]
+        axes = tuple(i for i in range(len(mesh)) if len({c[i] for c in coords}) > 1)
+        return cls(axes, tuple(tuple(c[i] for i in axes) for c in coords))
+
+    def members(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
+        """Global ranks of the group of this kind that a rank belongs to."""
+        own = coordinates(rank, mesh)
+        found = []
+        for place in self.places:
+            coords = list(own)
+            for axis, c in zip(self.axes, place, strict=True):
+                coords[axis] = c
+            found.append(rank_at(coords, mesh))
+        return tuple(found)
+
+
+def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:
+    """How far a peer is along each axis, round the end."""
+    pairs = zip(coordinates(rank, mesh), coordinates(peer, mesh), mesh, strict=True)
+    return tuple((b - a) % n for a, b, n in pairs)
+
+
+def shifted(rank: int, by: Sequence[int], mesh: Mesh) -> int:
+    """The rank that far away, round the end."""
+    return rank_at([(c + d) % n for c, d, n in zip(coordinates(rank, mesh), by, mesh, strict=True)], mesh)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's events in order. Arrays have one entry an event.
+
+    Attributes:
+        mesh: sizes of the axes dp, pp, tp, sp.
+        kind: KERNEL, COLLECTIVE, SEND, RECV or WAIT.
+        name: index into ``names``: the operator, or the collective.
+        category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT or ATTENTION.
+        nbytes: of a kernel, bytes read and written; of communication, bytes of the payload as
+            :data:`impls.communication.WIRE_SHARE` defines it.
+        flops: floating-point operations.
+        precision: index into PRECISION_NAMES, of a kernel's operands.
+        shape: [events, 4]: batch, m, n, k of a matrix product.
+        strided: elements of a matrix product's operands and result that are blocks of wider matrices.
+        partner: of a collective an index into ``groups``, of a send or recv into ``peers``, of a wait
+            the event that is waited for; -1 for kernels.
+        marks: (phase, its first event), in order; a phase may come again.
+    """
+
+    mesh: Mesh
+    kind: np.ndarray
+    name: np.ndarray
+    category: np.ndarray
+    nbytes: np.ndarray
+    flops: np.ndarray
+    precision: np.ndarray
+    shape: np.ndarray
+    strided: np.ndarray
+    partner: np.ndarray
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+    peers: tuple[tuple[int, ...], ...]
+    marks: tuple[tuple[str, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def world(self) -> int:
+        return prod(self.mesh)
+
+    def phase_of(self, event: int) -> str:
+        """The phase that an event belongs to."""
+        return next((name for name, first in reversed(self.marks) if first <= event), "")
+
+    def describe(self, event: int, rank: int) -> str:
+        """An event in words, as a rank that runs the program sees it."""
+        kind, partner = int(self.kind[event]), int(self.partner[event])
+        if kind == WAIT:
+            return "wait for " + self.describe(partner, rank)
+        words = f"{self.names[self.name[event]]} of {self.nbytes[event]:.0f} bytes"
+        if kind in (SEND, RECV):
+            peer = shifted(rank, self.peers[partner], self.mesh)
+            words += f" {'to' if kind == SEND else 'from'} rank {peer}"
+        elif kind == COLLECTIVE:
+            words += f" over ranks {list(self.groups[partner].members(rank, self.mesh))}"
+        return f"event {event} ({words}, {self.phase_of(event) or 'no phase'})"
+
+
+#: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, partner)
+Row = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int]
+NO_SHAPE = (0, 0, 0, 0)
+
+
+class ProgramBuilder:
+    """Writes a program event by event; methods return the event's index.
+
+    Args:
+        mesh: sizes of the axes dp, pp, tp, sp.
+    """
+
+    def __init__(self, mesh: Sequence[int]):
+        self.mesh = tuple(mesh)
+        self.rows: list[Row] = []
+        self.marks: list[tuple[str, int]] = []
+        self._names: dict[str, int] = {}
+        self._groups: dict[Group, int] = {}
+        self._peers: dict[tuple[int, ...], int] = {}
+
+    def named(self, name: str) -> int:
+        """The index of a name."""
+        return self._names.setdefault(name, len(self._names))
+
+    def phase(self, name: str) -> None:
+        """A phase begins."""
+        self.marks.append((name, len(self.rows)))
+
+    def kernel(
+        self,
+        name: str,
+        *,
+        flops: float = 0,
+        nbytes: float = 0,
+        precision: str = "fp32",
+        category: int = MEMORY_BOUND,
+        strided: float = 0,
+    ) -> int:
+        """Something that the device computes."""
+        number = PRECISION_NAMES.index(precision)
+        row = (KERNEL, self.named(name), category, nbytes, flops, number, NO_SHAPE, strided, -1)
+        return self._add(row)
+
+    def collective(self, name: str, nbytes: float, group: Group) -> int:
+        """A collective begins."""
+        partner = self._groups.setdefault(group, len(self._groups))
+        return self._communicate(COLLECTIVE, name, nbytes, partner)
+
+    def send(self, nbytes: float, to: tuple[int, ...]) -> int:
+        """A send begins, to the rank that far away (see :func:`offset`)."""
+        return self._communicate(SEND, "send", nbytes, self._peer(to))
+
+    def recv(self, nbytes: float, source: tuple[int, ...]) -> int:
+        """A receive begins, from the rank that far away."""
+        return self._communicate(RECV, "recv", nbytes, self._peer(source))
+
+    def wait(self, event: int) -> int:
+        """The compute stream waits until that communication has ended."""
+        return self._communicate(WAIT, "wait", 0, event)
+
+    def _peer(self, by: tuple[int, ...]) -> int:
+        by = tuple(d % n for d, n in zip(by, self.mesh, strict=True))
+        return self._peers.setdefault(by, len(self._peers))
+
+    def _communicate(self, kind: int, name: str, nbytes: float, partner: int) -> int:
+        row = (
+            kind,
+            self.named(name),
+            MEMORY_BOUND,
+            nbytes,
+            0.0,
+            len(PRECISION_NAMES) - 1,
+            NO_SHAPE,
+            0.0,
+            partner,
+        )
+        return self._add(row)
+
+    def _add(self, row: Row) -> int:
+        self.rows.append(row)
+        return len(self.rows) - 1
+
+    def program(self) -> Program:
+        """What has been written so far."""
+        columns = list(zip(*self.rows, strict=True)) or [()] * 9
+        kind, name, category, nbytes, flops, precision, shape, strided, partner = columns
+        return Program(
+            mesh=self.mesh,
+            kind=np.array(kind, dtype=np.int8),
+            name=np.array(name, dtype=np.int32),
+            category=np.array(category, dtype=np.int8),
+            nbytes=np.array(nbytes, dtype=np.float64),
+            flops=np.array(flops, dtype=np.float64),
+            precision=np.array(precision, dtype=np.int8),
+            shape=np.array(shape, dtype=np.int64).reshape(-1, 4),
+            strided=np.array(strided, dtype=np.float64),
+            partner=np.array(partner, dtype=np.int64),
+            names=tuple(self._names),
+            groups=tuple(self._groups),
+            peers=tuple(self._peers),
+            marks=tuple(self.marks),
+        )

@@ -1,0 +1,65 @@
+"""The distributed engine: ranks started by torchrun's own launcher, on this machine's CPUs."""
+
+from __future__ import annotations
+
+import re
+import socket
+import statistics
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from bench.cell import Cell, Sizes, Timing
+from bench.engines import distributed, virtual
+from bench.engines.program import plan
+from impls.strategy import Unsupported
+
+CELL = Cell(
+    model="bert-tiny",
+    strategy="ring_self_attention",
+    sizes=Sizes(sp=2),
+    batch=3,
+    seq_len=24,
+    engine="distributed",
+    timing=Timing(warmup=1, samples=4),
+)
+
+
+def test_two_ranks() -> None:
+    with socket.socket() as taken:  # torchrun's default port is not needed
+        try:
+            taken.bind(("localhost", 29500))
+            taken.listen()
+        except OSError:
+            pass  # someone else has it, which serves as well
+        measured = distributed.run(CELL)
+    assert (measured.status, measured.reason) == ("ok", "")
+    assert len(measured.step_time_samples_s) == 4
+    assert all(0 < sample < 60 for sample in measured.step_time_samples_s)
+    assert measured.step_time_s == statistics.median(measured.step_time_samples_s)
+    assert measured.tokens_per_s == 3 * 24 / measured.step_time_s
+    assert measured.formula_difference == []
+    expected = virtual.run(CELL)
+    assert measured.communication == expected.communication
+    assert measured.formula == expected.formula
+    assert measured.peak_memory_bytes is not None
+    assert expected.peak_memory_bytes is not None
+    # equal unless Gloo's thread held a tensor longer (see test_virtual); never less
+    assert expected.peak_memory_bytes <= measured.peak_memory_bytes < 1.1 * expected.peak_memory_bytes
+    assert sum(measured.peak_held.values()) == measured.peak_memory_bytes
+    assert measured.reserved_memory_bytes == expected.reserved_memory_bytes
+
+
+def test_a_rank_that_fails_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = plan(CELL)
+    monkeypatch.setattr(distributed, "plan", lambda cell: fine)  # in this process; the ranks find out
+    wrong = {"strategy": "ulises", "timing": Timing(warmup=0, samples=1)}
+    with pytest.raises(ChildFailedError) as raised:
+        distributed.run(CELL.model_copy(update=wrong))
+    assert "unknown strategy 'ulises'" in str(raised.value)
+    assert re.search(r"rank +: [01] ", str(raised.value))
+
+
+def test_unsupported_sizes_start_no_rank() -> None:
+    with pytest.raises(Unsupported, match="length 25"):
+        distributed.run(CELL.model_copy(update={"seq_len": 25}))

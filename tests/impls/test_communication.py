@@ -1,0 +1,103 @@
+"""The shared communication primitives: what they compute, forward and backward, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from bench.engines.pool import RankPool
+from impls.communication import (
+    WIRE_SHARE,
+    all_reduce,
+    copy_to_group,
+    reduce_from_group,
+    ring,
+    sum_over_group,
+    wire_bytes,
+)
+
+N = 4
+
+
+def mine(rank: int) -> Tensor:
+    return torch.arange(6, dtype=torch.float64).reshape(2, 3) + 10 * rank
+
+
+def forward_and_backward(
+    mesh: DeviceMesh, primitive: Callable[..., Tensor], transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """The output, and the input's gradient where each rank's loss weights the output by its rank + 1."""
+    group, rank = mesh.get_group("sp"), dist.get_rank()
+    x = mine(rank).requires_grad_()
+    y = primitive(x * 1, group)
+    weight = torch.full_like(y, rank + 1)
+    if transposed:  # a gradient that is not contiguous arrives
+        (y.t() * weight.t()).sum().backward()
+    else:
+        (y * weight).sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("primitive", "sums_forward", "sums_backward"),
+    [(copy_to_group, False, True), (reduce_from_group, True, False), (sum_over_group, True, True)],
+)
+def test_what_is_summed(
+    pool: RankPool,
+    primitive: Callable[..., Tensor],
+    sums_forward: bool,
+    sums_backward: bool,
+    transposed: bool,
+) -> None:
+    total = torch.stack([mine(rank) for rank in range(N)]).sum(0)
+    for rank, (y, gradient) in enumerate(pool.run(N, forward_and_backward, primitive, transposed, axis="sp")):
+        assert torch.equal(y, total if sums_forward else mine(rank))
+        expected = sum(range(1, N + 1)) if sums_backward else rank + 1
+        assert torch.equal(gradient, torch.full_like(y, expected))
+
+
+@pytest.mark.parametrize("primitive", [copy_to_group, reduce_from_group, sum_over_group, all_reduce])
+def test_without_a_group_nothing_happens(primitive: Callable[..., Tensor]) -> None:
+    x = mine(0)
+    assert primitive(x, None) is x
+
+
+def round_the_ring(mesh: DeviceMesh) -> tuple[list[int], list[Tensor], Tensor]:
+    chunk = mine(dist.get_rank()).t()  # not contiguous
+    passed = [(owner, received.clone()) for owner, received in ring(chunk, mesh.get_group("sp"))]
+    return [owner for owner, _ in passed], [received for _, received in passed], chunk
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_ring_shows_every_chunk_with_its_owner(pool: RankPool, n: int) -> None:
+    for rank, (owners, chunks, own) in enumerate(pool.run(n, round_the_ring, axis="sp")):
+        assert owners == [(rank - step) % n for step in range(n)]
+        assert all(torch.equal(chunk, mine(owner).t()) for owner, chunk in zip(owners, chunks, strict=True))
+        assert torch.equal(own, mine(rank).t())  # what was given is left as it was
+
+
+def maximum(mesh: DeviceMesh) -> Tensor:
+    return all_reduce(mine(dist.get_rank()), mesh.get_group("tp"), dist.ReduceOp.MAX)
+
+
+def test_all_reduce_takes_other_operations(pool: RankPool) -> None:
+    assert all(torch.equal(x, mine(2)) for x in pool.run(3, maximum, axis="tp"))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64])
+def test_wire_bytes_of_ring_algorithms(n: int) -> None:
+    payload = 7  # divides by none of them
+    assert wire_bytes("all_reduce", payload, n) == Fraction(2 * 7 * (n - 1), n)
+    for name in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
+        assert wire_bytes(name, payload, n) == Fraction(7 * (n - 1), n)
+    # an all-reduce is a reduce-scatter and an all-gather
+    assert WIRE_SHARE["all_reduce"](n) == WIRE_SHARE["reduce_scatter"](n) + WIRE_SHARE["all_gather"](n)
+    assert (wire_bytes("send", payload, n), wire_bytes("recv", payload, n)) == (7, 0)

@@ -1,0 +1,117 @@
+"""Models: sizes as published, closed forms as built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from impls.models.bert import BertModel
+from impls.models.model import Model, model_preset, models
+from impls.strategy import Strategy
+
+
+def built_parameters(model: Model, seq_len: int) -> dict[str, int]:
+    with FakeTensorMode():
+        return {name: p.numel() for name, p in model.build(Strategy(), seq_len).named_parameters()}
+
+
+def bert(name: str, **options: Any) -> BertModel:
+    model = model_preset(name, options)
+    assert isinstance(model, BertModel)
+    return model
+
+
+@pytest.mark.parametrize(("name", "published"), [("bert-base", 110e6), ("bert-large", 340e6)])
+def test_size_as_published(name: str, published: float) -> None:
+    """Devlin et al., section 3: 110M and 340M."""
+    assert sum(built_parameters(bert(name), 512).values()) == pytest.approx(published, rel=0.02)
+
+
+def test_base_as_its_authors_released_it() -> None:
+    """BertForPreTraining of the released bert-base-uncased: 110,106,428 parameters, decoder tied."""
+    exact = bert("bert-base", vocabulary_multiple=1)
+    assert sum(built_parameters(exact, 512).values()) == 110_106_428
+
+
+@pytest.mark.parametrize("name", ["bert-base", "bert-large", "bert-tiny", "bert-base-linformer"])
+@pytest.mark.parametrize("seq_len", [128, 512])
+def test_closed_form_of_the_size(name: str, seq_len: int) -> None:
+    model = bert(name)
+    sizes = built_parameters(model, seq_len)
+    projections = sum(size for key, size in sizes.items() if "_projection" in key)
+    assert projections == (2 * model.layers * model.linformer * seq_len if model.linformer else 0)
+    counted = model.parameters(seq_len, model.padded_vocabulary(1))
+    assert counted + projections == sum(sizes.values())
+
+
+def test_vocabulary_is_padded_as_megatron_pads_it() -> None:
+    model = bert("bert-base")
+    assert [model.padded_vocabulary(n) for n in (1, 2, 4, 8, 64)] == [30592, 30720, 30720, 30720, 32768]
+    assert all(model.padded_vocabulary(n) % (128 * n) == 0 for n in range(1, 65))
+
+
+def test_data() -> None:
+    model = bert("bert-tiny")
+    first, again = (model.inputs(5, 40, torch.Generator().manual_seed(2)) for _ in range(2))
+    assert set(first) == set(model.sequence_dims)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert first["loss_weights"].sum().item() == pytest.approx(1)
+    assert not first["loss_weights"][first["padding"] > 0].any()  # no loss of padded positions
+    assert int(first["tokens"].max()) < model.vocabulary
+    assert first["padding"].sum(1).tolist() == [5] * 5
+
+
+def test_loss_of_an_untrained_model_is_that_of_guessing() -> None:
+    model = bert("bert-tiny")
+    module = model.build(Strategy(), 24)
+    for p in module.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=1e-4)
+    loss = module(model.inputs(4, 24, torch.Generator().manual_seed(0)))["loss"].item()
+    assert loss == pytest.approx(torch.tensor([96.0, 2.0]).log().sum().item(), rel=1e-3)
+
+
+def test_padding_is_never_attended() -> None:
+    for name in ("bert-tiny", "bert-tiny-linformer"):
+        model = bert(name)
+        module = model.build(Strategy(), 24)
+        for p in module.parameters():
+            if p.ndim > 1:
+                torch.nn.init.normal_(p, std=0.3)
+        inputs = model.inputs(2, 24, torch.Generator().manual_seed(0))
+        padded = inputs["padding"] > 0
+        other = inputs | {"tokens": torch.where(padded, (inputs["tokens"] + 7) % 96, inputs["tokens"])}
+        hidden, changed = (module(batch)["hidden"] for batch in (inputs, other))
+        assert torch.equal(hidden[~padded], changed[~padded])
+        assert not torch.equal(hidden[padded], changed[padded])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 5}, "hidden 768 is not divisible by heads 5"),
+        ({"softmax": "sparse"}, "softmax is one of fused, plain, megatron"),
+        ({"mask_shape": "round"}, "mask_shape is one of keys, square"),
+        ({"linformer": 8, "mask_shape": "square"}, "Linformer"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_preset("bert-base", options)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(KeyError, match="bert-base"):
+        model_preset("bart")
+    with pytest.raises(KeyError, match="layers"):
+        model_preset("bert-base", {"depth": 3})
+
+
+def test_presets_are_not_changed_by_options() -> None:
+    before = models()["bert-base"]
+    assert model_preset("bert-base", {"layers": 1}) == replace(before, layers=1)  # type: ignore[type-var]
+    assert models()["bert-base"] is before

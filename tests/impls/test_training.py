@@ -1,0 +1,316 @@
+"""The training step: mixed precision, loss scaling, optimizer, gradient buffers, dropout, initial weights."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from bench.engines.pool import RankPool
+from impls.kernels.dropout import masked_dropout
+from impls.models.model import Model, model_preset
+from impls.random import DropoutRandom
+from impls.strategy import Strategy, shard_of, strategy_class
+from impls.training import PRECISIONS, Precision, Training, default_dtype, initialize
+
+AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
+
+
+def made(
+    strategy: Strategy, precision: Precision, model: Model | None = None, **options: Any
+) -> tuple[Training, dict[str, Tensor]]:
+    """A training of the tiny BERT, and this rank's part of its data."""
+    model = model or model_preset("bert-tiny")
+    with default_dtype(precision.parameters):
+        module = model.build(strategy, 24)
+    initialize(module, 3, deviation=0.1)
+    inputs = model.inputs(2, 24, torch.Generator().manual_seed(0))
+    parts = {name: strategy.shard(whole, model.sequence_dims[name]) for name, whole in inputs.items()}
+    return Training(module, strategy, precision, **options), parts
+
+
+def weights(training: Training) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in training.module.named_parameters()}
+
+
+# -- the optimizer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", ["kept", "later"])
+def test_three_steps_are_those_of_adamw(moments: str) -> None:
+    training, inputs = made(Strategy(), PRECISIONS["fp32"], moments=moments)
+    reference, _ = made(Strategy(), PRECISIONS["fp32"])
+    settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+    adam = torch.optim.AdamW(reference.module.parameters(), **settings, fused=True)
+    for _ in range(3):
+        loss = training.step(inputs)
+        adam.zero_grad(set_to_none=False)
+        expected = reference.module(inputs)["loss"]
+        expected.backward()
+        adam.step()
+        assert torch.equal(loss, expected.detach())
+    assert weights(training).keys() == weights(reference).keys()
+    assert all(torch.equal(weights(training)[name], value) for name, value in weights(reference).items())
+    assert training.steps == 3
+
+
+def test_a_step_is_that_of_adamw_operator_by_operator() -> None:
+    training, inputs = made(Strategy(), PRECISIONS["fp32"])
+    reference, _ = made(Strategy(), PRECISIONS["fp32"])
+    reference.module(inputs)["loss"].backward()
+    torch.optim.AdamW(reference.module.parameters(), lr=1e-4, weight_decay=0.01, foreach=False).step()
+    training.step(inputs)
+    for name, value in weights(reference).items():
+        torch.testing.assert_close(weights(training)[name], value, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("gradients", ["contiguous", "stale"])
+def test_master_weights_keep_what_half_precision_drops(gradients: str) -> None:
+    """Steps far below a half's last digit add up in the masters, which are those of float32 training."""
+    precision = Precision(torch.float16, master=True, loss_scale=2.0**10)
+    training, inputs = made(Strategy(), precision, gradients=gradients)
+    before = [master.detach().clone() for master in training.optimizer.masters]
+    for _ in range(2):
+        training.step(inputs)
+    for master, p, old in zip(training.optimizer.masters, training.optimizer.parameters, before, strict=True):
+        assert master.dtype == torch.float32
+        assert p.dtype == torch.float16
+        assert torch.equal(p, master.half())
+        moved = (master - old).abs().max().item()
+        assert 0 < moved < 1e-3
+    assert any(
+        not torch.equal(master, p.float())
+        for master, p in zip(training.optimizer.masters, training.optimizer.parameters, strict=True)
+    )
+
+
+def test_loss_scale_does_not_change_the_update() -> None:
+    after = []
+    for scale in (None, 2.0**10):
+        training, inputs = made(Strategy(), Precision(torch.float32, master=True, loss_scale=scale))
+        training.step(inputs)
+        after.append(weights(training))
+    for name, value in after[0].items():
+        torch.testing.assert_close(after[1][name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("strategy", ["single", *AXES])
+def test_contiguous_and_stale_gradients_give_the_same_update(pool: RankPool, strategy: str) -> None:
+    n = 1 if strategy == "single" else 3
+    assert all(pool.run(n, same_update_whatever_the_buffers, strategy, axis=AXES.get(strategy, "sp")))
+
+
+def same_update_whatever_the_buffers(mesh: DeviceMesh, name: str) -> bool:
+    after = []
+    for gradients in ("contiguous", "stale"):
+        training, inputs = made(strategy_class(name)(mesh), PRECISIONS["fp32"], gradients=gradients)
+        for _ in range(3):
+            training.step(inputs)
+        after.append(weights(training))
+    return all(torch.equal(after[0][key], after[1][key]) for key in after[0])
+
+
+# -- overflow -----------------------------------------------------------------------------------------------
+
+
+def after_an_overflow(mesh: DeviceMesh, strategy: str, gradients: str) -> dict[str, Any]:
+    """A step whose gradients overflow on rank 1 alone, then one that is fine."""
+    training, inputs = made(strategy_class(strategy)(mesh), PRECISIONS["fp16"], gradients=gradients)
+    training.optimizer.scale.fill_(2.0**8)
+    before = weights(training)
+    masters = [master.detach().clone() for master in training.optimizer.masters]
+    synchronize = training.gradients.synchronize
+
+    def planted() -> None:
+        synchronize()
+        if dist.get_rank() == 1:
+            gradient = training.optimizer.parameters[0].grad
+            assert gradient is not None
+            gradient.view(-1)[0] = torch.inf
+
+    training.gradients.synchronize = planted  # type: ignore[method-assign]
+    training.step(inputs)
+    unchanged = all(torch.equal(before[name], value) for name, value in weights(training).items())
+    unchanged &= all(
+        torch.equal(old, new) for old, new in zip(masters, training.optimizer.masters, strict=True)
+    )
+    moments = [s["exp_avg"] for s in training.optimizer.adam.state.values()]
+    no_moments = all(not m.any() for m in moments)
+    first = float(training.optimizer.scale)
+    training.gradients.synchronize = synchronize  # type: ignore[method-assign]
+    training.step(inputs)
+    moved = any(not torch.equal(before[name], value) for name, value in weights(training).items())
+    steps = {float(s["step"]) for s in training.optimizer.adam.state.values()}
+    return {
+        "unchanged": unchanged,
+        "no_moments": no_moments,
+        "scales": (first, float(training.optimizer.scale)),
+        "moved": moved,
+        "steps": steps,
+    }
+
+
+@pytest.mark.parametrize("gradients", ["contiguous", "stale"])
+def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, gradients: str) -> None:
+    seen = pool.run(3, after_an_overflow, "tensor_parallel", gradients, axis="tp")
+    for rank in seen:
+        assert rank == {
+            "unchanged": True,
+            "no_moments": True,
+            "scales": (2.0**7, 2.0**7),  # halved, and kept by a good step
+            "moved": True,
+            "steps": {1.0},  # the skipped step does not count for Adam's bias correction
+        }
+
+
+def test_scale_grows_after_a_thousand_good_steps() -> None:
+    training, inputs = made(Strategy(), PRECISIONS["fp16"])
+    training.optimizer.scale.fill_(4.0)
+    training.optimizer.since_growth.fill_(998)
+    scales = []
+    for _ in range(3):
+        training.step(inputs)
+        scales.append(float(training.optimizer.scale))
+    assert scales == [4.0, 8.0, 8.0]
+
+
+# -- initial weights ----------------------------------------------------------------------------------------
+
+
+def initial(
+    mesh: DeviceMesh, strategy: str, model: Model
+) -> dict[str, tuple[Tensor, tuple[int, int, int] | None]]:
+    module = model.build(strategy_class(strategy)(mesh), 24)
+    initialize(module, 5, everything=True)
+    found = {}
+    for name, p in module.named_parameters():
+        shard = shard_of(p)
+        found[name] = (p.detach(), (shard.dim, shard.index, shard.parts) if shard else None)
+    return found
+
+
+@pytest.mark.parametrize("model", ["bert-tiny", "bert-tiny-linformer"])
+@pytest.mark.parametrize("strategy", AXES)
+def test_each_rank_starts_with_its_part_of_one_devices_weights(
+    pool: RankPool, strategy: str, model: str
+) -> None:
+    preset = model_preset(model)
+    (whole,) = pool.run(1, initial, "single", preset)
+    ranks = pool.run(4, initial, strategy, preset, axis=AXES[strategy])
+    cut = 0
+    for name, (full, _) in whole.items():
+        shards = {rank[name][1] for rank in ranks}
+        if shards == {None}:
+            assert all(torch.equal(rank[name][0], full) for rank in ranks)
+        else:
+            cut += 1
+            (dim,) = {shard[0] for shard in shards if shard}
+            assert [rank[name][1] for rank in ranks] == [(dim, i, 4) for i in range(4)]
+            assert torch.equal(torch.cat([rank[name][0] for rank in ranks], dim), full)
+    assert cut > 0 or (strategy, model) == ("ring_self_attention", "bert-tiny")
+    matrices = [full for full, _ in whole.values() if full.ndim == 2]
+    assert torch.cat([m.flatten() for m in matrices]).std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    model = model_preset("bert-tiny")
+    modules = [model.build(Strategy(), 24) for _ in range(3)]
+    torch.manual_seed(1)
+    initialize(modules[0], 1)
+    torch.manual_seed(2)
+    initialize(modules[1], 1)
+    initialize(modules[2], 2)
+    first, same, other = (dict(m.named_parameters()) for m in modules)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["blocks.0.mlp_in.weight"], other["blocks.0.mlp_in.weight"])
+    assert not torch.equal(first["blocks.0.mlp_in.weight"], first["blocks.1.mlp_in.weight"])
+    assert not first["blocks.0.mlp_in.bias"].any()
+    assert bool((first["blocks.0.mlp_end.norm.weight"] == 1).all())
+
+
+# -- dropout ------------------------------------------------------------------------------------------------
+
+
+def masks(seed: int, rank: int, region: str, step: int = 0, count: int = 3) -> list[Tensor]:
+    random = DropoutRandom(seed, rank)
+    random.begin_step(step)
+    return [random.mask(torch.empty(40, 50), 0.3, region) for _ in range(count)]
+
+
+def test_dropout_masks_agree_where_replicated_and_differ_where_sharded() -> None:
+    for a, b in zip(masks(1, 0, "replicated"), masks(1, 3, "replicated"), strict=True):
+        assert torch.equal(a, b)
+    everything = [m for rank in range(4) for step in range(2) for m in masks(1, rank, "sharded", step)]
+    everything += masks(2, 0, "sharded") + masks(1, 0, "replicated") + masks(1, 0, "replicated", 1)
+    for i, a in enumerate(everything):
+        for b in everything[:i]:
+            # two independent masks agree in 0.7^2 + 0.3^2 of their places
+            assert (a == b).double().mean().item() == pytest.approx(0.58, abs=0.05)
+    kept = torch.stack(everything).double().mean().item()
+    assert kept == pytest.approx(0.7, abs=0.01)
+
+
+def test_masks_do_not_touch_the_global_generator() -> None:
+    torch.manual_seed(4)
+    expected = torch.rand(2)
+    torch.manual_seed(4)
+    masks(1, 0, "sharded")
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_dropout_keeps_the_mean() -> None:
+    x = torch.ones(400, 500, requires_grad=True)
+    y = DropoutRandom(0, 0).dropout(x, 0.25, "replicated")
+    assert y.detach().unique().tolist() == pytest.approx([0, 4 / 3])
+    assert y.mean().item() == pytest.approx(1, abs=0.01)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())
+    assert DropoutRandom(0, 0).dropout(x, 0, "replicated") is x
+    assert torch.equal(masked_dropout(x, torch.ones_like(x, dtype=torch.bool), 0.5), 2 * x)
+
+
+def gradients_with_dropout(mesh: DeviceMesh, strategy: str, checkpointing: bool) -> list[Tensor]:
+    model = replace(model_preset("bert-tiny"), dropout=0.3, checkpointing=checkpointing)  # type: ignore[type-var]
+    training, inputs = made(strategy_class(strategy)(mesh), PRECISIONS["fp64"], model)
+    gradients: list[Tensor] = []
+    for step in range(2):
+        training.strategy.random.begin_step(step)
+        training.gradients.zero()
+        training.module(inputs)["loss"].backward()
+        gradients += [p.grad.clone() for p in training.module.parameters() if p.grad is not None]
+    return gradients
+
+
+@pytest.mark.parametrize("strategy", ["single", *AXES])
+def test_recomputation_repeats_the_masks(pool: RankPool, strategy: str) -> None:
+    n = 1 if strategy == "single" else 2
+    axis = AXES.get(strategy, "sp")
+    kept, recomputed = (
+        pool.run(n, gradients_with_dropout, strategy, checkpointing, axis=axis)
+        for checkpointing in (False, True)
+    )
+    for a, b in zip(kept, recomputed, strict=True):
+        assert len(a) == len(b) > 0
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        first, second = a[: len(a) // 2], a[len(a) // 2 :]
+        assert not any(torch.equal(x, y) for x, y in zip(first, second, strict=True) if x.any())
+
+
+def test_phases_are_entered_in_order() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def phase(name: str) -> Any:
+        entered.append(name)
+        yield
+
+    training, inputs = made(Strategy(), PRECISIONS["fp32"])
+    training.step(inputs, phase)
+    assert entered == ["forward", "backward", "gradient_sync", "optimizer"]
