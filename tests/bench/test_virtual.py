@@ -117,7 +117,7 @@ def test_formula_at_paper_scale(strategy: str, precision: str, changes: dict[str
         precision=precision,
         model_options=options,
     )
-    measured = virtual.run(cell, rank=63)
+    measured = virtual.measure(cell, virtual.trace(cell, rank=63))
     assert measured.formula_difference == []
     assert measured.communication
 
