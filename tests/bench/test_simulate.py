@@ -317,3 +317,12 @@ def test_large_worlds_are_quick() -> None:
     assert timed([b.program()], [range(64)]).step_time_s == 6000
     timed(*one_f_one_b(8, 8, 1.0, 2.0, nbytes=1.0, width=8))
     assert time.process_time() - start < 15
+
+
+def test_a_profile_brings_its_own_calibration() -> None:
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.kernel("mm", flops=1)
+    fitted = Calibration(compute_efficiency=0.25, fitted_on=["a cell"])
+    profile = cluster().model_copy(update={"calibration": {"fp32": fitted}})
+    assert simulate([b.program()], [[0]], profile).step_time_s == 4
+    assert simulate([b.program()], [[0]], profile, calibration=Calibration()).step_time_s == 1
