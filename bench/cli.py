@@ -201,6 +201,36 @@ def baseline(
     return make_baselines(scenario, variant, jobs, output or FOLDER, resume)
 
 
+@cli.command()
+@click.argument("paper")
+@click.option("--all-variants", is_flag=True, help="Every variant of the scenarios' settings, not the first.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Folder for results; default results/reproduction."
+)
+@click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
+@click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md anew.")
+@click.option("--format", "form", type=FORMATS, default="table", show_default=True, help="What is printed.")
+def reproduce(
+    paper: str,
+    all_variants: bool,
+    jobs: int | None,
+    output: Path | None,
+    fresh: bool,
+    write: bool,
+    form: str,
+) -> int:
+    """Run every scenario of PAPER (rsa, lasp, dsp, or all) and set each published number beside ours.
+
+    Cells are kept in results/runs: what was interrupted goes on where it was.
+    """
+    from bench.reproduce import FOLDER, Reproduction
+    from bench.reproduce import reproduce as reproduce_papers
+
+    document = Path("REPRODUCE.md") if write else None
+    return reproduce_papers(Reproduction(paper, all_variants, jobs, output or FOLDER, fresh, document, form))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `spbench`."""
     sys.exit(exit_code(arguments))

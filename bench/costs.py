@@ -17,12 +17,8 @@ import numpy as np
 from bench.cluster import Calibration, Cluster
 from bench.step_program import KERNEL, PRECISION_NAMES, Program
 
-#: ring steps of a collective of N ranks that moves a payload in N pieces, one a step
-_RING_STEPS = {
-    "all_reduce": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-}
+#: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 class RatesUnknown(ValueError):
@@ -136,23 +132,22 @@ class Costs:
         if n == 1:
             return 0.0
         on_node = Counter(self.node(rank) for rank in members)
-        latency, bandwidth = self.within
-        crossing = len(on_node) > 1
-        if crossing:
+        # a piece passes N - 1 links, one less than there are nodes of them between nodes (as NCCL counts)
+        crossings = len(on_node) - 1
+        latency = (n - 1 - crossings) * self.within[0] + crossings * self.between[0] if n > 1 else 0.0
+        bandwidth = self.within[1] if max(on_node.values()) > 1 else float("inf")
+        if crossings:
             # one ring a card: a group alone on its node has them all, as far as its devices can feed them
-            latency = max(latency, self.between[0]) if max(on_node.values()) > 1 else self.between[0]
-            share = min(
-                self.between[1] * min(self.nics / users[node], devices) for node, devices in on_node.items()
-            )
-            bandwidth = min(bandwidth, share) if max(on_node.values()) > 1 else share
-        if kind in _RING_STEPS:
-            return _RING_STEPS[kind](n) * (latency + nbytes / n / bandwidth)
+            cards = min(min(self.nics / users[node], devices) for node, devices in on_node.items())
+            bandwidth = min(bandwidth, self.between[1] * cards)
+        if kind in _ROUNDS:
+            return _ROUNDS[kind] * (latency + (n - 1) * nbytes / n / bandwidth)
         if kind == "all_to_all":
             return self._all_to_all(nbytes / n, n, on_node, users)
         if kind in ("broadcast", "reduce"):
-            return (n - 1) * latency + nbytes / bandwidth
+            return latency + nbytes / bandwidth
         if kind == "barrier":
-            return 2 * (n - 1) * latency
+            return 2 * latency
         raise NotImplementedError(f"no cost is known for collective {kind!r}")
 
     def _all_to_all(self, piece: float, n: int, on_node: Counter[int], users: Counter[int]) -> float:

@@ -44,6 +44,16 @@ _OVERWRITING = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", 
 _LOOKUPS = {"embedding", "gather", "index_select"}
 
 
+_aten = torch.ops.aten
+#: traces are made on fake CPU tensors, whose attention kernels torch's counter does not know by name
+_SAME_FORMULA = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
 class _Recipe:
     """How to price one operator, worked out once from its schema.
 
@@ -88,7 +98,8 @@ class _Recipe:
             positional[0], positional[3] = 0, 3
         self.weights = tuple(positional)
         self.product = _PRODUCTS.get(self.name, -1)
-        self.formula = None if self.product >= 0 else flop_registry.get(func.overloadpacket)
+        packet = _SAME_FORMULA.get(func.overloadpacket, func.overloadpacket)
+        self.formula = None if self.product >= 0 else flop_registry.get(packet)
         self.category = ATTENTION if "softmax" in self.name or "attention" in self.name else MEMORY_BOUND
 
 

@@ -205,3 +205,45 @@ def test_tables_of_the_package_are_whole() -> None:
     """Every packaged scenario loads, so that each of its published rows has a cell."""
     for name in packaged("scenarios"):
         load_scenario(name)
+
+
+def test_the_table_of_the_rsa_paper(tmp_path: Path) -> None:
+    """All 16 rows of Table 4, both weak scalings, each with a cell of its own."""
+    shapes = [(1, 64, 512), (2, 128, 512), (4, 256, 512), (8, 512, 512)]
+    shapes += [(1, 64, 256), (2, 64, 512), (4, 64, 1024), (8, 64, 2048)]
+    content = {
+        "title": "Table 4",
+        "paper": "rsa",
+        "defaults": {"model": "bert-large", "cluster": "piz-daint-p100", "precision": "fp16"},
+        "groups": [
+            {"strategy": strategy, "sizes": {axis: n}, "batch": batch, "seq_len": length}
+            for strategy, axis in (("tensor_parallel", "tp"), ("ring_self_attention", "sp"))
+            for n, batch, length in shapes
+        ],
+        "tables": [
+            {
+                "table": "rsa-table4",
+                "published": {"file": "rsa_table4.csv"},
+                "match": {
+                    "method": "strategy",
+                    "batch_size": "batch",
+                    "seq_len": "seq_len",
+                    "parallel_size": "parallel",
+                },
+                "status": "status",
+                "quantities": {
+                    "memory_mb": {"field": "peak_memory_bytes", "unit": 2**20},
+                    "throughput_tokens_per_s": {"field": "tokens_per_s"},
+                },
+                "calibrated": {"throughput_tokens_per_s": [{"parallel_size": 1, "batch_size": 64}]},
+            }
+        ],
+    }
+    scenario = load_scenario(written(tmp_path, content))
+    cells = declared_cells(scenario, Narrowing())
+    found = compare(scenario, cells, {cell.key: row(cell, peak_memory_bytes=2**33) for cell in cells})
+    assert len(found) == 32
+    assert [c.status_published for c in found].count("oom") == 2
+    memory = [c for c in found if c.quantity == "memory_mb"]
+    assert memory[0].relative_error == pytest.approx(8192 / 8477.28 - 1)
+    assert [c.role for c in found].count("calibrated") == 4
