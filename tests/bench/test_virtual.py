@@ -204,9 +204,9 @@ def test_formula_that_forgets_a_phase_is_reported(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("n", [4, 12])
 def test_any_rank_can_be_traced_and_all_hold_the_same(strategy: str, n: int) -> None:
     cell = cell_of(strategy, n)
-    first = virtual.run(cell, 0)
+    first = virtual.measure(cell, virtual.trace(cell, 0))
     for rank in range(1, n, 2):
-        assert virtual.run(cell, rank) == first
+        assert virtual.measure(cell, virtual.trace(cell, rank)) == first
 
 
 @pytest.mark.parametrize("strategy", ["single", *AXES])
@@ -273,7 +273,7 @@ def test_no_trace_inside_another_process_group() -> None:
         (cell_of("ring_self_attention", 32), r"length 24 .* 32 ranks; use a sequence length of 32"),
         (cell_of("single", 1, sizes={"tp": 2}), "single does not use the axis tp; use one rank"),
         (cell_of("tensor_parallel", 1, sizes={"sp": 2}), "does not use the axis sp; give the ranks to tp"),
-        (cell_of("ring_self_attention", 2, sizes={"sp": 2, "dp": 2}), "does not use the axis dp"),
+        (cell_of("ring_self_attention", 2, sizes={"sp": 2, "dp": 5}), "divided into 5 micro-batches"),
     ],
 )
 def test_unsupported_sizes_say_what_would_do(cell: Cell, message: str) -> None:
