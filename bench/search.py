@@ -54,7 +54,7 @@ class _Boundary:
         self.whole: tuple[int, MemoryLog] | None = None
         #: whether to look which program runs at a guess
         self.confirming = True
-        #: the pipeline stage whose memory is predicted; 1F1B keeps most on the first, but a head may weigh more
+        #: the pipeline stage whose memory is predicted; mostly the first, which 1F1B runs furthest ahead
         self.stage = 0
         self._sample()
 
