@@ -48,6 +48,10 @@ def assert_proved(cell: Cell, found: Measurement) -> None:
 BATCH, LENGTH = Search(quantity="batch"), Search(quantity="seq_len", step=8)
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 MEGATRON = {"layers": 3, "hidden": 12, "heads": 3, "softmax": "megatron"}
 
 
@@ -55,10 +59,10 @@ MEGATRON = {"layers": 3, "hidden": 12, "heads": 3, "softmax": "megatron"}
     ("mib", "strategy", "n", "search", "changes"),
     [
         (64, SINGLE, 1, BATCH, {"precision": "fp32"}),
-        (64, TP, 3, BATCH, {"seq_len": 256, "model_options": {"dropout": 0.1}}),
-        (300, RSA, 3, BATCH, {"seq_len": 768}),
+        slow(64, TP, 3, BATCH, {"seq_len": 256, "model_options": {"dropout": 0.1}}),
+        slow(300, RSA, 3, BATCH, {"seq_len": 768}),
         (300, TP, 2, LENGTH, {"batch": 8, "training": {"gradients": "stale", "moments": "later"}}),
-        (280, RSA, 4, LENGTH, {"batch": 12}),
+        slow(280, RSA, 4, LENGTH, {"batch": 12}),
         # less than one multiple of what fused kernels take fits
         (60, SINGLE, 1, BATCH, {"seq_len": 512, "model_options": {"layers": 3}}),
         # the kernel that Megatron-LM had takes batch x heads in fours only: here every fourth batch, with
@@ -123,7 +127,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert min(probe["value"] for probe in found.proof) == 1
 
 
-@pytest.mark.parametrize(("limit", "answer"), [(1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (9, 9)])
+@pytest.mark.parametrize(("limit", "answer"), [(1, 1), (3, 3), (4, 4), (9, 9)])
 def test_limit_is_respected(tmp_path: Path, limit: int, answer: int) -> None:
     cell = searching(tmp_path, 2000, SINGLE, 1, Search(quantity="batch", limit=limit))
     found = largest_that_fits(cell)
