@@ -131,7 +131,7 @@ def replicas_after_a_step_with_dropout(mesh: DeviceMesh, model: BertModel) -> fl
     outputs["loss"].backward()
     gradients.synchronize()
     held = [outputs["hidden"].detach(), module.embeddings.positions.weight.grad]
-    held += [block.mlp_end.bias.grad for block in module.blocks]
+    held += [block.mlp_end.bias.grad for block in module.blocks.values()]
     flat = torch.cat([x.flatten() for x in held])
     top, bottom = flat.clone(), flat.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX)
