@@ -202,6 +202,26 @@ def baseline(
 
 
 @cli.command()
+@click.option("--scenario", required=True, help="A scenario with a published table: its name or its file.")
+@click.option("--table", required=True, help="The table's name in the scenario.")
+@click.option("--quantity", default="throughput_tokens_per_s", show_default=True, help="Its column.")
+@click.option(
+    "--fit",
+    "fits",
+    multiple=True,
+    required=True,
+    metavar="SCALAR:COLUMN=VALUE[,...]",
+    help="Fit a scalar on the rows that have these values; fits are done in the order given.",
+)
+@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def calibrate(scenario: str, table: str, quantity: str, fits: tuple[str, ...], form: str) -> int:
+    """Fit a cluster's few scalars to published throughputs, and show every row's error."""
+    from bench.calibrate_command import calibrate_cluster
+
+    return calibrate_cluster(scenario, table, quantity, fits, form)
+
+
+@cli.command()
 @click.argument("paper")
 @click.option("--all-variants", is_flag=True, help="Every variant of the scenarios' settings, not the first.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out.")
