@@ -195,12 +195,17 @@ def flat(row: Row) -> dict[str, Any]:
         "status": row["status"],
         "searched": searched,
         **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
+        **{f"last_{name}": loss for name, loss in _last(measured.get("losses")).items()},
         "sent_bytes": _sent(measured.get("communication")),
         "formula_sent_bytes": _sent(measured.get("formula")),
         "reason": row["reason"],
         "elapsed_s": row.get("elapsed_s"),
         "key": row["key"],
     }
+
+
+def _last(losses: list[dict[str, float]] | None) -> dict[str, float]:
+    return losses[-1] if losses else {}
 
 
 def _sent(entries: list[dict[str, Any]] | None) -> float | None:
