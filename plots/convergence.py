@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,29 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from pandas import DataFrame
 
 from plots.panel import missing_notes, note_lines, notes_height_inches, write_notes
 from plots.series import Row, by_model, gpus, series_of, shared, title
-from plots.style import PAGE_INCHES, Look, add_legend, house_style, looks, new_figure, save, strategy_name
+from plots.style import (
+    INK,
+    PAGE_INCHES,
+    Look,
+    add_legend,
+    house_style,
+    looks,
+    new_figure,
+    save,
+    strategy_name,
+)
 
 _CURVE_INCHES, _DEVIATION_INCHES = 2.3, 1.5
 _NAMES = {"mlm": "Masked language modelling loss", "order": "Sentence-order loss"}
 
 #: the curves lie on each other: the first are drawn widest, so that all can be seen
 _WIDTHS = (4.5, 3.0, 1.8, 0.9)
-_FAINTEST = 1e-9  # deviations below it, and of none, are drawn at it: a log axis has no zero
+_FAINTEST = 1e-9  # what is less, or nothing, is drawn here: a log axis has no zero
 
 
 def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:
@@ -62,7 +73,7 @@ def convergence_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
             above.set_title(f"{name}: {_NAMES.get(loss, loss)}")
             if column == 0:
                 above.set_ylabel("Loss (nats)")
-                below.set_ylabel("Relative deviation\nfrom one device")
+                below.set_ylabel(f"Deviation from one\ndevice, relative\n({_FAINTEST:g}: or less)")
     if notes:
         write_notes(figure.add_subplot(grid[len(heights) - 1]), notes)
     add_legend(figure, handles)
@@ -84,17 +95,20 @@ def _draw_loss(
 ) -> list[Artist]:
     """The curves of one loss and their deviations; returns legend entries."""
     reference = reference_of(rows)
-    lines = [reference] if reference is not None else []
-    lines += [row for row in rows if row is not reference]
+    others = [row for row in rows if row is not reference]
+    # the strategies on the reference, and on them what one device does in another precision
+    others.sort(key=lambda row: row["cell"]["strategy"] == "single")
+    lines = [*([reference] if reference is not None else []), *others]
     one_precision = shared(rows, "precision") is not None
     handles: list[Artist] = []
     for index, row in enumerate(lines):
         steps = [at["step"] for at in _losses(row)]
         values = [at[loss] for at in _losses(row)]
         label = _label(row, one_precision)
+        control = row is not reference and row["cell"]["strategy"] == "single"
         style: dict[str, Any] = {
-            "color": look[row["cell"]["strategy"]].color,
-            "linestyle": "-" if row is reference or row["cell"]["strategy"] != "single" else ":",
+            "color": INK if control else look[row["cell"]["strategy"]].color,
+            "linestyle": ":" if control else "-",
             "zorder": 2 + index,
         }
         width = _WIDTHS[min(index, len(_WIDTHS) - 1)]
@@ -108,8 +122,13 @@ def _draw_loss(
     above.tick_params(labelbottom=False)
     below.set_yscale("log")
     below.set_ylim(_FAINTEST / 2, max(1e-5, 2 * below.get_ylim()[1]))
-    below.yaxis.set_major_locator(LogLocator(numticks=6))
+    low, high = (math.log10(limit) for limit in below.get_ylim())
+    powers = range(math.ceil(low), math.floor(high) + 1)
+    below.yaxis.set_major_locator(FixedLocator([10.0**n for n in powers if n % 2 == 0 or len(powers) < 6]))
     below.yaxis.set_minor_locator(NullLocator())
+    for axis, (first, last) in ((above.yaxis, above.get_ylim()), (above.xaxis, above.get_xlim())):
+        ticks = MaxNLocator(7).tick_values(first, last)
+        axis.set_major_locator(FixedLocator([tick for tick in ticks if first <= tick <= last]))
     below.set_xlabel("Step")
     return handles
 
