@@ -69,13 +69,14 @@ class Learning(_Strict):
     """Ask for the losses of a training run on real data instead of a measurement; on real ranks only.
 
     The learning rate rises linearly to ``learning_rate`` over ``warmup`` steps, then falls linearly to zero
-    after the last step. ``seed``: of weights and data.
+    after the last step. ``seed``: of weights and data. ``deviation``: of the initial matrices.
     """
 
     steps: PositiveInt
     learning_rate: PositiveFloat = 1e-3
     warmup: int = Field(default=0, ge=0)
     seed: int = 1
+    deviation: PositiveFloat = 0.02
 
 
 class Cell(_Strict):

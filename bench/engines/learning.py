@@ -51,7 +51,7 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
     # a sum that threads share rounds otherwise, and how many there are depends on the machine
     torch.set_num_threads(1)
     training, strategy, around = build_training(cell, mesh, cls)
-    initialize(training.module, asked.seed)
+    initialize(training.module, asked.seed, deviation=asked.deviation)
     shares = LossShares(training.module, model.losses)
     groups = [strategy.group if strategy.loss_is_partial else None, around.dp_group, around.pp_group]
     batches = model.batches(*cell.shape, seed=asked.seed)

@@ -256,7 +256,7 @@ PRESETS = {
     "bert-base-linformer": replace(_BASE, linformer=256),
     # for training on a few CPUs: a few hundred steps of a minute teach it something. No dropout, for its
     # masks follow the layout of the tensors, which differs by strategy, and so would the curves
-    "bert-mini": BertModel(layers=4, hidden=64, heads=4, vocabulary=1024, vocabulary_multiple=1, dropout=0.0),
+    "bert-mini": BertModel(layers=2, hidden=64, heads=4, vocabulary=1024, vocabulary_multiple=1, dropout=0.0),
     # for verification: head count and sizes that divide by 1, 2, 3 and 4
     "bert-tiny": BertModel(layers=2, hidden=48, heads=12, vocabulary=96, vocabulary_multiple=1, dropout=0.0),
     "bert-tiny-linformer": BertModel(
