@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from impls.strategy import MESH_AXES
 
@@ -67,6 +67,20 @@ class Timing(_Strict):
     samples: PositiveInt = 5
 
 
+class Learning(_Strict):
+    """Ask for the losses of a training run on real data instead of a measurement; on real ranks only.
+
+    The learning rate rises linearly to ``learning_rate`` over ``warmup`` steps, then falls linearly to zero
+    after the last step. ``seed``: of weights and data. ``deviation``: of the initial matrices.
+    """
+
+    steps: PositiveInt
+    learning_rate: PositiveFloat = 1e-3
+    warmup: int = Field(default=0, ge=0)
+    seed: int = 1
+    deviation: PositiveFloat = 0.02
+
+
 class Cell(_Strict):
     """One point of a sweep. Where ``search`` asks for batch or seq_len, that field is None."""
 
@@ -83,6 +97,7 @@ class Cell(_Strict):
     training: TrainingOptions = TrainingOptions()
     timing: Timing = Timing()
     search: Search | None = None
+    learning: Learning | None = None
     #: names a variant of settings within a scenario, for comparison and plots
     variant: str = ""
 
@@ -127,6 +142,9 @@ class Measurement:
         step_time_s: median of step_time_samples_s, or simulated.
         breakdown: what a simulated step time is made of; see :attr:`bench.timeline.Timeline.by_rank`.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
+        step_time_s: median of step_time_samples_s.
+        losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
+            step's update.
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
 
@@ -145,6 +163,7 @@ class Measurement:
     tokens_per_s: float | None = None
     breakdown: dict[str, float] = field(default_factory=dict)
     calibration: str = ""
+    losses: list[dict[str, float]] = field(default_factory=list)
     answer: int | None = None
     proof: list[dict[str, Any]] = field(default_factory=list)
 

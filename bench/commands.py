@@ -64,7 +64,7 @@ def dry_run_scenario(request: Request) -> int:
             "model": cell.model,
             "strategy": cell.strategy,
             "GPUs": cell.sizes.world,
-            "asked": f"largest {cell.search.quantity}" if cell.search else "measurement",
+            "asked": _asked(cell),
             "now": f"kept ({status[cell.key]})" if status.get(cell.key) in FINAL else "would run",
         }
         for cell in cells
@@ -76,6 +76,12 @@ def dry_run_scenario(request: Request) -> int:
     else:
         report.show_table(f"{scenario.name}: {scenario.document.title} ({len(cells)} cells)", lines)
     return 0
+
+
+def _asked(cell: Cell) -> str:
+    if cell.learning is not None:
+        return f"losses of {cell.learning.steps} steps"
+    return f"largest {cell.search.quantity}" if cell.search else "measurement"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cell import Cell
+from bench.curves import findings
 from bench.declaration import UserError
 from bench.formula import evaluate, letters, sent_bytes, sent_elements
 from bench.results import Row
@@ -65,6 +66,7 @@ def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) 
         *_claims(scenario, cells, rows),
         *_formulas(scenario, cells, rows),
         *_tables(scenario, cells, rows),
+        *_curves(scenario, cells, rows),
     ]
 
 
@@ -228,6 +230,31 @@ def _number(
         reason = f": {row['reason']}" if row["reason"] else ""
         return key, None, f"has no {quantity}, {row['status']}{reason}"
     return key, value, ""
+
+
+def _curves(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
+    """Of each curve claim and each loss, the largest deviation and the final loss."""
+    settings = dict.fromkeys((cell.variant, cell.cluster, cell.engine) for cell in cells)
+    return [
+        Comparison(
+            claim=f"{found.claim}: {found.quantity.replace('_', ' ')}, {found.loss}".rstrip(", "),
+            published=None,
+            reproduced=found.value,
+            relative_error=None,
+            role="curve",
+            note="; ".join(filter(None, (claim.note, found.note))),
+            variant=setting[0],
+            numerator=found.cell.key if found.cell else "",
+            denominator=found.reference.key if found.reference else "",
+            cell=" / ".join(cell.key for cell in (found.cell, found.reference) if cell),
+            strategy=found.cell.strategy if found.cell else "",
+            quantity=found.quantity,
+            status_reproduced="numerics" if found.exceeded else "",
+        )
+        for setting in settings
+        for claim in scenario.document.curves
+        for found in findings(claim, [c for c in cells if (c.variant, c.cluster, c.engine) == setting], rows)
+    ]
 
 
 def as_frame(comparisons: Sequence[Comparison]) -> DataFrame:

@@ -133,6 +133,8 @@ def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     except UserError as error:
         yield ("cluster",), str(error)
     yield from _impossible_sizes(cell)
+    if cell.learning is not None and cell.search is not None:
+        yield ("learning",), "cannot be together with a search; leave one out"
     for quantity in ("batch", "seq_len"):
         searched = cell.search is not None and cell.search.quantity == quantity
         given = getattr(cell, quantity) is not None

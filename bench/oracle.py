@@ -174,7 +174,7 @@ class _Run:
         """What is compared, by name: this rank's part, or the group's sum of what ranks share."""
         found: dict[str, Tensor | None] = {}
         for name, x in self.outputs.items():
-            shared = name == "loss" and self.strategy.loss_is_partial
+            shared = self.part.output_dims[name] is None and self.strategy.loss_is_partial
             found[f"output {name}"] = self._summed(x) if shared else x
         for name, x in self.inputs.items():
             if x.requires_grad:

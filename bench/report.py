@@ -67,11 +67,18 @@ def result_rows(rows: Sequence[Row]) -> tuple[str, list[dict[str, Any]]]:
             "by formula": _scaled(entry["formula_sent_bytes"], MIB),
             "step s": entry.get("step_time_s") and f"{entry['step_time_s']:.4g}",
             "tokens/s": entry.get("tokens_per_s") and f"{entry['tokens_per_s']:.0f}",
+            "steps": entry.get("last_step"),
+            "last MLM loss": _loss(entry.get("last_mlm")),
+            "last order loss": _loss(entry.get("last_order")),
             "status": entry["status"],
             "reason": entry["reason"] if entry["status"] != "ok" else None,
         }
         lines.append(line)
     return ", ".join(f"{name} {value}" for name, value in shared.items() if value not in (None, "")), lines
+
+
+def _loss(value: float | None) -> str | None:
+    return None if value is None else f"{value:.6f}"
 
 
 def _scaled(nbytes: float | None, unit: int) -> str | None:

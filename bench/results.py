@@ -186,6 +186,7 @@ def flat(row: Row) -> dict[str, Any]:
     cell, measured = row["cell"], row["measurement"]
     sizes = cell.get("sizes", {})
     searched = (cell.get("search") or {}).get("quantity", "")
+    losses = measured.get("losses")  # of a training run, which is not metered
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
         "world_size": math.prod(sizes.values()),
@@ -195,12 +196,17 @@ def flat(row: Row) -> dict[str, Any]:
         "status": row["status"],
         "searched": searched,
         **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
-        "sent_bytes": _sent(measured.get("communication")),
-        "formula_sent_bytes": _sent(measured.get("formula")),
+        **{f"last_{name}": loss for name, loss in _last(losses).items()},
+        "sent_bytes": _sent(None if losses else measured.get("communication")),
+        "formula_sent_bytes": _sent(None if losses else measured.get("formula")),
         "reason": row["reason"],
         "elapsed_s": row.get("elapsed_s"),
         "key": row["key"],
     }
+
+
+def _last(losses: list[dict[str, float]] | None) -> dict[str, float]:
+    return losses[-1] if losses else {}
 
 
 def _sent(entries: list[dict[str, Any]] | None) -> float | None:

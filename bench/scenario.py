@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from bench.cell import Cell, Measurement
 from bench.declaration import UserError, find_file, read_yaml, suggestion, validate
@@ -111,6 +111,26 @@ class FormulaClaim(_Strict):
     phases: list[Literal["forward", "backward", "gradient_sync", "optimizer"]]
 
 
+class CurveClaim(_Strict):
+    """That a cell's training run has the losses of another's, which a paper shows by curves that coincide.
+
+    Compared is the largest relative deviation, over all steps, of each loss from the reference's.
+
+    Attributes:
+        bound: a larger deviation is not rounding.
+    """
+
+    claim: str
+    cell: Selector
+    reference: Selector
+    bound: PositiveFloat
+    note: str = ""
+
+    def sides(self) -> dict[str, Selector]:
+        """The two cells, by what they are here."""
+        return {"cell": self.cell, "reference": self.reference}
+
+
 class Document(_Strict):
     """A scenario file as it is written.
 
@@ -127,6 +147,7 @@ class Document(_Strict):
     variants: dict[str, dict[str, Any]] = {}
     claims: list[Claim] = []
     formulas: list[FormulaClaim] = []
+    curves: list[CurveClaim] = []
     tables: list[Table] = []
     figure: str | None = None
 
@@ -201,11 +222,23 @@ def _check_claims(document: Document, cells: Mapping[str, Sequence[Cell]]) -> No
                 continue
             for declared in cells.values():
                 selected = [cell for cell in declared if selector.matches(cell)]
-                if not selected:
-                    raise Problem(["claims", number, side], f"no group declares a cell with {selector}")
-                if len({(cell.cluster, cell.engine) for cell in selected}) < len(selected):
-                    raise Problem(
-                        ["claims", number, side],
-                        f"selects {len(selected)} cells, such as {selected[0].key} and {selected[1].key}; "
-                        "add a key that tells them apart",
-                    )
+                _check_selected(["claims", number, side], selector, selected)
+    for number, curve in enumerate(document.curves):
+        if curve.claim in names + [other.claim for other in document.curves[:number]]:
+            raise Problem(["curves", number, "claim"], f"{curve.claim!r} is there already; leave one out")
+        for side, selector in curve.sides().items():
+            for declared in cells.values():
+                selected = [c for c in declared if c.learning is not None and selector.matches(c)]
+                _check_selected(["curves", number, side], selector, selected)
+
+
+def _check_selected(path: list[str | int], selector: Selector, selected: Sequence[Cell]) -> None:
+    """A claim needs one cell on each cluster and engine."""
+    if not selected:
+        raise Problem(path, f"no group declares a cell with {selector}")
+    if len({(cell.cluster, cell.engine) for cell in selected}) < len(selected):
+        raise Problem(
+            path,
+            f"selects {len(selected)} cells, such as {selected[0].key} and {selected[1].key}; "
+            "add a key that tells them apart",
+        )

@@ -61,6 +61,11 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(p),
                 }
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Of the steps from now on."""
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss * self.scale if self.precision.loss_scale else loss

@@ -71,6 +71,7 @@ class Training:
         around: data and pipeline parallelism; None for one replica and one stage.
         micro_batches: parts of the batch that are run one after another.
         schedule: of the pipeline; see :mod:`impls.pipeline`.
+        learning_rate: of AdamW; :meth:`impls.optimizer.Optimizer.set_learning_rate` changes it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Training:
         around: Composition | None = None,
         micro_batches: int = 1,
         schedule: str = "1f1b",
+        learning_rate: float = 1e-4,
     ):
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
         around, stale = around or Composition(), gradients == "stale"
@@ -96,6 +98,7 @@ class Training:
             with_moments=moments == "kept",
             stale_gradients=stale,
             around=around,
+            lr=learning_rate,
         )
         self.steps = 0
 

@@ -25,7 +25,7 @@ FAULTS = [
     (
         faults.OrderLossOnEveryRank,
         "model",
-        ("gradient of order", "gradient of pooler", "gradient of embeddings"),
+        ("output order_loss", "gradient of order", "gradient of pooler", "gradient of embeddings"),
     ),
     (faults.SameChunkOnEveryRank, "attention", ("positions of 24",)),
     (faults.RowParallelNotReduced, "attention", ("output y",)),

@@ -11,9 +11,11 @@ def run(cell: Cell) -> Measurement:
     Raises:
         Unsupported: the strategy cannot run these sizes, with the reason and the nearest that work.
     """
-    from bench.engines import distributed, virtual
+    from bench.engines import distributed, learning, virtual
     from bench.search import largest_that_fits
 
     if cell.search is not None:
         return largest_that_fits(cell)
+    if cell.learning is not None:
+        return learning.run(cell)
     return {"virtual": virtual, "distributed": distributed}[cell.engine].run(cell)

@@ -11,11 +11,12 @@ import os
 import statistics
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -44,18 +45,7 @@ def run(cell: Cell) -> Measurement:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
     """
     planned = plan(cell)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=cell.sizes.world,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # the system chooses the port
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(),
-    )
-    by_rank = elastic_launch(config, _rank_main)(cell.model_dump())
+    by_rank = launch(cell, measure_rank)
     rank, worst = max(by_rank.items(), key=lambda item: item[1]["peak_memory_bytes"])
     told = rank if cell.sizes.pp > 1 else 0
     stage = _stage(cell, told)
@@ -76,26 +66,52 @@ def run(cell: Cell) -> Measurement:
     )
 
 
-def _rank_main(dumped: dict[str, Any]) -> dict[str, Any]:
+def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any]:
+    """Call ``work(mesh, cell)`` on every rank of a cell; returns what each returned, by rank.
+
+    Args:
+        work: a function of a module, since other processes import it.
+
+    Raises:
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=cell.sizes.world,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # the system chooses the port
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    return elastic_launch(config, _rank_main)(work, cell.model_dump())
+
+
+def _rank_main(work: Callable[[DeviceMesh, Cell], Any], dumped: dict[str, Any]) -> Any:
     """What each rank runs; the launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     cell = Cell.model_validate(dumped)
     # ranks share the cores; more threads than cores would make each other wait
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.sizes.world))
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     try:
         sizes = tuple(getattr(cell.sizes, axis) for axis in MESH_AXES)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
-        recorder = Recorder(mesh_axes(mesh), settle_s=_SETTLE_S)
-        with recorder:
-            training, inputs = record_step(cell, mesh, recorder, torch.Generator().manual_seed(SEED))
-        log = recorder.memory.stop()
-        initialize(training.module, SEED)
-        for _ in range(cell.timing.warmup):
-            training.step(inputs)
-        samples = [_timed(lambda: training.step(inputs)) for _ in range(cell.timing.samples)]
+        return work(init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES), cell)
     finally:
         dist.destroy_process_group()
+
+
+def measure_rank(mesh: DeviceMesh, cell: Cell) -> dict[str, Any]:
+    """What one rank measures."""
+    recorder = Recorder(mesh_axes(mesh), settle_s=_SETTLE_S)
+    with recorder:
+        training, inputs = record_step(cell, mesh, recorder, torch.Generator().manual_seed(SEED))
+    log = recorder.memory.stop()
+    initialize(training.module, SEED)
+    for _ in range(cell.timing.warmup):
+        training.step(inputs)
+    samples = [_timed(lambda: training.step(inputs)) for _ in range(cell.timing.samples)]
     peak = log.peak()
     return {
         "peak_memory_bytes": peak.nbytes,
@@ -103,7 +119,7 @@ def _rank_main(dumped: dict[str, Any]) -> dict[str, Any]:
         "peak_phase": peak.phase,
         "peak_held": peak.held,
         "communication": recorder.communication.rows(),
-        "formula_difference": plan(cell).difference(recorder.communication, _stage(cell, rank)),
+        "formula_difference": plan(cell).difference(recorder.communication, _stage(cell, dist.get_rank())),
         "step_time_samples_s": samples,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -16,7 +17,7 @@ from bench.meters.communication import CommunicationMeter, as_number
 from bench.meters.recorder import Recorder
 from impls.communication import Traffic
 from impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
-from impls.models.model import model_preset
+from impls.models.model import Model, model_preset
 from impls.strategy import MESH_AXES, Site, Strategy, Unsupported, strategy_class
 from impls.training import PRECISIONS, Training, default_dtype, training_sites
 
@@ -124,8 +125,24 @@ def set_up(
     cell: Cell, mesh: DeviceMesh, generator: torch.Generator | None = None
 ) -> tuple[Training, dict[str, Tensor]]:
     """Build the training of a cell on this rank, and this rank's inputs."""
+    training, strategy, around = build_training(cell, mesh)
+    model = model_preset(cell.model, cell.model_options)
+    inputs = rank_inputs(model, strategy, around, model.inputs(*cell.shape, generator))
+    if cell.training.batch_on_device == "part":
+        inputs = {name: part.clone() for name, part in inputs.items()}
+    return training, inputs
+
+
+def build_training(
+    cell: Cell, mesh: DeviceMesh, cls: type[Strategy] | None = None
+) -> tuple[Training, Strategy, Composition]:
+    """The training of a cell on this rank, weights not yet set, and what it was built with.
+
+    Args:
+        cls: the strategy, instead of the registered one of the cell's name.
+    """
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
-    strategy = strategy_class(cell.strategy)(mesh, **cell.strategy_options)
+    strategy = (cls or strategy_class(cell.strategy))(mesh, **cell.strategy_options)
     around = Composition(mesh)
     with default_dtype(precision.parameters):
         module = model.build(strategy, cell.shape[1], around.stage)
@@ -139,16 +156,20 @@ def set_up(
         micro_batches=cell.training.micro_batches,
         schedule=cell.training.schedule,
     )
-    inputs = {
+    return training, strategy, around
+
+
+def rank_inputs(
+    model: Model, strategy: Strategy, around: Composition, batch: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """This rank's part of a whole batch (views)."""
+    return {
         name: strategy.shard(
             whole if name in model.unbatched else whole.chunk(around.replicas)[around.replica],
             model.sequence_dims[name],
         )
-        for name, whole in model.inputs(*cell.shape, generator).items()
+        for name, whole in batch.items()
     }
-    if cell.training.batch_on_device == "part":
-        inputs = {name: part.clone() for name, part in inputs.items()}
-    return training, inputs
 
 
 def record_step(

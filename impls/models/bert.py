@@ -7,7 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from impls.kernels.layer_norm import LayerNorm
 from impls.linear import Linear
 from impls.models.encoder import Alone, Attention, Block, BlockOptions, attention_mask
 from impls.models.model import Model, Part
+from impls.models.text import masked_language_batches
 from impls.strategy import Site, Strategy
 
 
@@ -53,6 +54,7 @@ class BertModel(BlockOptions, Model):
         "order_weights": None,
     }
     unbatched: ClassVar[frozenset[str]] = frozenset({"positions"})
+    losses: ClassVar[tuple[str, ...]] = ("mlm", "order")
     plain_options: ClassVar[Mapping[str, Any]] = {
         "softmax": "plain",
         "bias_dropout_add": "plain",
@@ -92,6 +94,9 @@ class BertModel(BlockOptions, Model):
             "order_labels": torch.randint(2, (batch,), generator=generator),
             "order_weights": torch.full((batch,), 1 / batch),
         }
+
+    def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        return masked_language_batches(self.vocabulary, batch, seq_len, seed)
 
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
@@ -143,12 +148,12 @@ class BertModel(BlockOptions, Model):
             return {"x": x, "padding": self.inputs(batch, seq_len, generator)["padding"]}
 
         dims = {"x": 1, "padding": None}
+        losses = {"loss": None, "mlm_loss": None, "order_loss": None}
+        outputs = losses | {"hidden": 1, "token_loss": 1}
         return {
             "attention": Part(lambda s, n: Alone(self, s, n, Attention), hidden_inputs, dims, {"y": 1}),
             "block": Part(lambda s, n: Alone(self, s, n, Block), hidden_inputs, dims, {"y": 1}),
-            "model": Part(
-                self.build, self.inputs, self.sequence_dims, {"loss": None, "hidden": 1, "token_loss": 1}
-            ),
+            "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
 
@@ -192,7 +197,8 @@ class Bert(nn.Module):
     """A pipeline stage of the model, or all of it.
 
     ``forward(inputs, hidden)``, with ``hidden`` [B, L, H] of the stage before (None on the first), returns
-    ``hidden`` [B, L, H], and on the last stage ``loss`` (this rank's share) and ``token_loss`` [B, L].
+    ``hidden`` [B, L, H], and on the last stage ``loss``, the sum of ``mlm_loss`` and ``order_loss`` (this
+    rank's share of each), and ``token_loss`` [B, L].
     """
 
     def __init__(self, model: BertModel, strategy: Strategy, seq_len: int, stage: Stage):
@@ -237,8 +243,9 @@ class Bert(nn.Module):
         order = self.order(torch.tanh(self.pooler(first))).to(token_loss.dtype)
         order_loss = F.cross_entropy(order, inputs["order_labels"], reduction="none")
         of_tokens = (token_loss * inputs["loss_weights"]).sum()
-        of_order = (order_loss * inputs["order_weights"]).sum()
-        return {"loss": of_tokens + share * of_order, "token_loss": token_loss}
+        of_order = share * (order_loss * inputs["order_weights"]).sum()
+        losses = {"loss": of_tokens + of_order, "mlm_loss": of_tokens, "order_loss": of_order}
+        return {**losses, "token_loss": token_loss}
 
 
 _BASE = BertModel()
@@ -247,6 +254,9 @@ PRESETS = {
     "bert-base": _BASE,
     "bert-large": _LARGE,
     "bert-base-linformer": replace(_BASE, linformer=256),
+    # for training on a few CPUs: a few hundred steps of a minute teach it something. No dropout, for its
+    # masks follow the layout of the tensors, which differs by strategy, and so would the curves
+    "bert-mini": BertModel(layers=2, hidden=64, heads=4, vocabulary=1024, vocabulary_multiple=1, dropout=0.0),
     # for verification: head count and sizes that divide by 1, 2, 3 and 4
     "bert-tiny": BertModel(layers=2, hidden=48, heads=12, vocabulary=96, vocabulary_multiple=1, dropout=0.0),
     "bert-tiny-linformer": BertModel(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from impls.composition import ONE_STAGE, Stage
-from impls.strategy import Site, Strategy
+from impls.strategy import Site, Strategy, Unsupported
 
 
 class Model(ABC):
@@ -27,6 +27,8 @@ class Model(ABC):
     sequence_dims: ClassVar[Mapping[str, int | None]]
     #: the inputs whose first dim is not the batch
     unbatched: ClassVar[frozenset[str]] = frozenset()
+    #: the parts that the loss is the sum of: where there is ``loss``, a module returns ``NAME_loss`` too
+    losses: ClassVar[tuple[str, ...]] = ()
     #: options with which the model is made of torch's own operators only, as verification's oracle is
     plain_options: ClassVar[Mapping[str, Any]] = {}
 
@@ -42,6 +44,14 @@ class Model(ABC):
     @abstractmethod
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         """A whole batch of made-up data (integers and weights), from ``generator``."""
+
+    def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        """Endless whole batches of real data, with the names of :meth:`inputs`; the same for every strategy.
+
+        Raises:
+            Unsupported: there is no real data for this model.
+        """
+        raise Unsupported(f"{type(self).__name__} has no real data to learn from", "measure it instead")
 
     @abstractmethod
     def sites(
@@ -62,7 +72,8 @@ class Part:
         build: makes the piece, ``forward(inputs) -> dict`` of named outputs, for a sequence length.
         inputs: makes its whole inputs for (batch, seq_len, generator); floating ones get gradients.
         sequence_dims: as :attr:`Model.sequence_dims`.
-        output_dims: the sequence dim of each output; an output "loss" is this rank's share.
+        output_dims: the sequence dim of each output; one without (None) is a loss, this rank's share. The
+            gradients that are compared start from the output "loss", where there is one.
     """
 
     build: Callable[[Strategy, int], nn.Module]
