@@ -1,0 +1,41 @@
+"""What the engine itself costs: pytest tests/benchmarks --benchmark-only
+
+Compare within one run: the column of ratios that pytest-benchmark prints beside each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.cell import Cell, Sizes
+from bench.engines import virtual
+from bench.meters.allocator import replay
+
+
+def cell(ranks: int) -> Cell:
+    return Cell(
+        model="bert-base",
+        strategy="ring_self_attention",
+        sizes=Sizes(sp=ranks),
+        batch=8,
+        seq_len=1024,
+        precision="fp16",
+        cluster="piz-daint-p100",
+        model_options={"layers": 4},
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize("timeline", [False, True], ids=["memory", "memory and time"])
+def test_trace(benchmark: Any, ranks: int, timeline: bool) -> None:
+    recorder = benchmark.pedantic(
+        virtual.trace, (cell(ranks),), {"timeline": timeline}, rounds=3, warmup_rounds=1
+    )
+    assert recorder.memory.log.peak().nbytes > 0
+
+
+def test_replay_of_the_allocator(benchmark: Any) -> None:
+    log = virtual.trace(cell(64)).memory.log
+    assert benchmark(replay, log.sizes, log.events, None).out_of_memory is None
