@@ -273,9 +273,18 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> Path:
     Raises:
         UserError: it cannot be written; an earlier one is as it was.
     """
-    path, unfinished = folder / FILE, folder / f".{FILE}.tmp"
+    return write_whole(as_frame(comparisons), folder / FILE)
+
+
+def write_whole(table: DataFrame, path: Path) -> Path:
+    """Write a CSV file whole or not at all, and return its path.
+
+    Raises:
+        UserError: it cannot be written; an earlier one is as it was.
+    """
+    unfinished = path.with_name(f".{path.name}.tmp")
     try:
-        as_frame(comparisons).to_csv(unfinished, index=False)
+        table.to_csv(unfinished, index=False)
         unfinished.replace(path)
     except OSError as error:
         with suppress(OSError):

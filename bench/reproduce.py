@@ -11,14 +11,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import narrative, report
 from bench.commands import Ran, draw_figure, run_cells
-from bench.compare import Comparison
+from bench.compare import Comparison, write_whole
 from bench.declaration import UserError
 from bench.narrowing import ALL as ALL_VARIANTS
 from bench.narrowing import Narrowing
@@ -134,16 +133,11 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
     """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
     from pandas import DataFrame
 
-    unfinished = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        DataFrame([dict(r) for r in records], columns=list(columns)).to_csv(unfinished, index=False)
-        unfinished.replace(path)
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    return write_whole(DataFrame([dict(r) for r in records], columns=list(columns)), path)
 
 
 def _show(

@@ -40,9 +40,9 @@ class _Boundary:
     def __init__(self, cell: Cell, capacity: int):
         assert cell.search is not None
         self.cell, self.capacity = cell, capacity
-        by_length = cell.search.quantity == "seq_len"
+        self.by_length = cell.search.quantity == "seq_len"
         micro_batches = cell.sizes.dp * cell.training.micro_batches
-        parts = planned_strategy(cell).sequence_parts if by_length else micro_batches
+        parts = planned_strategy(cell).sequence_parts if self.by_length else micro_batches
         self.fine_step = cell.search.step * parts
         self.step = self.fine_step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, cell.search.step))
         self.low, self.high = 0, cell.search.limit // self.step + 1
@@ -61,11 +61,9 @@ class _Boundary:
     def _sample(self) -> None:
         """Learn how the memory of the stage grows, from small shallow traces."""
         cell = self.cell
-        assert cell.search is not None
-        by_length = cell.search.quantity == "seq_len"
         # memory is affine in the batch and quadratic in the length: two points for one, three for the other
         shortest = -(-SHORTEST_SAMPLE // self.step)
-        points = [shortest, 2 * shortest, 3 * shortest] if by_length else [1, 2]
+        points = [shortest, 2 * shortest, 3 * shortest] if self.by_length else [1, 2]
         layers = getattr(model_preset(cell.model, cell.model_options), "layers", None)
         if layers is not None:
             layers //= cell.sizes.pp

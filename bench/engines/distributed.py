@@ -21,11 +21,10 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bench.cell import Cell, Measurement
-from bench.engines.program import mesh_axes, plan, record_step
+from bench.engines.program import mesh_axes, plan, record_step, stage_members
 from bench.meters.allocator import replay
 from bench.meters.recorder import Recorder
 from impls.strategy import MESH_AXES
-from impls.training import initialize
 
 #: of weights and data, the same for every strategy and size
 SEED = 1
@@ -106,9 +105,8 @@ def measure_rank(mesh: DeviceMesh, cell: Cell) -> dict[str, Any]:
     """What one rank measures."""
     recorder = Recorder(mesh_axes(mesh), settle_s=_SETTLE_S)
     with recorder:
-        training, inputs = record_step(cell, mesh, recorder, torch.Generator().manual_seed(SEED))
+        training, inputs = record_step(cell, mesh, recorder, torch.Generator().manual_seed(SEED), SEED)
     log = recorder.memory.stop()
-    initialize(training.module, SEED)
     for _ in range(cell.timing.warmup):
         training.step(inputs)
     samples = [_timed(lambda: training.step(inputs)) for _ in range(cell.timing.samples)]
@@ -125,9 +123,8 @@ def measure_rank(mesh: DeviceMesh, cell: Cell) -> dict[str, Any]:
 
 
 def _stage(cell: Cell, rank: int) -> int:
-    """The pipeline stage of a rank, in the mesh's order."""
-    sizes = cell.sizes
-    return rank // (sizes.tp * sizes.sp) % sizes.pp
+    """The pipeline stage of a rank."""
+    return next(stage for stage, ranks in enumerate(stage_members(cell.sizes)) if rank in ranks)
 
 
 def _timed(step: Any) -> float:

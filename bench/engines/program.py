@@ -19,7 +19,7 @@ from impls.communication import Traffic
 from impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
 from impls.models.model import Model, model_preset
 from impls.strategy import MESH_AXES, Site, Strategy, Unsupported, strategy_class
-from impls.training import PRECISIONS, Training, default_dtype, training_sites
+from impls.training import PRECISIONS, Training, default_dtype, initialize, training_sites
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,21 @@ def rank_inputs(
 
 
 def record_step(
-    cell: Cell, mesh: DeviceMesh, recorder: Recorder, generator: torch.Generator | None = None
+    cell: Cell,
+    mesh: DeviceMesh,
+    recorder: Recorder,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
 ) -> tuple[Training, dict[str, Tensor]]:
-    """Set up and run one training step under an entered recorder; returns what further steps need."""
+    """Set up and run one training step under an entered recorder; returns what further steps need.
+
+    Args:
+        seed: give the weights values first, unseen by the recorder; None: there are none (fake tensors).
+    """
     training, inputs = set_up(cell, mesh, generator)
+    if seed is not None:
+        with recorder.paused():
+            initialize(training.module, seed)
     memory = recorder.memory
     memory.tag(training.module.parameters(), "parameters")
     memory.tag(training.gradients.tensors(), "gradients")

@@ -20,12 +20,10 @@ from bench.cell import Cell, Measurement, Sizes
 from bench.cluster import load_cluster
 from bench.engines.program import mesh_axes, plan, record_step, stage_members
 from bench.engines.timing import add_times, can_time
-from bench.meters.allocator import replay
+from bench.meters.allocator import MIB, replay
 from bench.meters.recorder import Recorder
 from bench.meters.timeline import TimelineMeter
 from impls.strategy import MESH_AXES
-
-MIB = 2**20
 
 
 @contextmanager

@@ -35,6 +35,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.settle_s = settle_s
         self._unsettled = False
+        self._paused = False
         self.memory = MemoryMeter()
         self.communication = CommunicationMeter(axes)
         self.timeline = timeline
@@ -48,6 +49,15 @@ class Recorder(TorchDispatchMode):
             self.timeline.mark(name)
         yield
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not seen."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and the guard against it costs a fifth of a trace
@@ -55,6 +65,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         if func is _DEVICE:  # half of all calls on fake tensors, and of no interest
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self._unsettled:

@@ -7,12 +7,17 @@ import socket
 import statistics
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from bench.cell import Cell, Sizes, Timing
 from bench.engines import distributed, virtual
-from bench.engines.program import plan
+from bench.engines.pool import RankPool
+from bench.engines.program import mesh_axes, plan, record_step
+from bench.meters.recorder import Recorder
 from impls.strategy import Unsupported
+from impls.training import initialize
 
 CELL = Cell(
     model="bert-tiny",
@@ -63,3 +68,23 @@ def test_a_rank_that_fails_is_named_with_its_reason(monkeypatch: pytest.MonkeyPa
 def test_unsupported_sizes_start_no_rank() -> None:
     with pytest.raises(Unsupported, match="length 25"):
         distributed.run(CELL.model_copy(update={"seq_len": 25}))
+
+
+def weights_after_the_metered_step(mesh: DeviceMesh, cell: Cell) -> tuple[bool, bool, int]:
+    """Whether the weights are those of the seed before an update, finite after one; and the metered peak."""
+    recorder = Recorder(mesh_axes(mesh), settle_s=0.002)
+    with recorder:
+        training, _ = record_step(cell, mesh, recorder, torch.Generator().manual_seed(1), seed=1)
+    log = recorder.memory.stop()
+    updated = {name: p.detach().clone() for name, p in training.module.named_parameters()}
+    initialize(training.module, 1)
+    near = all((updated[n] - p).abs().max() < 1e-2 for n, p in training.module.named_parameters())
+    return near, all(p.isfinite().all() for p in updated.values()), log.peak().nbytes
+
+
+def test_the_metered_step_runs_on_real_weights_that_the_meter_does_not_see(pool: RankPool) -> None:
+    cell = Cell(model="bert-tiny", strategy="single", batch=2, seq_len=24)
+    near, finite, peak = pool.run(1, weights_after_the_metered_step, cell)[0]
+    assert near
+    assert finite
+    assert peak == virtual.run(cell).peak_memory_bytes
