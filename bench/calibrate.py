@@ -16,10 +16,9 @@ from typing import Any
 from bench.cell import Cell
 from bench.cluster import Calibration, load_cluster
 from bench.declaration import UserError, suggestion
-from bench.engines import virtual
-from bench.engines.program import stage_members
 from bench.scenario import Scenario
 from bench.simulate import Simulator
+from bench.stage_traces import simulator_of, stage_traces
 from bench.tables import PublishedRow, Table, rows_of
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
@@ -82,10 +81,7 @@ def known_cells(
         if throughput is None or cell is None:
             continue
         on_trace(cell)
-        members = stage_members(cell.sizes)
-        recorders = [virtual.trace(cell, ranks[0], timeline=True) for ranks in members]
-        programs = [recorder.timeline.program() for recorder in recorders if recorder.timeline]
-        simulator = Simulator(programs, members, load_cluster(cell.cluster), cell.precision)
+        simulator = simulator_of(cell, stage_traces(cell), load_cluster(cell.cluster))
         known.append(Known(row, cell, math.prod(cell.shape) / throughput, simulator))
     return known
 

@@ -12,49 +12,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-FORMATS = click.Choice(["table", "csv", "json"])
-Command = TypeVar("Command", bound=Callable[..., Any])
+from bench.options import FORMATS, Numbers, Words, choosing_cells, many
+
 KINDS = ("scenarios", "strategies", "models", "clusters")
-
-
-class _Words(click.ParamType[tuple[str, ...]]):
-    """Words separated by commas."""
-
-    name = "name[,name...]"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        return tuple(word.strip() for word in str(value).split(",") if word.strip())
-
-
-class _Numbers(click.ParamType[tuple[int, ...]]):
-    """Whole numbers of at least 1, separated by commas."""
-
-    name = "n[,n...]"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        words = [word.strip() for word in str(value).split(",") if word.strip()]
-        for word in words:
-            if not word.isdecimal() or int(word) < 1:
-                self.fail(f"{word!r} is not a whole number of at least 1", param, ctx)
-        return tuple(int(word) for word in words)
-
-
-def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(value for several in values for value in several))
-
-
-def _many(flag: str, kind: click.ParamType[Any], text: str) -> Callable[[Command], Command]:
-    return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
 
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -91,15 +57,8 @@ def cli(context: click.Context) -> None:
 
 
 @cli.command()
-@click.option(
-    "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."
-)
-@_many("--strategy", _Words(), "Only these strategies. Repeatable, or a comma list.")
-@_many("--model", _Words(), "Only these models.")
-@_many("--cluster", _Words(), "Run on these clusters instead of the scenario's.")
-@_many("--engine", _Words(), "Run on these engines instead of the scenario's.")
-@_many("--world-size", _Numbers(), "Only these numbers of GPUs; one that the scenario lacks is made.")
-@click.option("--variant", help="A variant of the scenario's settings, or 'all'; the first if left out.")
+@choosing_cells
+@many("--engine", Words(), "Run on these engines instead of the scenario's.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out.")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder for results; default results/runs/NAME."
@@ -145,11 +104,11 @@ def list_(kind: str | None) -> int:
 
 
 @cli.command()
-@_many("--strategy", _Words(), "Verify these strategies; all if left out.")
-@_many("--model", _Words(), "On these models; the tiny ones if left out.")
-@_many("--world-size", _Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out.")
-@_many("--dtype", _Words(), "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
-@_many("--part", _Words(), "These parts of the models; all if left out.")
+@many("--strategy", Words(), "Verify these strategies; all if left out.")
+@many("--model", Words(), "On these models; the tiny ones if left out.")
+@many("--world-size", Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out.")
+@many("--dtype", Words(), "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
+@many("--part", Words(), "These parts of the models; all if left out.")
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True, help="What is printed.")
 def verify(
     strategy: tuple[str, ...],
@@ -183,7 +142,7 @@ def compare(base: Path, new: Path, subset: bool, form: str) -> int:
 
 
 @cli.command()
-@_many("--scenario", _Words(), "Baselines of these scenarios.")
+@many("--scenario", Words(), "Baselines of these scenarios.")
 @click.option("--variant", help="A variant of their settings, or 'all'; the first if left out.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out.")
 @click.option(
@@ -219,6 +178,34 @@ def calibrate(scenario: str, table: str, quantity: str, fits: tuple[str, ...], f
     from bench.calibrate_command import calibrate_cluster
 
     return calibrate_cluster(scenario, table, quantity, fits, form)
+
+
+@cli.command()
+@choosing_cells
+@click.option("--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it.")
+@click.option("--seq-len", type=click.IntRange(min=1), help="Likewise for the sequence length.")
+@many("--ranks", Numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), default="trace.json", show_default=True, help="The file."
+)
+def trace(
+    scenario: str,
+    strategy: tuple[str, ...],
+    model: tuple[str, ...],
+    cluster: tuple[str, ...],
+    world_size: tuple[int, ...],
+    variant: str | None,
+    batch: int | None,
+    seq_len: int | None,
+    ranks: tuple[int, ...],
+    output: Path,
+) -> int:
+    """Write the simulated step of one cell, event by event, as a trace that Perfetto opens."""
+    from bench.narrowing import Narrowing
+    from bench.trace_command import write_trace
+
+    narrowing = Narrowing(strategy, model, cluster, ("virtual",), world_size, variant)
+    return write_trace(scenario, narrowing, {"batch": batch, "seq_len": seq_len}, ranks, output)
 
 
 @cli.command()

@@ -1,0 +1,107 @@
+"""The command that writes a trace: which cell it takes, what it says, and its one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.cli import exit_code
+
+#: one cell of each strategy on two ranks, a search, a step that fits no P100, and a cluster without rates
+SCENARIO = """
+title: Cells to trace
+defaults: {cluster: piz-daint-p100, model: bert-tiny, precision: fp16, batch: 4, seq_len: 24}
+groups:
+  - {strategy: tensor_parallel, sizes: {tp: 2, pp: 2}}
+  - {strategy: ring_self_attention, sizes: {sp: 2}, batch: [4, 6]}
+variants:
+  plain: {}
+  searched: {seq_len: null, search: {quantity: seq_len, step: 4}}
+  huge: {seq_len: 30000}
+  slow: {cluster: local}
+"""
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `spbench trace` in an empty folder; gives exit code, output and messages."""
+    monkeypatch.chdir(tmp_path)
+    Path("cells.yaml").write_text(SCENARIO)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = exit_code(("trace", "--scenario", "cells.yaml", *arguments))
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+def processes(path: str) -> set[int]:
+    return {event["pid"] for event in json.loads(Path(path).read_text())["traceEvents"]}
+
+
+def test_the_cell_that_is_left_is_written(trace: Run) -> None:
+    code, out, err = trace("--strategy", "ring_self_attention", "--batch", "6", "--output", "new/ring.json")
+    assert (code, err.splitlines()[0].split("/")[1:5]) == (0, ["ring_self_attention", "sp2", "b6", "L24"])
+    content = json.loads(Path("new/ring.json").read_text())
+    names = {(event["name"], event["cat"]) for event in content["traceEvents"] if event["ph"] == "X"}
+    assert {("bmm", "compute"), ("send", "communication"), ("all_reduce", "communication")} <= names
+    assert {("forward", "phase"), ("optimizer", "phase")} <= names
+    assert content["otherData"]["world_size"] == 2
+    breakdown, where = out.splitlines()
+    assert breakdown.startswith(f"step time {content['otherData']['step_time_s']:.4g} s; mean over ranks: ")
+    assert all(part in breakdown for part in ("compute", "exposed communication", "bubble", "overhead"))
+    assert where == "new/ring.json: open it in https://ui.perfetto.dev"
+
+
+def test_ranks_are_those_asked_for_or_the_first_of_each_stage(trace: Run) -> None:
+    chosen = ("--strategy", "tensor_parallel")
+    assert trace(*chosen)[0] == 0
+    assert processes("trace.json") == {0, 2}
+    assert trace(*chosen, "--ranks", "1,0")[0] == 0
+    assert processes("trace.json") == {0, 1}
+
+
+def test_a_search_is_traced_at_the_value_given(trace: Run) -> None:
+    chosen = ("--variant", "searched", "--strategy", "tensor_parallel")
+    code, _, err = trace(*chosen)
+    assert code == 2
+    assert "searches for its seq_len: give one, --seq-len N" in err
+    code, _, err = trace(*chosen, "--seq-len", "48")
+    assert code == 0
+    assert "/L48/" in err
+
+
+def test_a_step_that_does_not_fit_is_timed_with_a_warning(trace: Run) -> None:
+    code, out, err = trace("--variant", "huge", "--strategy", "tensor_parallel")
+    assert code == 0
+    assert "warning: timed as if it fitted the card, which has no room for " in err
+    assert out.startswith("step time ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--world-size 2", "2 cells are left, a trace is of one: bert-tiny/ring_self_attention/sp2/b4/L24"),
+        ("--variant all --strategy tensor_parallel", "4 cells are left"),
+        ("--strategy tensor_parallel --batch 6", "no cell that is left has batch 6; they have: 4"),
+        ("--strategy single", "no cell with strategy single; it has: tensor_parallel, ring_self_attention"),
+        ("--variant slow --strategy tensor_parallel", "cannot be timed: local: device.peak_flops_per_s has"),
+        ("--strategy tensor_parallel --ranks 0,4", "--ranks 4: the cell has ranks 0 to 3"),
+        ("--strategy ring_self_attention --batch 4 --world-size 5", "cannot be run: "),
+        ("--strategy tensor_parallel --ranks -1", "'-1' is not a whole number of at least 0"),
+    ],
+)
+def test_mistakes_are_one_line(trace: Run, arguments: str, message: str) -> None:
+    code, out, err = trace(*arguments.split())
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]
+    assert not Path("trace.json").exists()
+
+
+def test_only_the_first_cells_are_named(trace: Run) -> None:
+    assert trace("--variant", "all")[2].count("bert-tiny/") == 3
