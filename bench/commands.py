@@ -21,7 +21,7 @@ from bench.results import FILE, FINAL, ResultsFile, Row, as_frame, breaks_formul
 from bench.scenario import Scenario, load_scenario
 from bench.sweep import at_once, sweep, unfinished
 from impls.models.model import models as all_models
-from impls.strategy import strategies as all_strategies
+from impls.registry import strategies as all_strategies
 from impls.training import PRECISIONS
 
 if TYPE_CHECKING:

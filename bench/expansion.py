@@ -13,7 +13,8 @@ from bench.cell import Cell
 from bench.cluster import load_cluster
 from bench.declaration import UserError, dotted, first_problem, suggestion
 from impls.models.model import model_preset, models
-from impls.strategy import MESH_AXES, strategies, strategy_options
+from impls.registry import strategies, strategy_options
+from impls.strategy import MESH_AXES
 
 #: keys of a group that may be lists; so may each axis of sizes
 MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")

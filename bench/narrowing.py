@@ -16,7 +16,7 @@ from bench.cluster import load_cluster
 from bench.declaration import UserError, suggestion
 from bench.scenario import Scenario
 from impls.models.model import models
-from impls.strategy import strategies
+from impls.registry import strategies
 
 ALL = "all"
 

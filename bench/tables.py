@@ -31,7 +31,8 @@ from bench.cell import Cell
 from bench.declaration import UserError, suggestion
 from bench.expansion import Problem
 from bench.published import published_rows
-from impls.strategy import MESH_AXES, strategies
+from impls.registry import strategies
+from impls.strategy import MESH_AXES
 
 #: what a column may be matched to; and, with a dot and a name, an option of SECTIONS
 FIELDS = (

@@ -29,8 +29,9 @@ from bench.engines.pool import RankError, RankPool
 from bench.oracle import Case, Finding, check_rank, relative_errors
 from impls.models.model import model_preset
 from impls.models.model import models as all_models
-from impls.strategy import Unsupported, strategy_class
-from impls.strategy import strategies as all_strategies
+from impls.registry import strategies as all_strategies
+from impls.registry import strategy_class
+from impls.strategy import Unsupported
 from impls.training import PRECISIONS
 
 __all__ = ["VerifyRow", "relative_errors", "verify", "verify_case"]

@@ -23,3 +23,18 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class GroupedLinear(nn.Module):
+    """x [..., in_features] -> ``groups`` times x W_g^T [..., out_features], as one matrix product.
+
+    The weight is [groups, out_features, in_features], so that a split of its second dim splits each group.
+    """
+
+    def __init__(self, in_features: int, out_features: int, groups: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = F.linear(x, self.weight.flatten(0, 1))
+        return y.unflatten(-1, self.weight.shape[:2]).unbind(-2)

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from impls.communication import Traffic, all_reduce, ring, sum_over_group
 from impls.kernels.softmax import masked_softmax
-from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
+from impls.sequence_chunks import SequenceChunks
+from impls.strategy import Site
 
 
 class RingScores(torch.autograd.Function):
@@ -86,7 +87,7 @@ def _own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
-class RingSelfAttention(Strategy):
+class RingSelfAttention(SequenceChunks):
     """See the module.
 
     Args:
@@ -95,37 +96,24 @@ class RingSelfAttention(Strategy):
     """
 
     name = "ring_self_attention"
-    axis = "sp"
     summary = "sequence chunks; keys, then values, travel round a ring (RSA)"
     source = "arXiv 2105.13120, section 3.2"
-    attention_region = "sharded"
-    hidden_region = "sharded"
+    meets = frozenset({"attention", "project_sequence"})
 
     def __init__(
         self,
         mesh: DeviceMesh | None = None,
         planned_size: int = 1,
         seed: int = 0,
+        planned_rank: int = 0,
         pad_vocabulary_by_ranks: bool = False,
     ):
-        super().__init__(mesh, planned_size, seed)
+        super().__init__(mesh, planned_size, seed, planned_rank)
         self.pad_vocabulary_by_ranks = pad_vocabulary_by_ranks
 
     @property
     def vocabulary_parts(self) -> int:
         return self.size if self.pad_vocabulary_by_ranks else 1
-
-    def check(self, sites: Iterable[Site]) -> None:
-        size = self.size
-        for site in sites:
-            length = site.dims.get("L", size)
-            if length % size:
-                below = length - length % size
-                lengths = " or ".join(str(n) for n in (below, below + size) if n)
-                raise Unsupported(
-                    f"sequence length {length} is not divisible by {size} ranks",
-                    f"use a sequence length of {lengths}",
-                )
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         size, sites = self.size, list(sites)
@@ -143,19 +131,10 @@ class RingSelfAttention(Strategy):
                 projected = d["B"] * d["Z"] * d["K"] * d["A"] * element_bytes
                 for phase in [*forwards, "backward"]:
                     yield Traffic(phase, "Linformer's projected K, V", "all_reduce", count, projected)
-            elif site.kind == "parameters":
-                gradients = d["elements"] * element_bytes
-                yield Traffic("gradient_sync", "gradients", "all_reduce", count, gradients)
             elif site.kind == "overflow_flag" and any(s.kind == "project_sequence" for s in sites):
                 # only Linformer's projections differ between ranks, so only they can overflow on one alone
                 yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
-
-    @property
-    def sequence_parts(self) -> int:
-        return self.size
-
-    def shard(self, x: Tensor, dim: int | None) -> Tensor:
-        return x if dim is None else x.chunk(self.size, dim)[self.rank]
+        yield from self.parameter_traffic(sites, element_bytes)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
@@ -168,21 +147,6 @@ class RingSelfAttention(Strategy):
         probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
         return RingOutput.apply(probabilities.flatten(0, 1), v, self.group).unflatten(0, heads)
 
-    def sequence_parameter(self, *shape: int) -> nn.Parameter:
-        *rest, length = shape
-        parameter = nn.Parameter(torch.empty(*rest, length // self.size))
-        return mark_shard(parameter, Shard(self.axis, len(rest), self.rank, self.size))
-
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         # each rank projects its own positions; the sum over ranks is the whole projection (section 3.3)
         return sum_over_group(super().project_sequence(x, weight), self.group)
-
-    def first_token(self, x: Tensor) -> tuple[Tensor, float]:
-        return x[:, 0], 1.0 if self.rank == 0 else 0.0
-
-    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
-        return True
-
-    @property
-    def loss_is_partial(self) -> bool:
-        return True

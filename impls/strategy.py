@@ -1,4 +1,4 @@
-"""The strategy interface, its single-device defaults, and the registry.
+"""The strategy interface and its single-device defaults.
 
 A model is written once and asks its strategy for the few things that parallelism changes. The
 defaults below are the single device; a strategy file holds only what it changes.
@@ -8,14 +8,9 @@ Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in t
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from impls.communication import Traffic
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.kernels.softmax import masked_softmax
-from impls.linear import Linear
+from impls.linear import GroupedLinear, Linear
 from impls.random import DropoutRandom
 
 MESH_AXES = ("dp", "pp", "tp", "sp")
+
+#: kinds of sites at which positions meet, which a strategy that spreads positions must have a way for
+MEETINGS = {
+    "attention": "softmax attention under a mask",
+    "causal_attention": "causal softmax attention",
+    "linear_attention": "linear attention",
+    "project_sequence": "Linformer's projection",
+}
 
 
 class Unsupported(ValueError):
@@ -92,6 +95,7 @@ class Strategy:
         mesh: a device mesh with the axes dp, pp, tp, sp, or None for one device. Process groups
             come from here and from nowhere else.
         planned_size: without a mesh, the ranks to check and count for; such a strategy cannot run.
+        planned_rank: without a mesh, the rank to count for.
         seed: the seed of dropout; see :class:`impls.random.DropoutRandom`.
     """
 
@@ -102,11 +106,15 @@ class Strategy:
     summary: ClassVar[str] = "one device; the reference"
     #: where the method is described
     source: ClassVar[str] = ""
+    #: the keys of MEETINGS that it can run on more than one rank
+    meets: ClassVar[frozenset[str]] = frozenset(MEETINGS)
 
-    def __init__(self, mesh: DeviceMesh | None = None, planned_size: int = 1, seed: int = 0):
+    def __init__(
+        self, mesh: DeviceMesh | None = None, planned_size: int = 1, seed: int = 0, planned_rank: int = 0
+    ):
         self.mesh = mesh
         self.group: dist.ProcessGroup | None = None
-        self.size, self.rank = planned_size, 0
+        self.size, self.rank = planned_size, planned_rank
         if mesh is not None and self.axis:
             self.group = mesh.get_group(self.axis)
             self.size, self.rank = self.group.size(), self.group.rank()
@@ -116,8 +124,24 @@ class Strategy:
 
     def check(self, sites: Iterable[Site]) -> None:
         """Raise :class:`Unsupported` if the model's sites cannot be spread over this many ranks."""
-        if self.size > 1:
-            raise Unsupported(f"{self.name} runs on one rank, not {self.size}", "use 1")
+        sites = list(sites)
+        if self.size == 1:
+            return
+        for site in sites:
+            if site.kind in MEETINGS and site.kind not in self.meets:
+                raise Unsupported(
+                    f"{self.name} has no {MEETINGS[site.kind]}", "use another strategy or another model"
+                )
+        self.check_sizes(sites)
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        """The part of :meth:`check` that is about sizes; on more than one rank only."""
+        raise Unsupported(f"{self.name} runs on one rank, not {self.size}", "use 1")
+
+    @classmethod
+    def roles(cls, size: int) -> list[list[int]]:
+        """The ranks of a group of ``size`` in sets that run the same program; the most telling set first."""
+        return [list(range(size))]
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         """Closed form of what one rank sends in a training step.
@@ -139,6 +163,11 @@ class Strategy:
     def linear_in(self, in_features: int, out_features: int) -> Linear:
         """The projection that opens a block: [..., in_features] -> [..., out_features or a part of it]."""
         return Linear(in_features, out_features)
+
+    def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
+        """Several projections of one input that open a block, without biases:
+        [..., in_features] -> ``groups`` times [..., out_features or the same part of it]."""
+        return GroupedLinear(in_features, out_features, groups)
 
     def linear_out(self, in_features: int, out_features: int) -> Linear:
         """The projection that closes a block, without bias (whoever closes the block adds it once):
@@ -198,6 +227,24 @@ class Strategy:
         del scores
         probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
         return torch.matmul(probabilities, v)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal softmax attention, scores scaled by A**-0.5: q, k, v [B, Z, L or a part, A] -> [B, Z, L or
+        a part, A]; the heads are those that this rank's projections made."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled:
+        q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
+
+        ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
+        ``way``: "chunked", linear in L by way of the D x A state, or "quadratic", the scores first.
+        """
+        from impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
+
+        return (quadratic_linear_attention if way == "quadratic" else linear_attention)(q, k, v, decay)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         """Linformer's projection of keys or values: x [B, Z, L or a part, A], weight
@@ -259,45 +306,3 @@ class Strategy:
 def full_precision(x: Tensor) -> Tensor:
     """x in float32 where it is a half precision, else x itself."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-# -- registry ------------------------------------------------------------------------------------------
-
-
-@cache
-def strategies() -> dict[str, type[Strategy]]:
-    """Every strategy by name: the modules of this package, then the entry points `spbench.strategies`."""
-    import impls
-
-    found: dict[str, type[Strategy]] = {Strategy.name: Strategy}
-    for module in pkgutil.iter_modules(impls.__path__):
-        if not module.ispkg:
-            for value in vars(importlib.import_module(f"impls.{module.name}")).values():
-                if inspect.isclass(value) and issubclass(value, Strategy) and "name" in vars(value):
-                    found[value.name] = value
-    for entry in entry_points(group="spbench.strategies"):
-        loaded = entry.load()
-        found[loaded.name] = loaded
-    return found
-
-
-def strategy_class(name: str) -> type[Strategy]:
-    """The strategy of that name.
-
-    Raises:
-        KeyError: with the known names, if there is none.
-    """
-    known = strategies()
-    if name not in known:
-        raise KeyError(f"unknown strategy {name!r}; known: {', '.join(sorted(known))}")
-    return known[name]
-
-
-def strategy_options(cls: type[Strategy]) -> dict[str, Any]:
-    """The options a strategy takes beside the mesh and the seed, with their defaults."""
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return {
-        p.name: p.default
-        for p in parameters
-        if p.name != "self" and p.name not in ("mesh", "planned_size", "seed")
-    }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from impls.communication import Traffic, all_gather_flat, copy_to_group, reduce_from_group
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
-from impls.linear import Linear
+from impls.linear import GroupedLinear, Linear
 from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
 
 
@@ -30,13 +30,25 @@ class ColumnParallelLinear(Linear):
         tp.mark(self.weight)
         assert self.bias is not None
         tp.mark(self.bias)
-        self.group = tp.group
+        self.tp = tp
 
     def project(self, x: Tensor) -> Tensor:
-        return super().project(copy_to_group(x, self.group))
+        return super().project(self.tp.enter(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(copy_to_group(x, self.group))
+        return super().forward(self.tp.enter(x))
+
+
+class ColumnParallelGroupedLinear(GroupedLinear):
+    """x [..., H] -> this rank's columns [..., F/N] of each group; all-reduces the gradient of x."""
+
+    def __init__(self, in_features: int, out_features: int, groups: int, tp: TensorParallel):
+        super().__init__(in_features, out_features // tp.size, groups)
+        tp.mark(self.weight, dim=1)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(self.tp.enter(x))
 
 
 class RowParallelLinear(Linear):
@@ -45,10 +57,10 @@ class RowParallelLinear(Linear):
     def __init__(self, in_features: int, out_features: int, tp: TensorParallel):
         super().__init__(in_features // tp.size, out_features, bias=False)
         tp.mark(self.weight, dim=1)
-        self.group = tp.group
+        self.tp = tp
 
     def project(self, x: Tensor) -> Tensor:
-        return reduce_from_group(super().project(x), self.group)
+        return self.tp.leave(super().project(x))
 
     forward = project
 
@@ -77,8 +89,8 @@ class TensorParallel(Strategy):
     source = "arXiv 1909.08053, section 3"
     attention_region = "sharded"  # the heads are this rank's own, everything else is replicated
 
-    def check(self, sites: Iterable[Site]) -> None:
-        size, sites = self.size, list(sites)
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        size = self.size
         totals = [
             (site.dims[letter], what)
             for letter, what in (("Z", "attention heads"), ("F", "features"), ("V", "vocabulary rows"))
@@ -142,8 +154,19 @@ class TensorParallel(Strategy):
         split = site.dims.get("split", 0)
         return super().held_elements(site) - split + split // self.size
 
+    def enter(self, x: Tensor) -> Tensor:
+        """f: what the column-parallel projections of a block read, from x [B, L, H]."""
+        return copy_to_group(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """g: the whole output [B, L, H] of a block, from this rank's part of the sum."""
+        return reduce_from_group(x, self.group)
+
     def linear_in(self, in_features: int, out_features: int) -> Linear:
         return ColumnParallelLinear(in_features, out_features, self)
+
+    def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
+        return ColumnParallelGroupedLinear(in_features, out_features, groups, self)
 
     def linear_out(self, in_features: int, out_features: int) -> Linear:
         return RowParallelLinear(in_features, out_features, self)
@@ -158,6 +181,12 @@ class TensorParallel(Strategy):
     @property
     def vocabulary_parts(self) -> int:
         return self.size
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        own = None if decay is None else decay.chunk(self.size)[self.rank]
+        return super().linear_attention(q, k, v, own, way=way)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         # all heads share the weight, and this rank's heads make only their part of its gradient

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from impls.communication import all_reduce, reduce_from_group, ring
 from impls.linear import Linear
 from impls.ring_self_attention import RingOutput, RingScores, RingSelfAttention
-from impls.tensor_parallel import TensorParallel
+from impls.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -182,13 +182,16 @@ class RowParallelNotReduced(TensorParallel):
         return _RowsNotReduced(in_features, out_features, self)
 
 
+class _InputNotReduced(ColumnParallelLinear):
+    forward = Linear.forward
+    project = Linear.project
+
+
 class ColumnInputGradientNotReduced(TensorParallel):
     """Megatron-LM's f without its all-reduce."""
 
     def linear_in(self, in_features: int, out_features: int) -> Linear:
-        linear = super().linear_in(in_features, out_features)
-        linear.group = None  # type: ignore[assignment]
-        return linear
+        return _InputNotReduced(in_features, out_features, self)
 
 
 class _Frozen(_RowsNotReduced):

@@ -9,7 +9,8 @@ from bench.engines.pool import RankPool
 from bench.oracle import Case
 from bench.verify import relative_errors, verify_case
 from impls.models.model import model_preset
-from impls.strategy import Strategy, strategies
+from impls.registry import strategies
+from impls.strategy import Strategy
 from tests import faults
 
 # the fault, the part that shows it, and how the name of the worst tensor may begin

@@ -17,7 +17,8 @@ from impls.composition import Composition, Stage
 from impls.models.bert import Bert, BertModel
 from impls.models.model import model_preset
 from impls.precision import PRECISIONS, default_dtype
-from impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of, strategy_class
+from impls.registry import strategy_class
+from impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of
 from impls.training import Training, initialize
 
 BATCH, LENGTH = 8, 24

@@ -14,8 +14,9 @@ from bench.oracle import Case
 from bench.verify import VerifyRow, verify, verify_case
 from impls.models.bert import BertModel
 from impls.models.model import model_preset, models
+from impls.registry import strategies
 from impls.ring_self_attention import RingSelfAttention
-from impls.strategy import Strategy, strategies
+from impls.strategy import Strategy
 from impls.tensor_parallel import TensorParallel
 from impls.training import ContiguousGradients, initialize
 

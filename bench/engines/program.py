@@ -18,7 +18,8 @@ from bench.meters.recorder import Recorder
 from impls.communication import Traffic
 from impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
 from impls.models.model import Model, model_preset
-from impls.strategy import MESH_AXES, Site, Strategy, Unsupported, strategy_class
+from impls.registry import strategy_class
+from impls.strategy import MESH_AXES, Site, Strategy, Unsupported
 from impls.training import PRECISIONS, Training, default_dtype, initialize, training_sites
 
 

@@ -16,7 +16,8 @@ from bench.engines.pool import RankPool
 from impls.kernels.dropout import masked_dropout
 from impls.models.model import Model, model_preset
 from impls.random import DropoutRandom
-from impls.strategy import Strategy, shard_of, strategy_class
+from impls.registry import strategy_class
+from impls.strategy import Strategy, shard_of
 from impls.training import PRECISIONS, Precision, Training, default_dtype, initialize
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}

@@ -1,0 +1,64 @@
+"""What all strategies share that give each rank a chunk of every sequence and all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from impls.communication import Traffic
+from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
+
+
+class SequenceChunks(Strategy):
+    """Positions are cut into N chunks; what acts on each position alone needs nothing else.
+
+    The loss is one sum over all positions, so the gradients of parameters are summed over the ranks, not
+    averaged. A strategy derived from this says what happens where positions meet.
+    """
+
+    axis = "sp"
+    attention_region = "sharded"
+    hidden_region = "sharded"
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        size = self.size
+        for site in sites:
+            length = site.dims.get("L", size)
+            if length % size:
+                below = length - length % size
+                lengths = " or ".join(str(n) for n in (below, below + size) if n)
+                raise Unsupported(
+                    f"sequence length {length} is not divisible by {size} ranks",
+                    f"use a sequence length of {lengths}",
+                )
+
+    def parameter_traffic(self, sites: Sequence[Site], element_bytes: int) -> Iterator[Traffic]:
+        """Closed form of the sum of the parameters' gradients."""
+        for site in sites:
+            if site.kind == "parameters":
+                gradients = site.dims["elements"] * element_bytes
+                yield Traffic("gradient_sync", "gradients", "all_reduce", site.count, gradients)
+
+    @property
+    def sequence_parts(self) -> int:
+        return self.size
+
+    def shard(self, x: Tensor, dim: int | None) -> Tensor:
+        return x if dim is None else x.chunk(self.size, dim)[self.rank]
+
+    def sequence_parameter(self, *shape: int) -> nn.Parameter:
+        *rest, length = shape
+        parameter = nn.Parameter(torch.empty(*rest, length // self.size))
+        return mark_shard(parameter, Shard(self.axis, len(rest), self.rank, self.size))
+
+    def first_token(self, x: Tensor) -> tuple[Tensor, float]:
+        return x[:, 0], 1.0 if self.rank == 0 else 0.0
+
+    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
+        return True
+
+    @property
+    def loss_is_partial(self) -> bool:
+        return True
