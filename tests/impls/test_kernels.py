@@ -13,6 +13,7 @@ from impls.kernels.bias_gelu import bias_gelu
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.kernels.dropout import bias_dropout_add, masked_dropout
 from impls.kernels.layer_norm import LayerNorm
+from impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
 from impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron_fuses
 
 HALF = [torch.float16, torch.bfloat16]
@@ -240,6 +241,12 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
 
     x, y, row = tensor(2, 3, 8), tensor(2, 3, 8, seed=1), made(8, dtype=dtype, seed=2).detach()
     kept, scores = bits(2, 3, 8), tensor(2, 2, 4, 8)
+    v, rates = tensor(2, 2, 4, 5, seed=3), torch.tensor([0.0, 0.5])
+    states, before = (
+        linear_attention_states(scores, v, rates, 3),
+        linear_attention_states(scores, v, None, 4)[:, :, 1],
+    )
+    d_states = linear_attention_state_gradients(scores, v, rates, 3)
     statistics = made(2, 3, 1, dtype=torch.float32 if dtype in HALF else dtype).detach().abs()
     return {
         "masked_scale": (x, kept, 1.25),
@@ -248,6 +255,10 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "bias_gelu_backward": (y, x, row),
         "layer_norm": (x, row, row, 1e-5),
         "layer_norm_backward": (y, x, statistics, statistics, row, row),
+        "linear_attention_states": (scores, v, rates, 3),
+        "linear_attention_output": (scores, scores, v, rates, states, before, 3),
+        "linear_attention_state_gradients": (scores, v, None, 3),
+        "linear_attention_input_gradients": (scores, scores, v, v, rates, states, None, d_states, before, 3),
         "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5),
         "masked_softmax_backward_": (scores.clone(), scores, 0.5),
     }

@@ -1,0 +1,299 @@
+"""Causal linear attention with exponential decay per head, in blocks, as operators.
+
+    S_t = exp(-s) S_(t-1) + k_t^T v_t        o_t = q_t S_t
+
+Inside a block of positions the output is the masked product of queries and keys (quadratic in the block),
+and what came before the block reaches it through the state S alone (linear in the length); the gradients
+likewise (lightning attention, arXiv 2401.04658; over ranks: LASP, arXiv 2404.02882). Shapes: q, k
+[B, Z, L, D], v, o [B, Z, L, A], state [B, Z, D, A], in float32 for half precisions; decay [Z], each head's
+rate s >= 0 a position (None: 0). The kernels for GPUs are in ``linear_attention_triton``.
+
+Every exponent is -s times a distance >= 0: strong decay underflows to zero, and nothing overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+#: positions in a block: the fused parallel kernel of LASP's authors keeps a float32 state per 256 positions
+BLOCK = 256
+#: positions in a tile: kernels go through a block's square in tiles and leave out those above the diagonal
+TILE = 64
+
+OPS = torch.ops.spbench
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of states and sums for inputs of this dtype."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def decay_powers(decay: Tensor | None, distance: Tensor) -> Tensor:
+    """exp(-s distance) [Z, n] (or [1, n]) for distances [n], in positions and of the states' dtype."""
+    if decay is None:
+        return torch.ones_like(distance).unsqueeze(0)
+    return torch.exp(-decay.to(distance.dtype).unsqueeze(-1) * distance)
+
+
+def decay_mask(decay: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """exp(-s (i - j)) where j <= i, else 0: [Z, length, length] (or [1, ...]) of the states' dtype."""
+    position = _positions(length, like)
+    distance = position.unsqueeze(-1) - position
+    rate = position.new_zeros(1) if decay is None else decay.to(distance.dtype)
+    # masked before exp: a future position's power would overflow
+    return torch.where(distance < 0, -torch.inf, -rate.view(-1, 1, 1) * distance).exp_()
+
+
+def _positions(length: int, like: Tensor) -> Tensor:
+    return torch.arange(length, device=like.device, dtype=state_dtype(like.dtype))
+
+
+class _Blocks:
+    """Where the blocks of L positions lie, and what decays how far.
+
+    Attributes:
+        count: C, of blocks; the last may be shorter.
+        starts, ends: first position of each block and the one after its last [C].
+        from_start: exp(-s (i + 1)), from the state before a block to its position i [Z, 1, block, 1].
+        to_end: exp(-s (n - 1 - j)), from position j of a block of n to the state after it [Z, C, block, 1].
+        across: exp(-s n), from one boundary to the next [Z, C, 1, 1].
+    """
+
+    def __init__(self, x: Tensor, decay: Tensor | None, block: int):
+        length = x.shape[2]
+        self.block = min(block, length)
+        self.count = -(-length // self.block)
+        inside = _positions(self.block, x)
+        self.starts = _positions(self.count, x) * self.block
+        self.ends = (self.starts + self.block).clamp(max=length)
+        lengths = self.ends - self.starts
+        to_end = (lengths.unsqueeze(-1) - 1 - inside).clamp_(min=0)  # below 0 lies padding: zeros
+        self.from_start = decay_powers(decay, inside + 1)[:, None, :, None]
+        self.to_end = decay_powers(decay, to_end.flatten()).unflatten(1, to_end.shape).unsqueeze(-1)
+        self.across = decay_powers(decay, lengths)[..., None, None]
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, Z, L, D] -> [B, Z, C, block, D] of the states' dtype, the last block padded with zeros."""
+        padded = F.pad(x.to(state_dtype(x.dtype)), (0, 0, 0, self.count * self.block - x.shape[2]))
+        return padded.unflatten(2, (self.count, self.block))
+
+    def join(self, x: Tensor, like: Tensor) -> Tensor:
+        """[B, Z, C, block, D] -> [B, Z, L, D] of the dtype and the length of ``like``."""
+        return x.flatten(2, 3)[:, :, : like.shape[2]].to(like.dtype).contiguous()
+
+
+def _with_initial(states: Tensor, initial: Tensor | None, decay: Tensor | None, blocks: _Blocks) -> Tensor:
+    """The state before each block [B, Z, C, D, A]."""
+    if initial is None:
+        return states[:, :, :-1]
+    return states[:, :, :-1] + decay_powers(decay, blocks.starts)[..., None, None] * initial.unsqueeze(2)
+
+
+def plain_states(k: Tensor, v: Tensor, decay: Tensor | None, block: int) -> Tensor:
+    """States at the boundaries of blocks, [B, Z, C+1, D, A], of a sequence that starts from zero.
+
+    states[c] is the state before block c, states[C] the one after the last position.
+    """
+    blocks = _Blocks(k, decay, block)
+    own = (blocks.split(k) * blocks.to_end).mT @ blocks.split(v)
+    states = [torch.zeros_like(own[:, :, 0])]
+    for c in range(blocks.count):
+        states.append(states[-1] * blocks.across[:, c] + own[:, :, c])
+    return torch.stack(states, 2)
+
+
+def plain_output(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, states: Tensor, initial: Tensor | None, block: int
+) -> Tensor:
+    """o [B, Z, L, A] of q's dtype, given the states from zero and the one before position 0 (None: zero)."""
+    blocks = _Blocks(q, decay, block)
+    queries = blocks.split(q)
+    scores = (queries @ blocks.split(k).mT).mul_(decay_mask(decay, blocks.block, q).unsqueeze(1))
+    o = (queries * blocks.from_start) @ _with_initial(states, initial, decay, blocks)
+    return blocks.join(o.add_(scores @ blocks.split(v)), q)
+
+
+def plain_state_gradients(q: Tensor, d_o: Tensor, decay: Tensor | None, block: int) -> Tensor:
+    """Gradients of the states at the boundaries of blocks, [B, Z, C+1, D, A].
+
+    d_states[c] is what reaches the state before block c from the outputs of block c and later ones, so
+    d_states[C] is zero, and d_states[0] is the gradient of the initial state where nobody uses the final one.
+    """
+    blocks = _Blocks(q, decay, block)
+    own = (blocks.split(q) * blocks.from_start).mT @ blocks.split(d_o)
+    gradients = [torch.zeros_like(own[:, :, 0])]
+    for c in reversed(range(blocks.count)):
+        gradients.append(gradients[-1] * blocks.across[:, c] + own[:, :, c])
+    return torch.stack(gradients[::-1], 2)
+
+
+def plain_input_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    decay: Tensor | None,
+    states: Tensor,
+    initial: Tensor | None,
+    d_states: Tensor,
+    d_final: Tensor | None,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given those of the outputs, of the boundaries and of the final state."""
+    blocks = _Blocks(q, decay, block)
+    queries, keys, values, d_outputs = (blocks.split(x) for x in (q, k, v, d_o))
+    mask = decay_mask(decay, blocks.block, q).unsqueeze(1)
+    before = _with_initial(states, initial, decay, blocks)
+    d_after = d_states[:, :, 1:]
+    if d_final is not None:
+        to_final = decay_powers(decay, q.shape[2] - blocks.ends)[..., None, None]
+        d_after = d_after + to_final * d_final.unsqueeze(2)
+
+    scores = (queries @ keys.mT).mul_(mask)
+    d_scores = (d_outputs @ values.mT).mul_(mask)
+    d_q = (d_outputs * blocks.from_start) @ before.mT + d_scores @ keys
+    d_k = (values * blocks.to_end) @ d_after.mT + d_scores.mT @ queries
+    d_v = (keys * blocks.to_end) @ d_after + scores.mT @ d_outputs
+    return blocks.join(d_q, q), blocks.join(d_k, k), blocks.join(d_v, v)
+
+
+def _operator(plain: Callable[..., Any], in_triton: str) -> torch.library.CustomOpDef:
+    """The operator spbench::linear_attention_<in_triton>: plain torch, and Triton where that can be."""
+    operator = torch.library.custom_op(f"spbench::linear_attention_{in_triton}", mutates_args=())(plain)
+
+    def on_gpu(*arguments: Any) -> Any:
+        if find_spec("triton") is None or arguments[0].dtype is torch.float64:
+            return plain(*arguments)
+        # not before: Triton is not on every machine
+        return getattr(import_module("impls.kernels.linear_attention_triton"), in_triton)(*arguments)
+
+    operator.register_kernel("cuda")(on_gpu)
+    return operator
+
+
+linear_attention_states = _operator(plain_states, "states")
+linear_attention_output = _operator(plain_output, "output")
+linear_attention_state_gradients = _operator(plain_state_gradients, "state_gradients")
+linear_attention_input_gradients = _operator(plain_input_gradients, "input_gradients")
+
+
+@linear_attention_states.register_fake
+@linear_attention_state_gradients.register_fake
+def _(x: Tensor, y: Tensor, decay: Tensor | None, block: int) -> Tensor:
+    *lead, length, width = x.shape
+    boundaries = -(-length // block) + 1
+    return x.new_empty(*lead, boundaries, width, y.shape[-1], dtype=state_dtype(x.dtype))
+
+
+@linear_attention_output.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(v.shape)
+
+
+@linear_attention_input_gradients.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _scores(length: int, block: int) -> int:
+    """Pairs of positions of one sequence and head that the tiles on and below the diagonals hold."""
+    whole, rest = divmod(length, block)
+
+    def in_block(n: int) -> int:
+        return sum(min(TILE, n - i) * min(i + TILE, n) for i in range(0, n, TILE))
+
+    return whole * in_block(block) + in_block(rest)
+
+
+@register_flop_formula([OPS.linear_attention_states, OPS.linear_attention_state_gradients])
+def _boundary_flops(x: Sequence[int], y: Sequence[int], *_: Any, **__: Any) -> int:
+    batch, heads, length, width = x
+    return 2 * batch * heads * length * width * y[-1]
+
+
+@register_flop_formula(OPS.linear_attention_output)
+def _output_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
+    (batch, heads, length, d), a = q, v[-1]
+    return 2 * batch * heads * (_scores(length, rest[-1]) * (d + a) + length * d * a)
+
+
+@register_flop_formula(OPS.linear_attention_input_gradients)
+def _input_gradient_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
+    # q k^T and d_scores; d_q, d_k and d_v inside the block; each of the three through a state
+    (batch, heads, length, d), a = q, v[-1]
+    return 2 * batch * heads * (_scores(length, rest[-1]) * (3 * d + 2 * a) + 3 * length * d * a)
+
+
+def final_state(states: Tensor, initial: Tensor | None, decay: Tensor | None, length: int) -> Tensor:
+    """The state after the last of ``length`` positions [B, Z, D, A], given the state before the first."""
+    return _carried(states[:, :, -1], initial, decay, length)
+
+
+def initial_gradient(d_states: Tensor, d_final: Tensor | None, decay: Tensor | None, length: int) -> Tensor:
+    """The gradient of the state before the first position, given that of the state after the last."""
+    return _carried(d_states[:, :, 0], d_final, decay, length)
+
+
+def _carried(own: Tensor, other: Tensor | None, decay: Tensor | None, length: int) -> Tensor:
+    if other is None:
+        return own.clone(memory_format=torch.contiguous_format)  # a view would keep all blocks' states
+    return torch.addcmul(own, decay_powers(decay, own.new_full((1,), length)).unsqueeze(-1), other)
+
+
+class _ChunkedLinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, block: int
+    ) -> tuple[Tensor, Tensor]:
+        states = linear_attention_states(k, v, decay, block)
+        o = linear_attention_output(q, k, v, decay, states, initial, block)
+        ctx.save_for_backward(q, k, v, decay, states, initial)
+        ctx.block = block
+        ctx.set_materialize_grads(False)
+        return o, final_state(states, initial, decay, q.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, decay, states, initial = ctx.saved_tensors
+        if d_o is None:
+            d_o = torch.zeros_like(v)
+        d_states = linear_attention_state_gradients(q, d_o, decay, ctx.block)
+        d_q, d_k, d_v = linear_attention_input_gradients(
+            q, k, v, d_o, decay, states, initial, d_states, d_final, ctx.block
+        )
+        d_initial = initial_gradient(d_states, d_final, decay, q.shape[2]) if initial is not None else None
+        return d_q, d_k, d_v, None, d_initial, None
+
+
+def chunked_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    initial: Tensor | None = None,
+    *,
+    block: int = BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """(o, state after the last position) of a chunk, given the state before it; of both come gradients.
+
+    Keeps q, k, v, the initial state and the states [B, Z, C+1, D, A]. The decay gets no gradient.
+    """
+    return _ChunkedLinearAttention.apply(q, k, v, decay, initial, block)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, block: int = BLOCK) -> Tensor:
+    """o [B, Z, L, A] of a whole sequence."""
+    return chunked_linear_attention(q, k, v, decay, block=block)[0]
+
+
+def quadratic_linear_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:
+    """The same as ((q k^T) * mask) v, which needs no state and L x L memory: the left product."""
+    return ((q @ k.mT) * decay_mask(decay, q.shape[2], q).to(q.dtype)) @ v
