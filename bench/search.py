@@ -3,7 +3,7 @@
 The boundary is predicted from a few small traces (:mod:`bench.extrapolate`), then proved by whole
 traces: the answer fits, one step more does not. So a search costs two whole traces where the prediction
 is right, one more where the allocator loses memory to fragmentation, and up to three more where the step
-is no multiple of what fused kernels take.
+is no multiple of what fused kernels take. The time of a step comes from the same traces.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 from bench.cell import Cell, Measurement
 from bench.cluster import load_cluster
 from bench.engines import virtual
-from bench.engines.program import planned_strategy, stage_members
+from bench.engines.program import alike_ranks, planned_strategy
+from bench.engines.timing import add_times, can_time
 from bench.extrapolate import NotOneProgram, Programs
 from bench.meters.allocator import replay
 from bench.meters.memory import MemoryLog
+from bench.meters.timeline import TimelineMeter
 from impls.models.model import model_preset
 from impls.strategy import Unsupported
 
@@ -50,16 +52,19 @@ class _Boundary:
         self.best: Measurement | None = None
         self.worst: Measurement | None = None
         self.proof: list[dict[str, Any]] = []
+        self.timed = cell.search.timed and can_time(cell)
+        #: of the stages at the answer, where the search is timed
+        self.timelines: list[TimelineMeter] = []
         #: the newest whole trace, and the units at which it was
         self.whole: tuple[int, MemoryLog] | None = None
         #: whether to look which program runs at a guess
         self.confirming = True
-        #: the pipeline stage whose memory is predicted; mostly the first, which 1F1B runs furthest ahead
-        self.stage = 0
+        #: the set of ranks whose memory is predicted; mostly the first stage's, which runs furthest ahead
+        self.set = 0
         self._sample()
 
     def _sample(self) -> None:
-        """Learn how the memory of the stage grows, from small shallow traces."""
+        """Learn how the memory of those ranks grows, from small shallow traces."""
         cell = self.cell
         # memory is affine in the batch and quadratic in the length: two points for one, three for the other
         shortest = -(-SHORTEST_SAMPLE // self.step)
@@ -77,7 +82,7 @@ class _Boundary:
         if layers is not None:
             whole = layers * cell.sizes.pp
             cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": whole}})
-        return virtual.trace(cell, stage_members(cell.sizes)[self.stage][0]).memory.log
+        return virtual.trace(cell, alike_ranks(cell)[self.set].ranks[0]).memory.log
 
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
@@ -117,9 +122,9 @@ class _Boundary:
     def probe(self, value: int) -> bool:
         """Trace the whole step at that batch or length; tells whether it fits."""
         cell = self.cell.at(value)
-        first_ranks = [ranks[0] for ranks in stage_members(cell.sizes)]
-        recorders = [virtual.trace(cell, rank) for rank in first_ranks]
-        result = virtual.told([virtual.measure(cell, r, stage) for stage, r in enumerate(recorders)])
+        first_ranks = [alike.ranks[0] for alike in alike_ranks(cell)]
+        recorders = [virtual.trace(cell, rank, timeline=self.timed) for rank in first_ranks]
+        result = virtual.told([virtual.measure(cell, r, which) for which, r in enumerate(recorders)])
         fits = result.status == "ok"
         self.proof.append(
             {
@@ -132,13 +137,14 @@ class _Boundary:
         )
         if fits:
             self.answer, self.best = value, result
+        self.timelines = [r.timeline for r in recorders if r.timeline is not None]
         else:
             self.worst = result
-        stage = first_ranks.index(result.peak_rank)
-        if stage != self.stage:
-            self.stage = stage
+        which = first_ranks.index(result.peak_rank)
+        if which != self.set:
+            self.set = which
             self._sample()
-        self.whole = value // self.step, recorders[stage].memory.log
+        self.whole = value // self.step, recorders[which].memory.log
         return fits
 
     def narrow(self) -> None:
@@ -190,8 +196,10 @@ def largest_that_fits(cell: Cell) -> Measurement:
     boundary.refine()
     found = boundary.best or boundary.worst
     assert found is not None
-    if cell.search.timed and boundary.answer is not None:
-        found = virtual.run(cell.at(boundary.answer))
+    if boundary.timelines and boundary.answer is not None:
+        programs = [timeline.program() for timeline in boundary.timelines]
+        members = [alike.ranks for alike in alike_ranks(cell)]
+        add_times(found, cell.at(boundary.answer), programs, members)
     found.proof = boundary.proof
     found.answer = boundary.answer
     return found

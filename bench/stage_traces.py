@@ -1,4 +1,4 @@
-"""A cell traced once for each pipeline stage, and its timeline on a cluster."""
+"""A cell traced once for each set of ranks that run the same program, and its timeline on a cluster."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from bench.cell import Cell
 from bench.cluster import Cluster
 from bench.engines import virtual
-from bench.engines.program import stage_members
+from bench.engines.program import alike_ranks
 from bench.meters.recorder import Recorder
 from bench.simulate import Simulator
 
 
 def stage_traces(cell: Cell) -> list[Recorder]:
-    """What the first rank of each stage does, with the order of events.
+    """What the first rank of each set does, with the order of events.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    return [virtual.trace(cell, ranks[0], timeline=True) for ranks in stage_members(cell.sizes)]
+    return [virtual.trace(cell, alike.ranks[0], timeline=True) for alike in alike_ranks(cell)]
 
 
 def simulator_of(cell: Cell, recorders: Sequence[Recorder], cluster: Cluster) -> Simulator:
@@ -28,4 +28,4 @@ def simulator_of(cell: Cell, recorders: Sequence[Recorder], cluster: Cluster) ->
         RatesUnknown: the cluster lacks a figure.
     """
     programs = [recorder.timeline.program() for recorder in recorders if recorder.timeline is not None]
-    return Simulator(programs, stage_members(cell.sizes), cluster, cell.precision)
+    return Simulator(programs, [alike.ranks for alike in alike_ranks(cell)], cluster, cell.precision)

@@ -12,7 +12,7 @@ from bench.cell import Cell
 from bench.cluster import load_cluster
 from bench.costs import RatesUnknown, check_rates
 from bench.declaration import UserError
-from bench.engines.program import stage_members
+from bench.engines.program import alike_ranks
 from bench.engines.virtual import measure, told
 from bench.narrowing import Narrowing, narrowed_cells
 from bench.scenario import Scenario, load_scenario
@@ -55,7 +55,7 @@ def write_trace(
         report.message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
     timeline = simulator_of(cell, recorders, cluster)()
     output.parent.mkdir(parents=True, exist_ok=True)
-    export_trace(timeline, output, ranks or [members[0] for members in stage_members(cell.sizes)])
+    export_trace(timeline, output, ranks or [alike.ranks[0] for alike in alike_ranks(cell)])
     parts = ", ".join(
         f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s"
         for part, seconds in timeline.breakdown.items()

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bench.cell import Cell, Measurement
-from bench.engines.program import mesh_axes, plan, record_step, stage_members
+from bench.engines.program import alike_ranks, mesh_axes, plan, record_step
 from bench.meters.allocator import replay
 from bench.meters.recorder import Recorder
 from impls.strategy import MESH_AXES
@@ -46,8 +46,7 @@ def run(cell: Cell) -> Measurement:
     planned = plan(cell)
     by_rank = launch(cell, measure_rank)
     rank, worst = max(by_rank.items(), key=lambda item: item[1]["peak_memory_bytes"])
-    told = rank if cell.sizes.pp > 1 else 0
-    stage = _stage(cell, told)
+    told = rank if cell.sizes.pp > 1 else alike_ranks(cell)[0].ranks[0]
     samples = by_rank[0]["step_time_samples_s"]
     step_time_s = statistics.median(samples)
     return Measurement(
@@ -57,7 +56,7 @@ def run(cell: Cell) -> Measurement:
         peak_rank=rank,
         peak_held=worst["peak_held"],
         communication=by_rank[told]["communication"],
-        formula=planned.formula(stage),
+        formula=planned.formula(_set_of(cell, told)),
         formula_difference=[entry for result in by_rank.values() for entry in result["formula_difference"]],
         step_time_s=step_time_s,
         step_time_samples_s=samples,
@@ -117,14 +116,14 @@ def measure_rank(mesh: DeviceMesh, cell: Cell) -> dict[str, Any]:
         "peak_phase": peak.phase,
         "peak_held": peak.held,
         "communication": recorder.communication.rows(),
-        "formula_difference": plan(cell).difference(recorder.communication, _stage(cell, dist.get_rank())),
+        "formula_difference": plan(cell).difference(recorder.communication, _set_of(cell, dist.get_rank())),
         "step_time_samples_s": samples,
     }
 
 
-def _stage(cell: Cell, rank: int) -> int:
-    """The pipeline stage of a rank."""
-    return next(stage for stage, ranks in enumerate(stage_members(cell.sizes)) if rank in ranks)
+def _set_of(cell: Cell, rank: int) -> int:
+    """Which of :func:`alike_ranks` a rank is in."""
+    return next(which for which, alike in enumerate(alike_ranks(cell)) if rank in alike.ranks)
 
 
 def _timed(step: Any) -> float:

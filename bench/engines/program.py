@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Cell, Sizes
+from bench.cell import Cell
 from bench.meters.communication import CommunicationMeter, as_number
 from bench.meters.recorder import Recorder
 from impls.communication import Traffic
@@ -28,22 +28,22 @@ class Plan:
     """A cell whose sizes have been checked.
 
     Attributes:
-        traffic: for each pipeline stage, the closed form of what a rank sends in a step, each entry with
-            the size of the group it goes to.
+        traffic: for each of :func:`alike_ranks`, the closed form of what a rank sends in a step, each entry
+            with the size of the group it goes to.
     """
 
     traffic: list[list[tuple[Traffic, int]]]
 
-    def formula(self, stage: int = 0) -> list[dict[str, Any]]:
+    def formula(self, which: int = 0) -> list[dict[str, Any]]:
         """The closed form as rows: phase, purpose, collective, count, payload_bytes (of one) and sent_bytes
         (of one rank, all of them)."""
-        return [{**asdict(t), "sent_bytes": as_number(t.sent_bytes(n))} for t, n in self.traffic[stage]]
+        return [{**asdict(t), "sent_bytes": as_number(t.sent_bytes(n))} for t, n in self.traffic[which]]
 
-    def difference(self, meter: CommunicationMeter, stage: int = 0) -> list[dict[str, Any]]:
+    def difference(self, meter: CommunicationMeter, which: int = 0) -> list[dict[str, Any]]:
         """Where the meter saw other bytes than the closed form says; empty where they agree exactly."""
         expected: Counter[tuple[str, str]] = Counter()
         metered: Counter[tuple[str, str]] = Counter()
-        for t, size in self.traffic[stage]:
+        for t, size in self.traffic[which]:
             expected[t.phase, t.collective] += t.sent_bytes(size)  # type: ignore[assignment]
         for (phase, collective), sent in meter.sent_bytes().items():
             metered[phase, collective] += sent  # type: ignore[assignment]
@@ -59,8 +59,9 @@ class Plan:
         ]
 
 
-def planned_strategy(cell: Cell) -> Strategy:
-    """The cell's strategy without process groups, for checks and closed forms.
+def planned_strategy(cell: Cell, rank: int = 0) -> Strategy:
+    """The cell's strategy without process groups, for checks, and for closed forms of what ``rank`` of a
+    strategy's group sends.
 
     Raises:
         Unsupported: an axis has more than one rank that the strategy does not use.
@@ -73,7 +74,7 @@ def planned_strategy(cell: Cell) -> Strategy:
                 f"give the ranks to {cls.axis}" if cls.axis else "use one rank",
             )
     size = getattr(cell.sizes, cls.axis) if cls.axis else 1
-    return cls(planned_size=size, **cell.strategy_options)
+    return cls(planned_size=size, planned_rank=rank, **cell.strategy_options)
 
 
 def plan(cell: Cell) -> Plan:
@@ -99,20 +100,46 @@ def plan(cell: Cell) -> Plan:
     strategy.check(sites(ONE_STAGE))
     width = precision.parameters.itemsize
     traffic = []
-    for stage in (Stage(i, cell.sizes.pp) for i in range(cell.sizes.pp)):
+    for alike in alike_ranks(cell):
         entries = composed_traffic(
-            sites(stage), strategy, stage, cell.sizes.dp, cell.training.micro_batches, width
+            sites(alike.stage),
+            planned_strategy(cell, alike.role),
+            alike.stage,
+            cell.sizes.dp,
+            cell.training.micro_batches,
+            width,
         )
         traffic.append([(t, size) for t, size in entries if t.sent_bytes(size)])
     return Plan(traffic)
 
 
-def stage_members(sizes: Sizes) -> list[list[int]]:
-    """The ranks of each pipeline stage; the mesh (dp, pp, tp, sp) is row-major."""
-    each = sizes.tp * sizes.sp
+@dataclass(frozen=True)
+class Alike:
+    """Global ranks that run the same program.
+
+    Attributes:
+        stage: their pipeline stage.
+        role: the rank that one of them has in its strategy's group.
+    """
+
+    stage: Stage
+    role: int
+    ranks: list[int]
+
+
+def alike_ranks(cell: Cell) -> list[Alike]:
+    """All ranks of a cell, in sets of those that run the same program: by pipeline stage, and within it by
+    :meth:`impls.strategy.Strategy.roles`. The mesh (dp, pp, tp, sp) is row-major."""
+    sizes = cell.sizes
+    each = sizes.tp * sizes.sp  # one of the two is 1
     return [
-        [(replica * sizes.pp + stage) * each + i for replica in range(sizes.dp) for i in range(each)]
+        Alike(
+            Stage(stage, sizes.pp),
+            role[0],
+            [(replica * sizes.pp + stage) * each + i for replica in range(sizes.dp) for i in role],
+        )
         for stage in range(sizes.pp)
+        for role in strategy_class(cell.strategy).roles(each)
     ]
 
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.cell import Cell, Measurement, Sizes
 from bench.cluster import load_cluster
-from bench.engines.program import mesh_axes, plan, record_step, stage_members
+from bench.engines.program import alike_ranks, mesh_axes, plan, record_step
 from bench.engines.timing import add_times, can_time
 from bench.meters.allocator import MIB, replay
 from bench.meters.recorder import Recorder
@@ -72,16 +72,16 @@ def run(cell: Cell) -> Measurement:
     """Measure a cell: peak and reserved memory, whether it fits the card, communication, and the step time
     where the cluster has rates.
 
-    Ranks of one pipeline stage run the same program, so one of each stage is traced. What is told is of
-    the stage with the largest peak, or of one that runs out of memory.
+    One rank is traced of each set that runs the same program (a pipeline stage, or a role in it). What is
+    told is of the one with the largest peak, or of one that runs out of memory.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    members = stage_members(cell.sizes)
+    members = [alike.ranks for alike in alike_ranks(cell)]
     timed = can_time(cell)
     recorders = [trace(cell, ranks[0], timeline=timed) for ranks in members]
-    result = told([measure(cell, recorder, stage) for stage, recorder in enumerate(recorders)])
+    result = told([measure(cell, recorder, which) for which, recorder in enumerate(recorders)])
     programs = [recorder.timeline.program() for recorder in recorders if recorder.timeline is not None]
     if programs and result.status == "ok":
         add_times(result, cell, programs, members)
@@ -89,14 +89,14 @@ def run(cell: Cell) -> Measurement:
 
 
 def told(measurements: list[Measurement]) -> Measurement:
-    """Of the stages' measurements the one that is told, with what any stage's closed form got wrong."""
+    """Of the measurements the one that is told, with what the closed form of any got wrong."""
     chosen = max(measurements, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
     chosen.formula_difference = [entry for m in measurements for entry in m.formula_difference]
     return chosen
 
 
-def measure(cell: Cell, recorder: Recorder, stage: int = 0) -> Measurement:
-    """What a trace of the first rank of a stage means on the cell's cluster."""
+def measure(cell: Cell, recorder: Recorder, which: int = 0) -> Measurement:
+    """What a trace of the first rank of a set of :func:`alike_ranks` means on the cell's cluster."""
     planned, log = plan(cell), recorder.memory.log
     peak = log.peak()
     card = replay(log.sizes, log.events, load_cluster(cell.cluster).usable_memory_bytes)
@@ -104,11 +104,11 @@ def measure(cell: Cell, recorder: Recorder, stage: int = 0) -> Measurement:
         peak_memory_bytes=peak.nbytes,
         reserved_memory_bytes=card.peak_reserved,
         peak_phase=peak.phase,
-        peak_rank=stage_members(cell.sizes)[stage][0],
+        peak_rank=alike_ranks(cell)[which].ranks[0],
         peak_held=peak.held,
         communication=recorder.communication.rows(),
-        formula=planned.formula(stage),
-        formula_difference=planned.difference(recorder.communication, stage),
+        formula=planned.formula(which),
+        formula_difference=planned.difference(recorder.communication, which),
     )
     if card.out_of_memory is not None:
         error = card.out_of_memory

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Cell, Measurement, Search
+from bench.cell import Cell, Measurement, Search, Sizes, TrainingOptions
 from bench.engines import virtual
 from bench.search import largest_that_fits
 from impls.strategy import Unsupported
@@ -105,9 +105,9 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
     traced: list[int] = []
     real = virtual.trace
 
-    def counted(cell: Cell, rank: int = 0) -> Any:
+    def counted(cell: Cell, rank: int = 0, *, timeline: bool = False) -> Any:
         traced.append(cell.model_options["layers"])
-        return real(cell, rank)
+        return real(cell, rank, timeline=timeline)
 
     monkeypatch.setattr(virtual, "trace", counted)
     cell = searching(tmp_path, 512, RSA, 2, LENGTH, batch=8, model_options={"layers": 9})
@@ -116,6 +116,32 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert traced.count(9) == len(found.proof) <= 3
     assert set(traced) == {2, 3, 9}
     assert len(traced) <= 12
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_timed_search_times_its_answer(stages: int) -> None:
+    search = Search(quantity="batch", step=4, timed=True)
+    sizes = Sizes(pp=stages, sp=2)
+    cell = Cell(
+        model="bert-tiny",
+        strategy=RSA,
+        sizes=sizes,
+        seq_len=128,
+        cluster="piz-daint-p100",
+        precision="fp16",
+        model_options={"layers": 4},
+        training=TrainingOptions(micro_batches=stages),
+        search=search,
+    )
+    found = largest_that_fits(cell)
+    assert found.answer is not None
+    assert [probe["status"] for probe in found.proof].count("oom") >= 1
+    alone = virtual.run(cell.at(found.answer))
+    assert found.step_time_s == alone.step_time_s is not None
+    assert found.tokens_per_s == found.answer * 128 / found.step_time_s
+    assert (found.breakdown, found.calibration) == (alone.breakdown, alone.calibration)
+    untimed = largest_that_fits(cell.model_copy(update={"search": search.model_copy(update={"timed": False})}))
+    assert (untimed.answer, untimed.step_time_s, untimed.tokens_per_s) == (found.answer, None, None)
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
