@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +51,8 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
     assert asked is not None
     # a sum that threads share rounds otherwise, and how many there are depends on the machine
     torch.set_num_threads(1)
-    training, strategy, around = build_training(cell, mesh, cls)
-    initialize(training.module, asked.seed, deviation=asked.deviation)
+    set_weights = partial(initialize, seed=asked.seed, deviation=asked.deviation)
+    training, strategy, around = build_training(cell, mesh, set_weights, cls)
     shares = LossShares(training.module, model.losses)
     groups = [strategy.group if strategy.loss_is_partial else None, around.dp_group, around.pp_group]
     batches = model.batches(*cell.shape, seed=asked.seed)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bench.cell import Cell
@@ -150,10 +150,13 @@ def mesh_axes(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def set_up(
-    cell: Cell, mesh: DeviceMesh, generator: torch.Generator | None = None
+    cell: Cell,
+    mesh: DeviceMesh,
+    generator: torch.Generator | None = None,
+    set_weights: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Training, dict[str, Tensor]]:
-    """Build the training of a cell on this rank, and this rank's inputs."""
-    training, strategy, around = build_training(cell, mesh)
+    """Build the training of a cell on this rank, and this rank's inputs, with values from the last two."""
+    training, strategy, around = build_training(cell, mesh, set_weights)
     model = model_preset(cell.model, cell.model_options)
     inputs = rank_inputs(model, strategy, around, model.inputs(*cell.shape, generator))
     if cell.training.batch_on_device == "part":
@@ -162,11 +165,15 @@ def set_up(
 
 
 def build_training(
-    cell: Cell, mesh: DeviceMesh, cls: type[Strategy] | None = None
+    cell: Cell,
+    mesh: DeviceMesh,
+    set_weights: Callable[[nn.Module], None] | None = None,
+    cls: type[Strategy] | None = None,
 ) -> tuple[Training, Strategy, Composition]:
-    """The training of a cell on this rank, weights not yet set, and what it was built with.
+    """The training of a cell on this rank, and what it was built with.
 
     Args:
+        set_weights: gives the module its weights, before they are copied or sharded; None: they have none.
         cls: the strategy, instead of the registered one of the cell's name.
     """
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
@@ -174,6 +181,8 @@ def build_training(
     around = Composition(mesh)
     with default_dtype(precision.parameters):
         module = model.build(strategy, cell.shape[1], around.stage)
+    if set_weights is not None:
+        set_weights(module)
     training = Training(
         module,
         strategy,
@@ -212,10 +221,13 @@ def record_step(
     Args:
         seed: give the weights values first, unseen by the recorder; None: there are none (fake tensors).
     """
-    training, inputs = set_up(cell, mesh, generator)
-    if seed is not None:
-        with recorder.paused():
-            initialize(training.module, seed)
+
+    def set_weights(module: nn.Module) -> None:
+        if seed is not None:
+            with recorder.paused():
+                initialize(module, seed)
+
+    training, inputs = set_up(cell, mesh, generator, set_weights)
     memory = recorder.memory
     memory.tag(training.module.parameters(), "parameters")
     memory.tag(training.gradients.tensors(), "gradients")
