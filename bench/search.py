@@ -137,7 +137,7 @@ class _Boundary:
         )
         if fits:
             self.answer, self.best = value, result
-        self.timelines = [r.timeline for r in recorders if r.timeline is not None]
+            self.timelines = [r.timeline for r in recorders if r.timeline is not None]
         else:
             self.worst = result
         which = first_ranks.index(result.peak_rank)

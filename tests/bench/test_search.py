@@ -140,7 +140,9 @@ def test_timed_search_times_its_answer(stages: int) -> None:
     assert found.step_time_s == alone.step_time_s is not None
     assert found.tokens_per_s == found.answer * 128 / found.step_time_s
     assert (found.breakdown, found.calibration) == (alone.breakdown, alone.calibration)
-    untimed = largest_that_fits(cell.model_copy(update={"search": search.model_copy(update={"timed": False})}))
+    untimed = largest_that_fits(
+        cell.model_copy(update={"search": search.model_copy(update={"timed": False})})
+    )
     assert (untimed.answer, untimed.step_time_s, untimed.tokens_per_s) == (found.answer, None, None)
 
 
