@@ -122,6 +122,33 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x if group is None or group.size() == 1 else _SumOverGroup.apply(x, group)
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.split_dim, ctx.gather_dim, ctx.group = split_dim, gather_dim, group
+        return _exchange_parts(x, split_dim, gather_dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange_parts(gradient, ctx.gather_dim, ctx.split_dim, ctx.group), None, None, None
+
+
+def _exchange_parts(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
+    # the collective sends row r of dim 0 to rank r, and puts what rank r sent into row r
+    sent = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+
+
+def all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Exchange which dim of a tensor is spread over the ranks: x is whole along ``split_dim`` and this rank's
+    chunk along ``gather_dim``; the result is this rank's chunk along ``split_dim`` and whole along
+    ``gather_dim``. Dims count from the front; N must divide the one that is split. Backward is the inverse.
+    """
+    return x if group is None or group.size() == 1 else _AllToAll.apply(x, split_dim, gather_dim, group)
+
+
 def ring(chunk: Tensor, group: dist.ProcessGroup | None) -> Iterator[tuple[int, Tensor]]:
     """Pass ``chunk`` around the ring: yields (owner, chunk of that owner), this rank's own first.
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from impls.communication import Traffic, all_gather_flat, copy_to_group, reduce_from_group
+from impls.divisors import nearest_divisors
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.linear import GroupedLinear, Linear
 from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
@@ -101,11 +102,9 @@ class TensorParallel(Strategy):
             if total % size:
                 # what else must be divisible too; but the vocabulary is padded to suit any number of ranks
                 common = math.gcd(*(t for t, w in totals if w == what or w != "vocabulary rows"))
-                divisors = [n for n in range(1, common + 1) if common % n == 0]
-                nearest = [max(n for n in divisors if n < size), *[n for n in divisors if n > size][:1]]
                 raise Unsupported(
                     f"{total} {what} cannot be split over {size} ranks",
-                    f"use {' or '.join(map(str, nearest))}",
+                    f"use {nearest_divisors(common, size)}",
                 )
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:

@@ -15,6 +15,7 @@ from bench.engines.pool import RankPool
 from impls.communication import (
     WIRE_SHARE,
     all_reduce,
+    all_to_all,
     copy_to_group,
     reduce_from_group,
     ring,
@@ -101,3 +102,29 @@ def test_wire_bytes_of_ring_algorithms(n: int) -> None:
     # an all-reduce is a reduce-scatter and an all-gather
     assert WIRE_SHARE["all_reduce"](n) == WIRE_SHARE["reduce_scatter"](n) + WIRE_SHARE["all_gather"](n)
     assert (wire_bytes("send", payload, n), wire_bytes("recv", payload, n)) == (7, 0)
+
+
+def exchanged(mesh: DeviceMesh, split_dim: int, gather_dim: int, transposed: bool) -> list[Tensor]:
+    """What rank r has of x[i, j, k] after an exchange, and the gradient of what it had before."""
+    group, rank, n = mesh.get_group("sp"), dist.get_rank(), mesh.get_group("sp").size()
+    whole = torch.arange(2.0 * 12 * 24).reshape(24, 2, 12).movedim(1, 3 - split_dim - gather_dim)
+    before = whole.chunk(n, gather_dim)[rank]
+    if transposed:
+        before = before.mT.contiguous().mT
+    x = before.clone(memory_format=torch.preserve_format).requires_grad_()
+    y = all_to_all(x, split_dim, gather_dim, group)
+    expected = whole.chunk(n, split_dim)[rank]
+    y.backward(expected.mT.contiguous().mT if transposed else expected)  # the inverse must bring x back
+    assert x.grad is not None
+    return [y.detach(), expected, x.grad, before]
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_all_to_all_swaps_the_dim_that_is_spread(
+    pool: RankPool, dims: tuple[int, int], transposed: bool
+) -> None:
+    for n in (1, 2, 3, 4):
+        for y, expected, gradient, before in pool.run(n, exchanged, *dims, transposed, axis="sp"):
+            assert torch.equal(y, expected)
+            assert torch.equal(gradient, before)

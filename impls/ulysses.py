@@ -1,0 +1,112 @@
+"""DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509, section 3).
+
+Every rank holds all weights and a chunk of L/N positions of every sequence. Attention works on each head
+alone, so before it an all-to-all each for queries, keys and values turns [all Z heads, L/N positions] into
+[Z/N heads, all L positions]; attention is then what one device computes, for fewer heads; and a fourth
+all-to-all turns its output back. What a rank sends falls with N, as 4 (N-1)/N B (L/N) Z A elements forward
+and as much backward (section 3.2 counts four messages of M/N); the heads limit N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from impls.communication import Traffic, all_to_all
+from impls.divisors import nearest_divisors
+from impls.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
+from impls.strategy import Site, Unsupported
+
+#: dims of [B, Z, L, A]
+HEADS, POSITIONS = 1, 2
+
+
+class Ulysses(SequenceChunks):
+    """See the module.
+
+    Args:
+        pad_heads: where N does not divide the heads, add heads of zeros up to a multiple of N, which are
+            sent and computed like the others and then dropped. Something like it is needed to run on more
+            ranks than there are heads, as the LASP paper (arXiv 2404.02882) reports of Ulysses.
+    """
+
+    name = "ulysses"
+    summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
+    source = "arXiv 2309.14509, section 3"
+    meets = frozenset({"attention", "causal_attention", "linear_attention"})
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        planned_size: int = 1,
+        seed: int = 0,
+        planned_rank: int = 0,
+        pad_heads: bool = False,
+    ):
+        super().__init__(mesh, planned_size, seed, planned_rank)
+        self.pad_heads = pad_heads
+
+    def padded(self, heads: int) -> int:
+        """``heads`` and those that are added."""
+        return math.ceil(heads / self.size) * self.size
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        super().check_sizes(sites)
+        refuse_masks_of_own_queries(self.name, sites)
+        for site in sites:
+            heads = site.dims.get("Z", self.size)
+            if heads % self.size and not self.pad_heads:
+                raise Unsupported(
+                    f"{heads} attention heads cannot be split over {self.size} ranks",
+                    f"use {nearest_divisors(heads, self.size)}, or the strategy's option pad_heads",
+                )
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        sites = list(sites)
+        for site in sites:
+            if site.kind not in self.meets:
+                continue
+            d = site.dims
+            # q and k have D features a head in linear attention, v and the output A
+            positions = d["B"] * self.padded(d["Z"]) * (d["L"] // self.size) * element_bytes
+            for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
+                yield Traffic(phase, "q and k", "all_to_all", site.count * 2, positions * d.get("D", d["A"]))
+                yield Traffic(phase, "v and the output", "all_to_all", site.count * 2, positions * d["A"])
+        yield from self.parameter_traffic(sites, element_bytes)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[B, Z, L/N, A] -> this rank's heads of the whole sequence [B, Z/N, L, A]."""
+        missing = self.padded(x.shape[HEADS]) - x.shape[HEADS]
+        if missing:
+            x = F.pad(x, (0, 0, 0, 0, 0, missing))
+        return all_to_all(x, HEADS, POSITIONS, self.group)
+
+    def to_positions(self, x: Tensor, heads: int) -> Tensor:
+        """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], those that were added gone."""
+        return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        # the mask is one of keys, which are whole for every rank, and the same for all heads
+        heads = q.shape[HEADS]
+        q, k, v = (self.to_heads(x) for x in (q, k, v))
+        return self.to_positions(self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax), heads)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = q.shape[HEADS]
+        q, k, v = (self.to_heads(x) for x in (q, k, v))
+        return self.to_positions(super().causal_attention(q, k, v), heads)
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        heads = q.shape[HEADS]
+        q, k, v = (self.to_heads(x) for x in (q, k, v))
+        if decay is not None:
+            decay = F.pad(decay, (0, self.padded(heads) - heads)).chunk(self.size)[self.rank]
+        return self.to_positions(super().linear_attention(q, k, v, decay, way=way), heads)

@@ -1,0 +1,125 @@
+"""A model that is nothing but attention: q, k and v come in, and all three get gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from bench.engines.program import mesh_axes
+from bench.meters.recorder import Recorder
+from impls.composition import ONE_STAGE, Stage
+from impls.models.model import Model, Part
+from impls.strategy import Site, Strategy
+
+
+@dataclass(frozen=True)
+class AttentionModel(Model):
+    """One call of the attention that ``kind`` names.
+
+    Attributes:
+        kind: "attention" (keys may be masked), "causal_attention" or "linear_attention".
+        masked: "attention" gets a mask of padded keys, else None.
+        decay: "linear_attention" gets a rate a head.
+        key_size: D of linear attention; all else has ``head_size``.
+    """
+
+    kind: str = "causal_attention"
+    heads: int = 12
+    head_size: int = 4
+    key_size: int = 3
+    masked: bool = False
+    decay: bool = True
+    way: str = "chunked"
+
+    sequence_dims: ClassVar[Mapping[str, int | None]] = {"q": 2, "k": 2, "v": 2, "padding": None}
+
+    def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
+        return OnlyAttention(self, strategy)
+
+    def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
+        key_size = self.key_size if self.kind == "linear_attention" else self.head_size
+        q, k, v = (
+            torch.randn(batch, self.heads, seq_len, size, generator=generator, dtype=torch.float64)
+            for size in (key_size, key_size, self.head_size)
+        )
+        padding = torch.zeros(batch, seq_len, dtype=torch.int64)
+        padding[:, seq_len - seq_len // 8 :] = 1
+        return {"q": q, "k": k, "v": v, "padding": padding}
+
+    def sites(
+        self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
+    ) -> list[Site]:
+        dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": self.head_size}
+        return [Site(self.kind, 1, dims | ({"D": self.key_size} if self.kind == "linear_attention" else {}))]
+
+    def parts(self) -> Mapping[str, Part]:
+        return {"attention": Part(self.build, self.inputs, self.sequence_dims, {"y": 2})}
+
+
+class OnlyAttention(nn.Module):
+    def __init__(self, model: AttentionModel, strategy: Strategy):
+        super().__init__()
+        self.model, self.strategy = model, strategy
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        q, k, v = (inputs[name] for name in "qkv")
+        if self.model.kind == "attention":
+            mask = (inputs["padding"] > 0)[:, None, None] if self.model.masked else None
+            return {"y": self.strategy.attention(q, k, v, mask, dropout=0.0, softmax="plain")}
+        if self.model.kind == "causal_attention":
+            return {"y": self.strategy.causal_attention(q, k, v)}
+        rates = torch.linspace(0.05, 0.6, self.model.heads, dtype=torch.float64)
+        decay = rates if self.model.decay else None
+        return {"y": self.strategy.linear_attention(q, k, v, decay, way=self.model.way)}
+
+
+Sent = Mapping[tuple[str, str], Fraction]
+
+
+def metered(
+    mesh: DeviceMesh,
+    cls: Callable[..., Strategy],
+    options: Mapping[str, Any],
+    model: AttentionModel,
+    dtype: torch.dtype,
+    seq_len: int,
+    batch: int = 3,
+) -> Sent:
+    """What the meters see this rank send, forward and backward, by phase and collective."""
+    strategy = cls(mesh, **options)
+    whole = model.inputs(batch, seq_len, torch.Generator().manual_seed(0))
+    inputs = {name: strategy.shard(x, model.sequence_dims[name]) for name, x in whole.items()}
+    inputs = {n: x.to(dtype).requires_grad_() if n in "qkv" else x for n, x in inputs.items()}
+    recorder = Recorder(mesh_axes(mesh))
+    with recorder:
+        with recorder.phase("forward"):
+            y = model.build(strategy, seq_len)(inputs)["y"]
+        with recorder.phase("backward"):
+            y.backward(torch.ones_like(y))
+    recorder.memory.stop()
+    return recorder.communication.sent_bytes()
+
+
+def formula(
+    size: int,
+    cls: Callable[..., Strategy],
+    options: Mapping[str, Any],
+    model: AttentionModel,
+    dtype: torch.dtype,
+    seq_len: int,
+    batch: int = 3,
+) -> Sent:
+    """The closed form of the same."""
+    strategy, sites = cls(planned_size=size, **options), model.sites(batch, seq_len)
+    strategy.check(sites)
+    sent: Counter[tuple[str, str]] = Counter()
+    for t in strategy.communication(sites, dtype.itemsize):
+        sent[t.phase, t.collective] += t.sent_bytes(size)  # type: ignore[assignment]
+    return {key: Fraction(value) for key, value in sent.items() if value}
