@@ -59,13 +59,13 @@ class SequenceChunks(Strategy):
     def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
         return True
 
+    @property
+    def loss_is_partial(self) -> bool:
+        return True
+
 
 def refuse_masks_of_own_queries(name: str, sites: Sequence[Site]) -> None:
     """Raise :class:`Unsupported` where attention masks have a row a query: each rank builds those of its own
     positions, and a strategy that attends to whole sequences would need all of them."""
     if any(site.dims.get("mask_rows", 1) > 1 for site in sites):
         raise Unsupported(f"{name} has only masks that are the same for all queries", "use mask_shape keys")
-
-    @property
-    def loss_is_partial(self) -> bool:
-        return True
