@@ -1,0 +1,119 @@
+"""Rates that are measured, and the timeline's order against real ranks: the arithmetic, on made-up times."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bench.cell import Cell, Sizes
+from bench.cluster import load_cluster
+from bench.costs import RatesUnknown, check_rates
+from bench.engines.pool import RankPool
+from bench.local_rates import (
+    MESSAGE_BYTES,
+    SIDE,
+    SMALL,
+    SUMMED_BYTES,
+    Bursts,
+    Times,
+    cluster_of,
+    measure_times,
+)
+from bench.provenance import provenance
+from bench.timeline_order import Compared, agreement, as_frame, cells, compared, rates, simulated
+
+TIMES = Times(
+    product_s=0.5, sum_s=0.25, small_step_s=6.0, small_message_s=0.001, large_message_s=0.001 + MESSAGE_BYTES
+)
+
+
+def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0.0) -> Compared:
+    cell = Cell(model="bert-mini", strategy="single", batch=2, seq_len=seq_len)
+    parts = {f"{name}_s": 0.0 for name in ("compute", "overhead", "exposed_communication", "bubble")}
+    samples = [measured - spread, measured, measured + spread]
+    return compared(cell, samples, {"step_time_s": simulated, **parts})
+
+
+def test_rates_follow_from_times() -> None:
+    found = cluster_of(TIMES, kernels=3, world=2, precision="fp32")
+    assert rates(found) == {
+        "flops_per_s": 4 * SIDE**3,
+        "memory_bandwidth_bytes_per_s": 12 * SUMMED_BYTES,
+        "launch_overhead_s": 2.0,
+        "latency_s": 0.001,
+        "bandwidth_bytes_per_s": pytest.approx(1.0),
+    }
+    assert found.device.memory_bandwidth_bytes_per_s.source == "measured in this run, 2 ranks at once"
+    check_rates(found, "fp32", 2)
+    with pytest.raises(RatesUnknown, match="no fp64"):
+        check_rates(found, "fp64", 2)
+
+
+def test_one_rank_has_no_link() -> None:
+    found = cluster_of(Times(0.5, 0.25, 6.0), kernels=3, world=1, precision="fp32")
+    check_rates(found, "fp32", 1)
+    with pytest.raises(RatesUnknown, match="latency or bandwidth"):
+        check_rates(found, "fp32", 2)
+
+
+def test_noise_that_puts_the_large_message_first_gives_a_bandwidth_all_the_same() -> None:
+    times = Times(0.5, 0.25, 6.0, small_message_s=3.0, large_message_s=2.0)
+    assert rates(cluster_of(times, 3, 2, "fp32"))["bandwidth_bytes_per_s"] == MESSAGE_BYTES / 2
+
+
+def test_measured_rates_leave_the_profile_as_it_is() -> None:
+    cluster_of(TIMES, kernels=3, world=2, precision="fp32")
+    with pytest.raises(RatesUnknown):
+        check_rates(load_cluster("local"), "fp32", 1)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ranks_measure_together_and_agree(pool: RankPool, n: int) -> None:
+    cell = SMALL.model_copy(update={"sizes": Sizes(sp=n)})
+    found = pool.run(n, measure_times, cell, Bursts(1, 1, 1, 1, 1, 1), axis="sp")
+    assert all(times == found[0] for times in found)
+    assert found[0].product_s > 0
+    assert (found[0].small_message_s is None) == (n == 1)
+
+
+def test_order_and_errors() -> None:
+    # 2 and 3 are the wrong way round, and their samples overlap; the other shape is far away
+    rows = [row(1, 1), row(2, 6, spread=0.6), row(3, 4, spread=0.6), row(100, 50, seq_len=256)]
+    found = agreement(rows)
+    assert found.rank_correlation == pytest.approx(0.8)  # 1 - 6 sum d^2 / (n (n^2 - 1)), d = 0, 1, -1, 0
+    assert (found.pairs, found.pairs_alike) == (3, 2)
+    assert (found.clear_pairs, found.clear_pairs_alike) == (2, 2)
+    assert found.worst_error == pytest.approx(2.0)
+    assert found.median_error == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert str(found).startswith("rank correlation 0.80; of pairs of one shape 2 of 3 in the measured order")
+
+
+def test_a_reversed_order_is_seen() -> None:
+    assert agreement([row(1, 3), row(2, 2), row(3, 1)]).rank_correlation == pytest.approx(-1)
+
+
+def test_the_cells_have_each_strategy_on_each_number_of_ranks() -> None:
+    chosen = list(cells())
+    assert len({cell.key for cell in chosen}) == len(chosen) == 15
+    assert {(cell.strategy, cell.sizes.world) for cell in chosen} == {
+        ("single", 1),
+        *((name, n) for name in ("tensor_parallel", "ring_self_attention") for n in (2, 4)),
+    }
+
+
+def test_a_cell_is_simulated_with_the_rates_given_and_says_where_they_are_from() -> None:
+    cell = SMALL.model_copy(
+        update={"strategy": "ring_self_attention", "sizes": Sizes(sp=2), "engine": "distributed"}
+    )
+    slow, quick = (
+        cluster_of(Times(0.5, 0.25, step, 0.001, 0.002), kernels=100, world=2, precision="fp32")
+        for step in (200.0, 100.0)
+    )
+    found, less = simulated(cell, slow), simulated(cell, quick)
+    assert found["overhead_s"] == pytest.approx(2 * less["overhead_s"])
+    assert found["step_time_s"] > found["overhead_s"] > 100
+    frame = as_frame([compared(cell, [1.0, 3.0, 2.0], found)], {2: slow})
+    assert (frame["measured_s"][0], frame["measured_most_s"][0], frame["launch_overhead_s"][0]) == (2, 3, 2)
+    assert math.isclose(frame["simulated_s"][0], found["step_time_s"], rel_tol=1e-6)
+    assert frame["torch"][0] == provenance()["torch"]

@@ -1,0 +1,43 @@
+"""The simulated timeline against real ranks of this machine:
+pytest tests/benchmarks/test_timeline_order.py --benchmark-only -s
+
+Prints each cell's measured and simulated step time, and how well their order agrees; with
+SPBENCH_TIMELINE_ORDER=FILE the table also goes to that CSV file. Times are reported, not judged. Run it on a
+machine that does nothing else: the threads of a rank wait for each other in every operator, so that one more
+busy process can slow a step tenfold, and in another cell than in the rates. It takes some minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.report import show_table
+from bench.timeline_order import agreement, as_frame, cells, measure_order, rates
+
+
+def test_order_of_strategies_and_sizes(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = list(cells())
+    rows, clusters = benchmark.pedantic(measure_order, (chosen,), rounds=1)
+    found = agreement(rows)
+    with capsys.disabled():
+        print()
+        show_table(
+            "Rates of a rank, by ranks at once",
+            [{"ranks": n, **{k: v and f"{v:.3g}" for k, v in rates(c).items()}} for n, c in clusters.items()],
+        )
+        show_table(
+            "Step times in seconds, measured (median, least, most of the samples) and simulated",
+            [{k: f"{v:.4f}" if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows],
+        )
+        print(found)
+    benchmark.extra_info.update(asdict(found))
+    if path := os.environ.get("SPBENCH_TIMELINE_ORDER"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        as_frame(rows, clusters).to_csv(path, index=False)
+    assert len(rows) == len(chosen)
+    assert -1 <= found.rank_correlation <= 1
