@@ -59,11 +59,23 @@ class Traffic:
         return self.count * wire_bytes(self.collective, self.payload_bytes, size)
 
 
+# renamed in torch 2.13
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum (or ``op``) x over the group, in place; nothing to do without one or with one rank."""
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)
     return x
+
+
+def all_reduce_async(x: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin to sum x over the group, in place; it may be read when what is returned has been waited for."""
+    if group is None or group.size() == 1:
+        return None
+    return dist.all_reduce(x, group=group, async_op=True)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -184,6 +196,15 @@ def exchange(
         work.wait()
 
 
+def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part, of equal one-dimensional parts, of the sum over ranks."""
+    part = whole.new_empty(whole.numel() // group.size())
+    # renamed in torch 2.13
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(part, whole, group=group)
+    return part
+
+
 def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
     """Add to x, in place, the peer's x, while the peer does the same."""
     received = torch.empty_like(x)
@@ -194,7 +215,44 @@ def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
 def all_gather_flat(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks one after another, from equal one-dimensional parts."""
     whole = part.new_empty(part.numel() * group.size())
-    # renamed in torch 2.13
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part, group=group)
+    _gather_into(whole, part, group=group)
     return whole
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work]:
+    """Start to gather x [...] of all ranks; returns [N, ...], which is there after ``wait()`` of the other."""
+    assert group is not None, "one rank has nothing to gather"
+    whole = x.new_empty(group.size(), *x.shape)
+    return whole, _gather_into(whole.flatten(), x.flatten(), group=group, async_op=True)
+
+
+def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum x over the ranks, of which each gets its chunk along ``dim``; it is there after ``wait()``."""
+    rows = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
+    chunk = torch.empty_like(rows[0])
+    return chunk, _reduce_scatter_into(chunk, rows, group=group, async_op=True)
+
+
+def joined(gathered: Tensor, dim: int) -> Tensor:
+    """The parts [N, ...] of :func:`start_all_gather` one after another along ``dim`` of each."""
+    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        chunk, work = start_reduce_scatter(x, dim, group)
+        work.wait()
+        return chunk
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        whole, work = start_all_gather(gradient, ctx.group)
+        work.wait()
+        return joined(whole, ctx.dim), None, None
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's chunk along ``dim`` of the sum of x over the ranks; backward gathers the chunks' gradients."""
+    return x if group is None or group.size() == 1 else _ReduceScatter.apply(x, dim, group)

@@ -20,11 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impls.communication import Traffic
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
 from impls.kernels.softmax import masked_softmax
 from impls.linear import GroupedLinear, Linear
 from impls.random import DropoutRandom
 
 MESH_AXES = ("dp", "pp", "tp", "sp")
+
+#: "chunked" is linear in L by way of the D x A state (the right product), "quadratic" makes all scores first
+LINEAR_ATTENTION_WAYS = {"chunked": linear_attention, "quadratic": quadratic_linear_attention}
 
 #: kinds of sites at which positions meet, which a strategy that spreads positions must have a way for
 MEETINGS = {
@@ -108,6 +112,8 @@ class Strategy:
     source: ClassVar[str] = ""
     #: the keys of MEETINGS that it can run on more than one rank
     meets: ClassVar[frozenset[str]] = frozenset(MEETINGS)
+    #: whether between the projections of a block a rank has some of the heads and features only
+    splits_features: ClassVar[bool] = False
 
     def __init__(
         self, mesh: DeviceMesh | None = None, planned_size: int = 1, seed: int = 0, planned_rank: int = 0
@@ -131,6 +137,11 @@ class Strategy:
             if site.kind in MEETINGS and site.kind not in self.meets:
                 raise Unsupported(
                     f"{self.name} has no {MEETINGS[site.kind]}", "use another strategy or another model"
+                )
+            if site.kind == "feature_norm" and self.splits_features:
+                raise Unsupported(
+                    f"{self.name} splits the features, over all of which this model normalises",
+                    "set the model's option attention_norm to head",
                 )
         self.check_sizes(sites)
 
@@ -191,8 +202,8 @@ class Strategy:
         """The number of parts that the vocabulary is split into; padding makes it divisible."""
         return 1
 
-    def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Scores [B, L, V or a part of it] of x [B, L, H] against the tied embedding weight [V, H]."""
+    def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Scores [B, L, V or a part of it] of x [B, L, H] against a :meth:`vocabulary_parameter` [V, H]."""
         return F.linear(x, weight, bias)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
@@ -228,6 +239,10 @@ class Strategy:
         probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
         return torch.matmul(probabilities, v)
 
+    def own_heads(self, x: Tensor) -> Tensor:
+        """x [Z, ...], of all heads of a layer -> of the heads that this rank's projections made."""
+        return x
+
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal softmax attention, scores scaled by A**-0.5: q, k, v [B, Z, L or a part, A] -> [B, Z, L or
         a part, A]; the heads are those that this rank's projections made."""
@@ -240,11 +255,11 @@ class Strategy:
         q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
 
         ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
-        ``way``: "chunked", linear in L by way of the D x A state, or "quadratic", the scores first.
+        ``way`` is a key of LINEAR_ATTENTION_WAYS.
         """
-        from impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
-
-        return (quadratic_linear_attention if way == "quadratic" else linear_attention)(q, k, v, decay)
+        if way not in LINEAR_ATTENTION_WAYS:
+            raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")
+        return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         """Linformer's projection of keys or values: x [B, Z, L or a part, A], weight
@@ -290,6 +305,11 @@ class Strategy:
         """Elements that one rank holds of the parameters of a site: all ``elements``, and of those that
         have a column a position (``sequence``) its own."""
         return site.dims["elements"] + site.dims.get("sequence", 0) // self.sequence_parts
+
+    def partial_elements(self, site: Site) -> int:
+        """Of :meth:`held_elements`, those whose gradients are partial and that are no :class:`Shard` of the
+        strategy's axis."""
+        return 0
 
     # -- gradients ---------------------------------------------------------------------------------
 

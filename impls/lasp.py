@@ -1,0 +1,145 @@
+"""LASP (Sun et al., "Linear Attention Sequence Parallelism", arXiv 2404.02882, algorithms 2 and 3).
+
+Every rank holds all weights and a chunk of L/N positions. Linear attention reaches other chunks through
+the state S = sum of k^T v alone, D x A numbers a head whatever the length. Forward, the state travels along
+the ranks: each receives what came before its chunk, computes its outputs, and sends on the state with its own
+chunk added. Backward, the gradient of the state travels the other way. Each rank thus sends B Z D A numbers a
+layer forward and as many backward (the last rank none forward, the first none backward).
+
+A rank receives before its kernels and sends after them, as the authors' code does, so the ranks take turns
+within a layer; what hides that is that a rank goes on to its next layer meanwhile.
+
+Groups of ranks with sequences of their own (the paper's algorithm 1) are the mesh axes dp x sp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from impls.communication import Traffic, exchange
+from impls.kernels import linear_attention as kernels
+from impls.sequence_chunks import SequenceChunks
+from impls.strategy import Site
+
+
+class _Kernels:
+    """The four steps of the chunked algorithm, as fused kernels or operator by operator."""
+
+    def __init__(self, fused: bool):
+        k = kernels
+        self.states = k.linear_attention_states if fused else k.plain_states
+        self.output = k.linear_attention_output if fused else k.plain_output
+        self.state_gradients = k.linear_attention_state_gradients if fused else k.plain_state_gradients
+        self.input_gradients = k.linear_attention_input_gradients if fused else k.plain_input_gradients
+
+
+class _Lasp(torch.autograd.Function):
+    """Linear attention of this rank's chunk: q, k [B, Z, L/N, D], v [B, Z, L/N, A] -> [B, Z, L/N, A]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp) -> Tensor:
+        run, block = _Kernels(lasp.kernel_fusion), kernels.BLOCK
+        if lasp.barrier and lasp.group is not None:
+            dist.barrier(lasp.group)
+        initial = lasp.receive(lasp.rank - 1, k, v)
+        states = run.states(k, v, decay, block)
+        o = run.output(q, k, v, decay, states, initial, block)
+        if lasp.rank < lasp.size - 1:
+            lasp.send(kernels.final_state(states, initial, decay, k.shape[2]), lasp.rank + 1)
+        ctx.save_for_backward(q, k, v, decay, *((states, initial) if lasp.state_caching else ()))
+        ctx.lasp = lasp
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, decay, *cached = ctx.saved_tensors
+        lasp = ctx.lasp
+        run, block, length = _Kernels(lasp.kernel_fusion), kernels.BLOCK, k.shape[2]
+        if cached:
+            states, initial = cached
+        else:  # the forward ring once more
+            initial = lasp.receive(lasp.rank - 1, k, v)
+            states = run.states(k, v, decay, block)
+            if lasp.rank < lasp.size - 1:
+                lasp.send(kernels.final_state(states, initial, decay, length), lasp.rank + 1)
+        d_final = lasp.receive(lasp.rank + 1, k, v)
+        d_states = run.state_gradients(q, d_o, decay, block)
+        gradients = run.input_gradients(q, k, v, d_o, decay, states, initial, d_states, d_final, block)
+        if lasp.rank > 0:
+            lasp.send(kernels.initial_gradient(d_states, d_final, decay, length), lasp.rank - 1)
+        return *gradients, None, None
+
+
+class Lasp(SequenceChunks):
+    """See the module.
+
+    Args:
+        kernel_fusion: use fused kernels; without, each step of the chunked algorithm is operators of torch
+            with their intermediate tensors (the paper's ablation, section 4.4).
+        state_caching: keep the states for backward; without, backward computes them again, which takes the
+            forward ring once more (the same ablation).
+        barrier: all ranks wait for each other before each forward, as in the authors' lasp_fuse_parallel.py.
+    """
+
+    name = "lasp"
+    summary = "sequence chunks; the state of linear attention travels along the ranks"
+    source = "arXiv 2404.02882, section 3"
+    meets = frozenset({"linear_attention"})
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        planned_size: int = 1,
+        seed: int = 0,
+        planned_rank: int = 0,
+        kernel_fusion: bool = True,
+        state_caching: bool = True,
+        barrier: bool = False,
+    ):
+        super().__init__(mesh, planned_size, seed, planned_rank)
+        self.kernel_fusion, self.state_caching, self.barrier = kernel_fusion, state_caching, barrier
+
+    @classmethod
+    def roles(cls, size: int) -> list[list[int]]:
+        first, middle, last = [0], list(range(1, size - 1)), [size - 1]
+        return [ranks for ranks in (middle, first, last if size > 1 else []) if ranks]
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        sites = list(sites)
+        for site in sites:
+            if site.kind == "linear_attention":
+                d = site.dims
+                # states are in at least float32
+                state = d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)
+                again = int(site.recomputed) + int(not self.state_caching)
+                on, back = self.rank < self.size - 1, self.rank > 0
+                yield Traffic("forward", "state", "send", on * site.count, state)
+                yield Traffic("backward", "state, computed again", "send", on * again * site.count, state)
+                yield Traffic("backward", "gradient of the state", "send", back * site.count, state)
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        # the right product is what LASP is about, so there is but one way
+        return _Lasp.apply(q.contiguous(), k.contiguous(), v.contiguous(), decay, self)
+
+    def receive(self, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
+        """A state, or the gradient of one, [B, Z, D, A] from a rank of the group; None if it is not there."""
+        if not 0 <= peer < self.size:
+            return None
+        assert self.group is not None
+        shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
+        received = k.new_empty(shape, dtype=kernels.state_dtype(k.dtype))
+        exchange([], [(received, peer)], self.group)
+        return received
+
+    def send(self, state: Tensor, peer: int) -> None:
+        """Send what :meth:`receive` receives."""
+        assert self.group is not None
+        exchange([(state, peer)], [], self.group)

@@ -1,0 +1,93 @@
+"""LASP-2 (Sun et al., "Rethinking Sequence Parallelism for Linear Attention", arXiv 2502.07563, algorithm 2).
+
+As LASP, but the states are not passed from rank to rank: every rank computes the state of its own chunk, one
+all-gather gives each rank all of them, and it sums those of the chunks before its own, decayed by the
+positions between. So no rank waits for another's kernels, and the all-gather runs beside the outputs that
+need only this rank's chunk. Backward likewise, with the gradients of the states of the chunks after its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impls.communication import Traffic, start_all_gather
+from impls.kernels import linear_attention as kernels
+from impls.sequence_chunks import SequenceChunks
+from impls.strategy import Site
+
+
+class _Lasp2(torch.autograd.Function):
+    """Linear attention of this rank's chunk: q, k [B, Z, L/N, D], v [B, Z, L/N, A] -> [B, Z, L/N, A]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp2) -> Tensor:
+        block, length = kernels.BLOCK, k.shape[2]
+        states = kernels.linear_attention_states(k, v, decay, block)
+        totals, gathered = start_all_gather(states[:, :, -1], lasp.group)
+        o = kernels.linear_attention_output(q, k, v, decay, states, None, block)
+        gathered.wait()
+        # rank j's chunk ends rank - 1 - j whole chunks before this one starts
+        initial = _decayed_sum(totals, decay, length, [lasp.rank - 1 - j for j in range(lasp.size)])
+        ctx.save_for_backward(q, k, v, decay, states, initial)
+        ctx.lasp = lasp
+        return o + ((q * _powers(decay, 1, q)) @ initial.to(q.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, decay, states, initial = ctx.saved_tensors
+        lasp, block, length = ctx.lasp, kernels.BLOCK, k.shape[2]
+        d_states = kernels.linear_attention_state_gradients(q, d_o, decay, block)
+        totals, gathered = start_all_gather(d_states[:, :, 0], lasp.group)
+        d_q, d_k, d_v = kernels.linear_attention_input_gradients(
+            q, k, v, d_o, decay, states, initial, d_states, None, block
+        )
+        gathered.wait()
+        d_final = _decayed_sum(totals, decay, length, [j - lasp.rank - 1 for j in range(lasp.size)])
+        to_end, d_final = _powers(decay, 0, k).flip(-2), d_final.to(k.dtype)
+        return d_q, d_k + (v * to_end) @ d_final.mT, d_v + (k * to_end) @ d_final, None, None
+
+
+def _powers(decay: Tensor | None, first: int, x: Tensor) -> Tensor:
+    """exp(-s (first + i)) for position i of x [B, Z, L/N, D], as [Z or 1, L/N, 1] of its dtype."""
+    state = kernels.state_dtype(x.dtype)
+    distance = torch.arange(first, first + x.shape[2], device=x.device, dtype=state)
+    return kernels.decay_powers(decay, distance).unsqueeze(-1).to(x.dtype)
+
+
+def _decayed_sum(totals: Tensor, decay: Tensor | None, length: int, chunks: list[int]) -> Tensor:
+    """The sum [B, Z, D, A] of the states [N, B, Z, D, A], each decayed by that many whole chunks; those at a
+    negative distance lie on the other side and do not count."""
+    distance = torch.tensor([float(n) for n in chunks], device=totals.device, dtype=totals.dtype)
+    weights = kernels.decay_powers(decay, distance.clamp(min=0) * length) * (distance >= 0)
+    return torch.einsum("nbzda,zn->bzda", totals, weights.expand(totals.shape[2], -1))
+
+
+class Lasp2(SequenceChunks):
+    """See the module."""
+
+    name = "lasp2"
+    summary = "sequence chunks; one all-gather of the states of linear attention"
+    source = "arXiv 2502.07563, algorithm 2"
+    meets = frozenset({"linear_attention"})
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        sites = list(sites)
+        for site in sites:
+            if site.kind == "linear_attention":
+                d = site.dims
+                # of all ranks, in at least float32
+                states = self.size * d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)
+                for phase in ["forward", "backward"] if site.recomputed else ["forward"]:
+                    yield Traffic(phase, "states", "all_gather", site.count, states)
+                yield Traffic("backward", "gradients of the states", "all_gather", site.count, states)
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        if self.size == 1:
+            return super().linear_attention(q, k, v, decay, way=way)
+        return _Lasp2.apply(q.contiguous(), k.contiguous(), v.contiguous(), decay, self)
