@@ -27,6 +27,7 @@ BOUNDS = {
     "memory_efficiency": (1e-3, 1.0),
     "link_efficiency": (1e-3, 1.0),
     "step_overhead_s": (1e-6, 1e2),
+    "parameter_overhead_s": (1e-14, 1e-6),
     "strided_element_s": (1e-14, 1e-6),
 }
 _BISECTIONS = 50

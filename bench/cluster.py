@@ -90,6 +90,7 @@ class Calibration(_Strict):
         memory_efficiency: share of the memory bandwidth that kernels reach.
         link_efficiency: share of every link's bandwidth that communication reaches.
         step_overhead_s: added to each step.
+        parameter_overhead_s: added to each step for each parameter of the model, whole.
         strided_element_s: for each element of a matrix product's operands and result that lies in a block
             of a wider matrix (block-wise attention scores).
         fitted_on: the cells that the values were fitted on.
@@ -99,6 +100,7 @@ class Calibration(_Strict):
     memory_efficiency: PositiveFloat = 1.0
     link_efficiency: PositiveFloat = 1.0
     step_overhead_s: NonNegativeFloat = 0.0
+    parameter_overhead_s: NonNegativeFloat = 0.0
     strided_element_s: NonNegativeFloat = 0.0
     fitted_on: list[str] = []
 

@@ -48,10 +48,15 @@ class Costs:
     Args:
         cluster: the profile.
         calibration: its correction; the default takes datasheets at their word.
+        parameters: of the whole model.
+
+    Attributes:
+        step_overhead_s: of a step, beside its kernels and its communication.
     """
 
-    def __init__(self, cluster: Cluster, calibration: Calibration):
+    def __init__(self, cluster: Cluster, calibration: Calibration, parameters: int = 0):
         self.cluster, self.calibration = cluster, calibration
+        self.step_overhead_s = calibration.step_overhead_s + parameters * calibration.parameter_overhead_s
         device = cluster.device
         self.launch_s = device.launch_overhead_s.value or 0.0
         self.rates = [

@@ -31,6 +31,7 @@ class Simulator:
         programs: one for each distinct program.
         ranks_of: global ranks that run each.
         precision: whose rates must be known, and whose calibration of the cluster is the default.
+        parameters: of the whole model, which a calibration may charge for.
 
     Raises:
         Deadlock, ValueError: see :class:`bench.matching.World`.
@@ -43,10 +44,11 @@ class Simulator:
         ranks_of: Sequence[Sequence[int]],
         cluster: Cluster,
         precision: str = "fp32",
+        parameters: int = 0,
     ):
         self.world = World(programs, ranks_of)
         check_rates(cluster, precision, self.world.size)
-        self.cluster, self.precision = cluster, precision
+        self.cluster, self.precision, self.parameters = cluster, precision, parameters
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
         """The timeline; without a calibration, with the cluster's own for the precision.
@@ -56,7 +58,7 @@ class Simulator:
         """
         if calibration is None:
             calibration = self.cluster.calibration.get(self.precision, Calibration())  # type: ignore[call-overload]
-        return _Run(self.world, Costs(self.cluster, calibration)).timeline()
+        return _Run(self.world, Costs(self.cluster, calibration, self.parameters)).timeline()
 
 
 def simulate(
@@ -65,9 +67,10 @@ def simulate(
     cluster: Cluster,
     precision: str = "fp32",
     calibration: Calibration | None = None,
+    parameters: int = 0,
 ) -> Timeline:
     """Time one step; see :class:`Simulator`."""
-    return Simulator(programs, ranks_of, cluster, precision)(calibration)
+    return Simulator(programs, ranks_of, cluster, precision, parameters)(calibration)
 
 
 def step_time_of(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bench.cell import Cell
 from bench.cluster import Cluster
 from bench.engines import virtual
-from bench.engines.program import alike_ranks
+from bench.engines.program import alike_ranks, model_parameters
 from bench.meters.recorder import Recorder
 from bench.simulate import Simulator
 
@@ -28,4 +28,5 @@ def simulator_of(cell: Cell, recorders: Sequence[Recorder], cluster: Cluster) ->
         RatesUnknown: the cluster lacks a figure.
     """
     programs = [recorder.timeline.program() for recorder in recorders if recorder.timeline is not None]
-    return Simulator(programs, [alike.ranks for alike in alike_ranks(cell)], cluster, cell.precision)
+    members = [alike.ranks for alike in alike_ranks(cell)]
+    return Simulator(programs, members, cluster, cell.precision, model_parameters(cell))

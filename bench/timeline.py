@@ -56,7 +56,7 @@ class Timeline:
         self._computed = computed
         last = [float(c.max()) for c in computed]
         last += [float(np.nanmax(e)) for e in end if e.size and not np.isnan(e).all()]
-        self.step_time_s = max(last) + costs.calibration.step_overhead_s
+        self.step_time_s = max(last) + costs.step_overhead_s
 
     @property
     def world_size(self) -> int:
@@ -74,7 +74,7 @@ class Timeline:
             name: np.zeros(self._world.size)
             for name in ("compute", "exposed_communication", "bubble", "overhead", "hidden_communication")
         }
-        step_overhead = self._costs.calibration.step_overhead_s
+        step_overhead = self._costs.step_overhead_s
         for number, steps in enumerate(self._world.steps):
             ranks = steps.ranks
             kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
@@ -117,7 +117,7 @@ class Timeline:
     @property
     def serial_s(self) -> float:
         """Seconds if nothing ran beside anything else anywhere: no step can take longer."""
-        total = self._costs.calibration.step_overhead_s
+        total = self._costs.step_overhead_s
         for number, steps in enumerate(self._world.steps):
             program = steps.program
             kernels = int((program.kind == KERNEL).sum())

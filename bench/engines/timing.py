@@ -8,6 +8,7 @@ from math import prod
 from bench.cell import Cell, Measurement
 from bench.cluster import Calibration, load_cluster
 from bench.costs import RatesUnknown, check_rates
+from bench.engines.program import model_parameters
 from bench.simulate import simulate
 from bench.step_program import Program
 
@@ -26,7 +27,7 @@ def add_times(
 ) -> None:
     """Fill in step time, throughput and breakdown from the programs of the cell's ranks."""
     cluster = load_cluster(cell.cluster)
-    timeline = simulate(programs, ranks_of, cluster, cell.precision)
+    timeline = simulate(programs, ranks_of, cluster, cell.precision, parameters=model_parameters(cell))
     measurement.step_time_s = timeline.step_time_s
     measurement.tokens_per_s = prod(cell.shape) / timeline.step_time_s
     measurement.breakdown = timeline.breakdown
