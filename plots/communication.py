@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 from pandas import DataFrame
 
 from plots.claims import claims_of, draw_claims, height_inches
+from plots.lines import LINESTYLES
 from plots.panel import (
     gpu_axis,
     mark_handles,
@@ -41,7 +42,6 @@ from plots.style import (
 )
 
 _PANEL_INCHES = 2.4
-_LINESTYLES = ("-", "--", ":", "-.")
 
 #: phase -> (strength of the strategy's colour, hatch)
 _PHASES = {"forward": (1.0, ""), "backward": (0.6, ""), "gradient_sync": (0.25, "")}
@@ -147,7 +147,7 @@ def _draw_totals(ax: Axes, series: Sequence[Series], look: dict[str, Look], unit
             color=color,
             marker="_" if len(formula) == 1 else "",  # a line needs two points
             markersize=14,
-            linestyle=styles.setdefault(line.setting, _LINESTYLES[len(styles) % len(_LINESTYLES)]),
+            linestyle=styles.setdefault(line.setting, LINESTYLES[len(styles) % len(LINESTYLES)]),
             label=f"{line.label}, closed form",
             gid=f"formula {line.label}",
             zorder=2,

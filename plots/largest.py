@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from pandas import DataFrame
 
 from plots.claims import Claim, claim_handles, claims_of, draw_claims, height_inches
+from plots.lines import draw_values, highest, measured, without
 from plots.panel import (
     gpu_axis,
     mark_handles,
@@ -24,7 +25,7 @@ from plots.panel import (
     value_axis,
     write_notes,
 )
-from plots.series import Row, Series, by_model, gpu_counts, gpus, series_of, shared, title
+from plots.series import Row, by_model, gpu_counts, gpus, series_of, shared, title
 from plots.style import (
     COLUMN_INCHES,
     GREY,
@@ -42,7 +43,8 @@ from plots.style import (
 
 _PANEL_INCHES = 2.5
 _PANELS_A_LINE = 3
-_LINESTYLES = ("-", "--", ":", "-.")
+
+_answer = measured("answer")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def largest_figure(rows: Sequence[Row], comparison: DataFrame, quantity: Quantit
     names = sorted(models, key=lambda name: (bool(bounds[name]), name))
     lines = [names[at : at + _PANELS_A_LINE] for at in range(0, len(names), _PANELS_A_LINE)]
     width = PAGE_INCHES if claims or len(names) > 1 else COLUMN_INCHES
-    missing = {name: _missing(series_of(models[name], look)) for name in names}
+    missing = {name: without(series_of(models[name], look), _answer) for name in names}
     notes = note_lines([note for name in names for note in missing_notes(name, missing[name])], width)
     heights = [_PANEL_INCHES] * len(lines)
     heights += [notes_height_inches(notes)] * bool(notes) + [height_inches(claims)] * bool(claims)
@@ -114,40 +116,13 @@ def largest_figure(rows: Sequence[Row], comparison: DataFrame, quantity: Quantit
     return figure
 
 
-def _answer(row: Row) -> int | None:
-    return row["measurement"].get("answer") if row["status"] == "ok" else None
-
-
-def _missing(series: Sequence[Series]) -> list[tuple[Series, list[Row]]]:
-    return [
-        (line, [row for row in line.rows if row["status"] != "ok" and _answer(row) is None])
-        for line in series
-    ]
-
-
 def _draw_lines(
     ax: Axes, rows: Sequence[Row], claims: Sequence[Claim], look: dict[str, Look]
 ) -> list[Artist]:
     """A line a strategy; returns legend entries."""
     series = series_of(rows, look)
-    handles: list[Artist] = []
-    styles: dict[str, str] = {}
-    highest = 0.0
-    for line in series:
-        known = [(gpus(row), value) for row in line.rows if (value := _answer(row)) is not None]
-        style = styles.setdefault(line.setting, _LINESTYLES[len(styles) % len(_LINESTYLES)])
-        drawn = ax.plot(
-            [count for count, _ in known],
-            [value for _, value in known],
-            color=look[line.strategy].color,
-            marker=look[line.strategy].marker,
-            linestyle=style,
-            label=line.label,
-            gid=f"largest {line.label}",
-            zorder=3,
-        )
-        handles += drawn
-        highest = max([highest, *(value for _, value in known)])
+    handles: list[Artist] = [*draw_values(ax, series, look, _answer, "largest")]
+    top = highest(rows, _answer)
     implied = [point for claim in claims if (point := _implied(claim, rows)) is not None]
     if implied:
         stars = Line2D(
@@ -163,11 +138,11 @@ def _draw_lines(
         )
         ax.add_line(stars)
         handles.append(stars)
-        highest = max([highest, *(value for _, value in implied)])
-    missing = _missing(series)
+        top = max([top, *(value for _, value in implied)])
+    missing = without(series, _answer)
     lost = [row for _, some in missing for row in some]
     gpu_axis(ax, gpu_counts(rows))
-    value_axis(ax, highest, marks=bool(lost))
+    value_axis(ax, top, marks=bool(lost))
     mark_missing(ax, missing, look)
     return handles
 
@@ -202,7 +177,7 @@ def _draw_bound(ax: Axes, rows: Sequence[Row], claims: Sequence[Claim], look: di
             color, answer = look[line.strategy].color, _answer(row)
             gid = f"{row['status'] if answer is None else 'largest'} {line.label}"
             bars.append((name, answer, color, "", gid))
-    lost = any(some for _, some in _missing(series))
+    lost = any(some for _, some in without(series, _answer))
     value_axis(ax, 1.05 * max(value or 0.0 for _, value, *_ in bars), marks=lost)
     for x, (_, value, color, hatch, gid) in enumerate(bars):
         if value is None:
