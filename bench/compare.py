@@ -14,7 +14,7 @@ from bench.declaration import UserError
 from bench.formula import evaluate, letters, sent_bytes, sent_elements
 from bench.results import Row
 from bench.scenario import Claim, FormulaClaim, Scenario, Selector
-from bench.tables import PublishedRow, Table, rows_of
+from bench.tables import UNSTATED, PublishedRow, Table, rows_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -34,7 +34,7 @@ class Comparison:
         table: the published table that it belongs to; "" for a claim.
         cell: the cell's key; of a ratio both, with " / " between them.
         quantity: what is compared: a column of the published table, ratio, max_batch, ...
-        status_published, status_reproduced: ok or oom, and ours; "" where there is none.
+        status_published, status_reproduced: ok, oom or unstated, and ours; "" where there is none.
     """
 
     claim: str
@@ -99,7 +99,9 @@ def _entry(table: Table, published: PublishedRow, quantity: str, cell: Cell, row
         found = row["measurement"].get(table.quantities[quantity].field)
         ours = None if found is None else found / table.quantities[quantity].unit
         reason = f": {row['reason']}" if row["reason"] else ""
-        if row["status"] != status:
+        if status == UNSTATED:
+            notes += [f"{row['status']}{reason}"] * (row["status"] != "ok")
+        elif row["status"] != status:
             notes.append(f"published {status}, ours {row['status']}{reason}")
         elif ours is None and theirs is not None:
             notes.append(f"has no {table.quantities[quantity].field}")

@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.declaration import UserError, suggestion
 from bench.report import number_or_status
+from bench.tables import UNSTATED
 
 SUMMARY = "summary"
 _PART = re.compile(
@@ -181,7 +182,7 @@ def _statistics(records: Sequence[Record]) -> Line:
         for r in records
         if r["relative_error"] is not None and r["role"] != "calibrated"
     ]
-    stated = [r for r in records if r["status_published"]]
+    stated = [r for r in records if r["status_published"] not in ("", UNSTATED)]
     right = sum(r["status_published"] == r["status_reproduced"] for r in stated)
     return {
         "predicted": sum(r["role"] == "predicted" and r["relative_error"] is not None for r in records),
@@ -194,6 +195,8 @@ def _statistics(records: Sequence[Record]) -> Line:
 
 def _errors(records: Sequence[Record]) -> str:
     found = _statistics(records)
+    if found["statuses right"] is None:
+        return "no number is published"
     text = f"{found['predicted']} predicted"
     if found["predicted"]:
         text += f", median error {found['median error']}, worst {found['worst error']}"

@@ -9,7 +9,7 @@ A scenario says which column names which field of a cell, and which column holds
         where: {method: [tensor_parallel]}          # column: values; leave out to take every row
         match: {method: strategy, batch_size: batch, parallel_size: parallel}     # column: field
         names: {method: {Megatron: tensor_parallel}}   # the file's words, where ours are others
-        status: status                              # the column with ok or oom
+        status: status                              # the column with one of STATUSES
         quantities:
           memory_mb: {field: peak_memory_bytes, unit: 1048576}    # ours / unit is compared
         calibrated: {memory_mb: [{parallel_size: 1}]}   # rows that a setting was fitted on
@@ -41,8 +41,10 @@ FIELDS = (
 )
 SECTIONS = ("model_options", "strategy_options", "training")
 
+#: the word for a run that a paper shows, as a bar or in words, without a number that could be copied
+UNSTATED = "unstated"
 #: what a published row may say became of its run
-STATUSES = ("ok", "oom")
+STATUSES = ("ok", "oom", UNSTATED)
 
 Value = str | int | float | bool
 _Path = Sequence[str | int]
@@ -238,8 +240,8 @@ def _wrong_rows(table: Table, rows: Sequence[PublishedRow]) -> Iterator[tuple[_P
         yield ["where" if table.where else "published"], f"no row of {file} is left; every table needs one"
     for row in rows:
         if table.status is not None and row.text[table.status] not in STATUSES:
-            found = row.text[table.status]
-            yield ["status"], f"row {row.line} of {file} says {found!r}; it must be ok or oom"
+            found, known = row.text[table.status], ", ".join(STATUSES[:-1])
+            yield ["status"], f"row {row.line} of {file} says {found!r}; it must be {known} or {STATUSES[-1]}"
         for column in table.quantities:
             try:
                 row.number(column)

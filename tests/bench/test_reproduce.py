@@ -112,6 +112,27 @@ def test_every_published_number_has_a_line(spbench: Run) -> None:
     assert out.splitlines()[-2:] == ["results/reproduction/rsa.csv", "results/reproduction/rsa_runs.csv"]
 
 
+def test_numbers_that_no_paper_gives_are_ours_alone(spbench: Run) -> None:
+    Path("t1.csv").write_text(PUBLISHED.replace(",,,oom", ",,,unstated"))
+    Path("small.yaml").write_text(
+        SCENARIO + TABLE + "  - table: t2\n"
+        "    published: {file: t1.csv}\n"
+        "    match: {ranks: world, how: strategy}\n"
+        "    where: {ranks: [4]}\n"
+        "    status: status\n"
+        "    quantities: {length: {field: answer}}\n"
+    )
+    _, out, _ = spbench("reproduce", "rsa")
+    # not among the statuses that agree or differ
+    assert (
+        "t1, memory_mb (first): 2 predicted, median error 26.2%, worst 50.0%; status right in 2 of 2" in out
+    )
+    assert "t2, length (first): no number is published" in out
+    (ours,) = [r for r in lines_of("results/reproduction/rsa.csv") if r["table"] == "t2"]
+    assert (ours["published"], ours["reproduced"], ours["role"]) == ("", "4000.0", "predicted")
+    assert ours["status_published"] == "unstated"
+
+
 def test_it_goes_on_where_it_was(spbench: Run) -> None:
     spbench("run", "--scenario", "small.yaml", "--world-size", "8")
     assert "5 cells, 1 of them kept from before; running 4" in spbench("reproduce", "rsa")[2]

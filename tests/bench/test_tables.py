@@ -122,6 +122,21 @@ def test_out_of_memory_is_compared_by_status(tmp_path: Path) -> None:
     assert (failed.reproduced, failed.status_reproduced) == (None, "failed")
 
 
+def test_what_a_paper_shows_without_a_number(tmp_path: Path) -> None:
+    published = PUBLISHED.replace("4,512,Ring,8,200.5,ok", "4,512,Ring,,,unstated")
+    scenario = load_scenario(written(tmp_path, published=published))
+    cells = declared_cells(scenario, Narrowing())
+    for status, note in (("ok", "a note"), ("unsupported", "a note; unsupported: a reason")):
+        reason = "a reason" if status != "ok" else ""
+        rows = {cells[3].key: row(cells[3], status, reason, peak_memory_bytes=GIB)}
+        unstated = compare(scenario, cells, rows)[3]
+        assert (unstated.published, unstated.reproduced, unstated.relative_error) == (None, 1.0, None)
+        assert (unstated.status_published, unstated.status_reproduced) == ("unstated", status)
+        assert (unstated.role, unstated.note) == ("predicted", note)
+        assert report.comparison_rows([unstated])[0]["published"] == "unstated"
+    assert compare(scenario, cells, {})[3].note == "a note; was not run"
+
+
 def test_a_number_we_lack_is_said(tmp_path: Path) -> None:
     found = compared(load_scenario(written(tmp_path)), "ok", peak_memory_bytes=GIB)
     assert found[4].note == "a note; has no tokens_per_s"
@@ -161,7 +176,7 @@ WRONG = [
         "quantities.speed.unit: must be greater than 0, not 0",
     ),
     (changed(quantities={"how": {"field": "answer"}}, calibrated={}), "row 1 of t1.csv has no number there"),
-    (changed(status="how"), "status: row 1 of t1.csv says 'Megatron'; it must be ok or oom"),
+    (changed(status="how"), "status: row 1 of t1.csv says 'Megatron'; it must be ok, oom or unstated"),
     (changed(calibrated={"sped": []}), "calibrated.sped: is not in quantities; did you mean 'speed'?"),
     (
         changed(calibrated={"speed": [{"ranks": 2}]}),
@@ -204,7 +219,8 @@ def test_short_rows_are_blank(tmp_path: Path) -> None:
 def test_tables_of_the_package_are_whole() -> None:
     """Every packaged scenario loads, so that each of its published rows has a cell."""
     tables = {name: load_scenario(name).document.tables for name in packaged("scenarios")}
-    assert [table.table for table in tables["rsa_table4"]] == ["rsa-table4"]
+    for name in ("rsa_table4", "rsa_throughput", "rsa_pipeline"):
+        assert [table.table for table in tables[name]] == [name.replace("_", "-")]
 
 
 def test_the_table_of_the_rsa_paper(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> Non
 
 def test_drawing_needs_neither_torch_nor_the_harness() -> None:
     code = (
-        "import sys, plots.max_seqlen, plots.max_batch, plots.communication\n"
+        "import sys, plots.max_seqlen, plots.communication, plots.rsa_pipeline, plots.rsa_table4\n"
         "print([name for name in ('torch', 'bench', 'impls') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

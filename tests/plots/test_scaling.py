@@ -1,0 +1,88 @@
+"""Figures of values by number of GPUs: the RSA paper's throughput and pipeline figures."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from plots import rsa_pipeline, rsa_throughput
+from plots.scaling import scaling_figure
+from plots.style import house_style
+from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
+from tests.plots.rows import searched
+
+TP, RSA = "tensor_parallel", "ring_self_attention"
+Row = dict[str, Any]
+
+
+def timed(strategy: str, ranks: int, pp: int, model: str = "bert-base", status: str = "ok") -> Row:
+    """A timed search of ``ranks`` a stage: 10 sequences and 1000 tokens/s a GPU."""
+    world = ranks * pp
+    row = searched(strategy, ranks, 10 * world, status, quantity="batch", model=model)
+    row["cell"]["sizes"]["pp"] = pp
+    row["measurement"]["tokens_per_s"] = 1000.0 * world
+    if status == "unsupported":
+        row["measurement"] = {}
+    return row
+
+
+ROWS = [
+    *(timed(strategy, 4, pp) for strategy in (TP, RSA) for pp in (4, 1, 2)),
+    *(timed(strategy, 4, 8, status="unsupported") for strategy in (TP, RSA)),
+    *(timed(RSA, 4, pp, "bert-large") for pp in (1, 2)),
+]
+
+
+def drawn(rows: list[Row]) -> Figure:
+    with house_style():
+        figure = scaling_figure(rows, [rsa_pipeline.BATCH, rsa_throughput.THROUGHPUT], "Otherwise", "GPUs")
+        assert_nothing_overlaps(figure)
+    return figure
+
+
+def test_a_column_for_each_model_and_a_row_for_each_quantity() -> None:
+    figure = drawn(ROWS)
+    assert [ax.get_title() for ax in figure.axes[:4]] == [
+        *["bert-base, sequence length 64", "bert-large, sequence length 64", "", ""]
+    ]
+    assert [ax.get_ylabel() for ax in figure.axes[:4]] == [
+        *["Largest batch (sequences)", "", "Tokens per second", ""]
+    ]
+    assert [ax.get_xlabel() for ax in figure.axes[:4]] == ["", "", "GPUs", "GPUs"]
+    assert points(figure, "batch tensor parallel") == [(4, 40), (8, 80), (16, 160)]
+    assert points(figure, "throughput tensor parallel") == [(4, 4000), (8, 8000), (16, 16000)]
+    base, large = artists(figure, "throughput ring self attention")
+    assert list(base.get_ydata()) == [4000, 8000, 16000]
+    assert list(large.get_ydata()) == [4000, 8000]
+    assert legend(figure) == ["tensor parallel", "ring self attention", "unsupported"]
+
+
+def test_sizes_that_cannot_be_are_marked_and_told() -> None:
+    figure = drawn(ROWS)
+    for name in ("tensor parallel", "ring self attention"):
+        marks = artists(figure, f"unsupported {name}")
+        assert [mark.axes for mark in marks] == [figure.axes[0], figure.axes[2]]
+        for mark in marks:
+            ((x, y),) = mark.get_xydata()
+            assert x == 32
+            assert mark.axes.get_ylim()[0] < y < 0
+    (notes,) = artists(figure, "notes")
+    assert "bert-base, tensor parallel: unsupported at 32 GPUs (reason of unsupported)" in notes.get_text()
+
+
+def test_no_number_of_a_run_out_of_memory_is_drawn() -> None:
+    figure = drawn([*ROWS[:3], timed(TP, 4, 8, status="oom")])
+    assert [x for x, _ in points(figure, "throughput tensor parallel")] == [4, 8, 16]
+    assert [list(mark.get_xdata()) for mark in artists(figure, "oom tensor parallel")] == [[32], [32]]
+    assert legend(figure) == ["tensor parallel", "out of memory"]
+
+
+@pytest.mark.parametrize("rows", [[], ROWS[:1], ROWS])
+@pytest.mark.parametrize(
+    ("draw", "name"), [(rsa_pipeline.draw, "rsa_pipeline"), (rsa_throughput.draw, "rsa_throughput")]
+)
+def test_files(rows: list[Row], draw: Callable[..., list[Path]], name: str, tmp_path: Path) -> None:
+    assert_valid(draw(rows, pd.DataFrame(), tmp_path), tmp_path, name)
