@@ -35,7 +35,7 @@ class Stage:
 
     @property
     def tied(self) -> bool:
-        """Whether this stage holds one of two copies of the tied embedding."""
+        """Whether this stage holds one of two copies of a tied embedding."""
         return self.count > 1 and (self.first or self.last)
 
     def layers(self, total: int) -> range:
@@ -78,10 +78,10 @@ class Composition:
         all_reduce(gradients, self.dp_group)
 
     def add_tied(self, module: nn.Module) -> None:
-        """Add up the gradients of the two copies of the tied embedding, on both stages that hold one."""
-        if self.stage.tied:
+        """Add up the gradients of the two copies of the tied embedding, on both stages that hold one;
+        there is none where ``module.tied`` is None, for the head has weights of its own."""
+        if self.stage.tied and (weight := module.tied) is not None:
             assert self.pp_group is not None
-            weight = module.tied
             assert isinstance(weight, nn.Parameter)
             assert weight.grad is not None
             add_from_peer(weight.grad, self.pp_group, self.stage.count - 1 - self.stage.index)

@@ -126,7 +126,8 @@ class Pipeline:
         receives = []
         if (receive_forward and not stage.first) or (receive_backward and not stage.last):
             elements = self._boundary(inputs).numel() // self.strategy.wire_parts
-            received = torch.empty(elements, dtype=self.dtype, device=inputs["padding"].device)
+            device = next(iter(inputs.values())).device
+            received = torch.empty(elements, dtype=self.dtype, device=device)
             receives.append((received, here - 1 if receive_forward else here + 1))
         if self.group is not None:
             exchange(sends, receives, self.group)

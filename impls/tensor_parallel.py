@@ -89,6 +89,7 @@ class TensorParallel(Strategy):
     summary = "weights split by columns and rows, heads and vocabulary with them (Megatron-LM)"
     source = "arXiv 1909.08053, section 3"
     attention_region = "sharded"  # the heads are this rank's own, everything else is replicated
+    splits_features = True
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         size = self.size
@@ -181,17 +182,20 @@ class TensorParallel(Strategy):
     def vocabulary_parts(self) -> int:
         return self.size
 
+    def own_heads(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size)[self.rank]
+
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
     ) -> Tensor:
-        own = None if decay is None else decay.chunk(self.size)[self.rank]
+        own = None if decay is None else self.own_heads(decay)
         return super().linear_attention(q, k, v, own, way=way)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         # all heads share the weight, and this rank's heads make only their part of its gradient
         return super().project_sequence(x, copy_to_group(weight, self.group))
 
-    def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().vocabulary_logits(copy_to_group(x, self.group), weight, bias)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:

@@ -6,7 +6,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,13 +18,13 @@ from impls.composition import ONE_STAGE, Stage
 from impls.kernels.layer_norm import LayerNorm
 from impls.linear import Linear
 from impls.models.encoder import Alone, Attention, Block, BlockOptions, attention_mask
-from impls.models.model import Model, Part
+from impls.models.model import Model, PaddedVocabulary, Part
 from impls.models.text import masked_language_batches
 from impls.strategy import Site, Strategy
 
 
 @dataclass(frozen=True)
-class BertModel(BlockOptions, Model):
+class BertModel(BlockOptions, PaddedVocabulary, Model):
     """The options of a BERT, beside those of its blocks.
 
     Attributes:
@@ -68,11 +67,6 @@ class BertModel(BlockOptions, Model):
         always: list[Mapping[str, Any]] = [{"checkpointing": True}, plain]
         # 3 heads cannot be split over 2 or 4 ranks, which matters only to who splits heads
         return always if self.linformer else [*always, {"mask_shape": "square"}, {"heads": 3}]
-
-    def padded_vocabulary(self, parts: int) -> int:
-        """Rows of the word embedding when it is split into ``parts``."""
-        multiple = self.vocabulary_multiple * parts
-        return math.ceil(self.vocabulary / multiple) * multiple
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return Bert(self, strategy, seq_len, stage)

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from impls.kernels.bias_gelu import bias_gelu
 from impls.kernels.dropout import bias_dropout_add
 from impls.kernels.layer_norm import LayerNorm
+from impls.models.recomputation import recomputed
 from impls.strategy import Strategy
 
 _WAYS = {
@@ -134,23 +134,13 @@ class Block(nn.Module):
         self.mlp_end = BiasDropoutAddNorm(model, strategy)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self._recomputed(x, mask) if self.checkpointing else self._block(x, mask)
+        return recomputed(self._block, self.random, x, mask) if self.checkpointing else self._block(x, mask)
 
     def _block(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.attention_end(self.attention(x, mask), x)
         assert self.mlp_in.bias is not None
         inner = bias_gelu(self.mlp_in.project(x), self.mlp_in.bias, fused=self.fused_bias_gelu)
         return self.mlp_end(self.mlp_out.project(inner), x)
-
-    def _recomputed(self, x: Tensor, mask: Tensor) -> Tensor:
-        first = self.random.number
-
-        def run(x: Tensor) -> Tensor:
-            self.random.number = first  # the same dropout masks when backward runs it again
-            return self._block(x, mask)
-
-        with set_checkpoint_early_stop(False):  # as the papers' frameworks: the whole block runs again
-            return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
 class Alone(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -62,6 +63,18 @@ class Model(ABC):
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:
         """The pieces that verification compares one by one, smallest first."""
+
+
+class PaddedVocabulary:
+    """A model with these two options; see :class:`impls.models.bert.BertModel`."""
+
+    vocabulary: int
+    vocabulary_multiple: int
+
+    def padded_vocabulary(self, parts: int) -> int:
+        """Rows of the word embedding when it is split into ``parts``."""
+        multiple = self.vocabulary_multiple * parts
+        return math.ceil(self.vocabulary / multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Real text for masked-language training: the reference topics that Python's own help() prints.
+"""Real text for language models to learn from: the reference topics that Python's own help() prints.
 
 `pydoc_data.topics` comes with every Python: half a megabyte of English about the language, so training needs
 no download and no file. The text is of the running Python's version; runs that are compared share it.
@@ -126,10 +126,48 @@ def masked_language_batches(
         raise ValueError(f"a pair of sentences needs a sequence length of at least 8, not {seq_len}")
     text, step = corpus(vocabulary), 0
     while True:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"text {seed} {step}".encode()))
+        generator = _generator(seed, step)
         pairs = [_pair(text, seq_len, generator) for _ in range(batch)]
         yield _batch(pairs, vocabulary, seq_len, generator)
         step += 1
+
+
+def causal_language_batches(
+    vocabulary: int, batch: int, seq_len: int, seed: int
+) -> Iterator[dict[str, Tensor]]:
+    """Endless whole batches with the inputs of :class:`impls.models.decoder.DecoderModel`.
+
+    A sequence is a run of the text from anywhere, each document closed by [SEP]; after the last comes the
+    first again. The label of a token is the one that follows it.
+    """
+    text, step = _stream(vocabulary), 0
+    offsets, shape = torch.arange(seq_len + 1), (batch, seq_len)
+    while True:
+        starts = torch.randint(len(text), (batch, 1), generator=_generator(seed, step))
+        run = text[(starts + offsets) % len(text)]
+        yield {
+            "tokens": run[:, :-1].contiguous(),
+            "labels": run[:, 1:].contiguous(),
+            "loss_weights": torch.full(shape, 1 / (batch * seq_len)),
+            "positions": torch.arange(seq_len),
+        }
+        step += 1
+
+
+@cache
+def _stream(vocabulary: int) -> Tensor:
+    """All documents, one after another."""
+    text = corpus(vocabulary)
+    found: list[int] = []
+    for number, (sentence, document) in enumerate(zip(text.sentences, text.documents, strict=True)):
+        found += sentence
+        if number + 1 == len(text.documents) or text.documents[number + 1] != document:
+            found.append(SEP)
+    return torch.tensor(found)
+
+
+def _generator(seed: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"text {seed} {step}".encode()))
 
 
 _Pair = tuple[list[int], list[int], int]

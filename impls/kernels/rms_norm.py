@@ -1,0 +1,91 @@
+"""Root-mean-square normalisation (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps), with a weight or without.
+
+As fused kernels have it, the operator keeps its input and one number a row, in float32 for half
+precisions. Without a weight it is TransNormerLLM's "simple" norm (arXiv 2307.14995).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: of the implementations that are reproduced (TransNormerLLM's kernel, Llama's default)
+EPS = 1e-6
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) -> Tensor:
+    """The same in torch's own operators, which keep more."""
+    precise = x.to(_precise(x.dtype))
+    y = precise * (precise.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+@torch.library.custom_op("spbench::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    precise = x.to(_precise(x.dtype))
+    rstd = (precise.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = precise * rstd
+    return (y if weight is None else y * weight).to(x.dtype).contiguous(), rstd.contiguous()
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=_precise(x.dtype))
+
+
+@torch.library.custom_op("spbench::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    normal, d_y = x.to(rstd.dtype) * rstd, gradient.to(rstd.dtype)
+    d_normal = d_y if weight is None else d_y * weight
+    d_x = rstd * (d_normal - normal * (d_normal * normal).mean(-1, keepdim=True))
+    if weight is None:
+        d_weight = x.new_empty(0)  # an operator returns a tensor or none of its results
+    else:
+        d_weight = (d_y * normal).flatten(0, -2).sum(0).to(weight.dtype)
+    return d_x.to(x.dtype).contiguous(), d_weight
+
+
+@_rms_norm_backward.register_fake
+def _(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        y, rstd = _rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, rstd, weight = ctx.saved_tensors
+        d_x, d_weight = _rms_norm_backward(gradient.contiguous(), x, rstd, weight)
+        return d_x, None if weight is None else d_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS, *, way: str = "fused") -> Tensor:
+    """Over the last dim, [..., H] -> a contiguous [..., H]; ``way`` is "fused" or "plain"."""
+    return plain_rms_norm(x, weight, eps) if way == "plain" else _RMSNorm.apply(x, weight, eps)
+
+
+class RMSNorm(nn.Module):
+    """:func:`rms_norm`, with a weight or without."""
+
+    weight: nn.Parameter | None
+
+    def __init__(self, hidden: int, *, weighted: bool, way: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden)) if weighted else None
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, way=self.way)

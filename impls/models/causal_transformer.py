@@ -1,0 +1,23 @@
+"""A causal transformer with softmax attention, as Llama (arXiv 2302.13971): RoPE, RMS norms, SwiGLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from impls.models.decoder import DecoderModel
+from impls.models.mixers import SoftmaxAttention
+
+
+@dataclass(frozen=True)
+class CausalTransformerModel(DecoderModel):
+    """See the module."""
+
+    def mixing(self, layer: int) -> SoftmaxAttention:
+        return SoftmaxAttention()
+
+
+PRESETS = {
+    # the sizes of tnl-1b
+    "causal-transformer-1b": CausalTransformerModel(layers=16, hidden=2048, heads=16, inner=5632),
+    "causal-transformer-tiny": CausalTransformerModel(layers=2, hidden=48, heads=12, inner=96, vocabulary=96),
+}

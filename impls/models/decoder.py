@@ -1,0 +1,255 @@
+"""Pre-norm causal language models without biases, as single-device code.
+
+A layer is x + mixer(norm(x)), then x + mlp(norm(x)); after the last one comes a norm and the head. What
+mixes the tokens of each layer a subclass of :class:`DecoderModel` says; :mod:`impls.models.mixers` has them.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from impls.composition import ONE_STAGE, Stage
+from impls.kernels.rms_norm import RMSNorm
+from impls.models.mixers import DecoderOptions, LinearAttention, Places, SoftmaxAttention
+from impls.models.model import Model, PaddedVocabulary, Part
+from impls.models.recomputation import recomputed
+from impls.models.text import causal_language_batches
+from impls.strategy import Site, Strategy
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": F.silu, "gelu": F.gelu}
+
+
+@dataclass(frozen=True)
+class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
+    """The options of a causal language model, beside those of its layers.
+
+    Attributes:
+        vocabulary: rows of the word embedding before padding (50272: GPT-2's 50257, as metaseq pads it).
+        vocabulary_multiple: the table is padded to a multiple of this times the strategy's parts of it.
+        tied: the head shares the weights of the word embedding.
+    """
+
+    vocabulary: int = 50272
+    vocabulary_multiple: int = 1
+    tied: bool = False
+
+    #: of the MLP: whether the activated projection is multiplied by a second one (a gated linear unit)
+    gated_mlp: ClassVar[bool] = True
+    #: of the MLP: a key of ACTIVATIONS
+    activation: ClassVar[str] = "silu"
+    #: whether norms have a weight
+    weighted_norms: ClassVar[bool] = True
+
+    sequence_dims: ClassVar[Mapping[str, int | None]] = {
+        "tokens": 1,
+        "labels": 1,
+        "loss_weights": 1,
+        "positions": 0,
+    }
+    unbatched: ClassVar[frozenset[str]] = frozenset({"positions"})
+    losses: ClassVar[tuple[str, ...]] = ("language",)
+    plain_options: ClassVar[Mapping[str, Any]] = {
+        "linear_attention": "quadratic",
+        "rms_norm": "plain",
+        "cross_entropy": "plain",
+        "checkpointing": False,
+    }
+
+    @abstractmethod
+    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention:
+        """What mixes the tokens in a layer."""
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
+        # 3 heads cannot be split over 2 or 4 ranks, which matters only to who splits heads
+        return [{"checkpointing": True}, plain | {"heads": 3}, {"tied": True, "cross_entropy": "fused"}]
+
+    def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
+        return Decoder(self, strategy, stage)
+
+    def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
+        shape = (batch, seq_len)
+        return {
+            "tokens": torch.randint(self.vocabulary, shape, generator=generator),
+            "labels": torch.randint(self.vocabulary, shape, generator=generator),
+            "loss_weights": torch.full(shape, 1 / (batch * seq_len)),
+            "positions": torch.arange(seq_len),
+        }
+
+    def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        return causal_language_batches(self.vocabulary, batch, seq_len, seed)
+
+    def sites(
+        self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
+    ) -> list[Site]:
+        tokens = {"B": batch, "L": seq_len}
+        rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
+        hidden, again = tokens | {"H": self.hidden}, self.checkpointing
+        found = [
+            Site(kind, len(layers), hidden | {"F": width}, again)
+            for width in (self.hidden, self.inner)
+            for kind in ("linear_in", "linear_out")
+        ]
+        mixers = [site for i in layers for site in self.mixing(i).sites(self, batch, seq_len)]
+        alike = Counter((site.kind, tuple(site.dims.items())) for site in mixers)
+        found += [Site(kind, count, dict(dims), again) for (kind, dims), count in alike.items()]
+        if stage.first:
+            found.append(Site("embedding", 1, hidden | {"V": rows}))
+        if stage.last:
+            found.append(Site("vocabulary_logits", 1, hidden | {"V": rows}))
+            found.append(Site("cross_entropy", 1, tokens | {"V": rows}))
+        if stage.count > 1:
+            found.append(Site("stage_boundary", 1, hidden))
+            if self.tied:
+                words = rows * self.hidden
+                found.append(
+                    Site("tied_embedding", 1, {"elements": words, "split": words, "vocabulary": words})
+                )
+        found.append(Site("parameters", 1, self.parameters(rows, stage)))
+        return found
+
+    def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
+        """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
+        and vocabulary, and of these the ``vocabulary``'s; it has that many ``rows``."""
+        h, layers = self.hidden, stage.layers(self.layers)
+        attention = sum((self.mixing(i).projections + 1) * h * h for i in layers)
+        split = attention + len(layers) * (self.mlp_projections + 1) * h * self.inner
+        norms = h * (2 * len(layers) + stage.last) if self.weighted_norms else 0
+        tables = stage.first or stage.last if self.tied else stage.first + stage.last
+        vocabulary = tables * rows * h
+        split += vocabulary
+        return {"elements": split + norms, "split": split, "vocabulary": vocabulary}
+
+    @property
+    def mlp_projections(self) -> int:
+        """Projections that open the MLP."""
+        return 2 if self.gated_mlp else 1
+
+    def parts(self) -> Mapping[str, Part]:
+        def hidden_inputs(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
+            x = torch.randn(batch, seq_len, self.hidden, generator=generator, dtype=torch.float64)
+            return {"x": x, "positions": torch.arange(seq_len)}
+
+        dims = {"x": 1, "positions": 0}
+        outputs = {"loss": None, "language_loss": None, "hidden": 1, "token_loss": 1}
+        # of the first layer the attention, of the last the block: they may differ
+        return {
+            "attention": Part(
+                lambda s, n: Alone(self.mixing(0).build(self, s)), hidden_inputs, dims, {"y": 1}
+            ),
+            "block": Part(lambda s, n: Alone(Block(self, s, self.layers - 1)), hidden_inputs, dims, {"y": 1}),
+            "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
+        }
+
+
+class Mlp(nn.Module):
+    """x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x) without a gate."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy):
+        super().__init__()
+        self.activation = ACTIVATIONS[model.activation]
+        self.project = strategy.grouped_linear_in(model.hidden, model.inner, model.mlp_projections)
+        self.out = strategy.linear_out(model.inner, model.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, *factors = self.project(x)
+        x = self.activation(x)
+        return self.out.project(x * factors[0] if factors else x)
+
+
+class Block(nn.Module):
+    """x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
+        super().__init__()
+        self.checkpointing, self.random = model.checkpointing, strategy.random
+        self.mixer_norm = _norm(model)
+        self.mixer = model.mixing(layer).build(model, strategy)
+        self.mlp_norm = _norm(model)
+        self.mlp = Mlp(model, strategy)
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        if self.checkpointing:
+            return recomputed(self._block, self.random, x, places)
+        return self._block(x, places)
+
+    def _block(self, x: Tensor, places: Places) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), places)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def _norm(model: DecoderModel) -> nn.Module:
+    return RMSNorm(model.hidden, weighted=model.weighted_norms, way=model.rms_norm)
+
+
+class Alone(nn.Module):
+    """A mixer or a block with inputs of its own, for verification."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": self.layer(inputs["x"], Places(inputs["positions"], inputs["x"].dtype))}
+
+
+class Decoder(nn.Module):
+    """A pipeline stage of the model, or all of it.
+
+    ``forward(inputs, hidden)``, with ``hidden`` [B, L, H] of the stage before (None on the first), returns
+    ``hidden`` [B, L, H], before the final norm, and on the last stage ``loss``, this rank's share, the same
+    as ``language_loss``, and ``token_loss`` [B, L].
+    """
+
+    def __init__(self, model: DecoderModel, strategy: Strategy, stage: Stage):
+        super().__init__()
+        self.model, self.strategy, self.stage = model, strategy, stage
+        self.unbatched = model.unbatched
+        rows = model.padded_vocabulary(strategy.vocabulary_parts)
+        if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
+            self.embedding = strategy.embedding(rows, model.hidden)
+        self.blocks = nn.ModuleDict({str(i): Block(model, strategy, i) for i in stage.layers(model.layers)})
+        if stage.last:
+            self.norm = _norm(model)
+            if not model.tied:
+                self.head = strategy.vocabulary_parameter(rows, model.hidden)
+
+    @property
+    def tied(self) -> Tensor | None:
+        """The word embedding where the first and the last stage both hold it."""
+        if not self.model.tied:
+            return None
+        weight: Tensor = self.embedding.weight  # type: ignore[assignment]
+        return weight
+
+    def boundary_shape(self, inputs: Mapping[str, Tensor]) -> tuple[int, int, int]:
+        """The shape of ``hidden``."""
+        batch, length = inputs["tokens"].shape
+        return batch, length, self.model.hidden
+
+    def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embedding(inputs["tokens"]) if hidden is None else hidden
+        del hidden
+        places = Places(inputs["positions"], x.dtype)
+        for block in self.blocks.values():
+            x = block(x, places)
+        return {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
+
+    def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        weight = self.head if (tied := self.tied) is None else tied
+        logits = self.strategy.vocabulary_logits(self.norm(x), weight, None)
+        fused = self.model.cross_entropy == "fused"
+        token_loss = self.strategy.cross_entropy(logits, inputs["labels"], fused=fused)
+        loss = (token_loss * inputs["loss_weights"]).sum()
+        return {"loss": loss, "language_loss": loss, "token_loss": token_loss}

@@ -1,0 +1,226 @@
+"""What mixes the tokens in a layer of a causal language model: linear attention or softmax attention.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (this
+rank's features of it between projections), Z heads (this rank's), A head size, D size of queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from impls.kernels.rms_norm import rms_norm
+from impls.strategy import Site, Strategy
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "elu_plus_one": _elu_plus_one}
+
+_WAYS = {
+    "attention_norm": ("hidden", "head"),
+    "linear_attention": ("chunked", "quadratic"),
+    "rms_norm": ("fused", "plain"),
+    "cross_entropy": ("plain", "fused"),
+}
+
+
+@dataclass(frozen=True)
+class DecoderOptions:
+    """What the layers of a decoder are made of, and which kernels they use.
+
+    Attributes:
+        inner: width of the MLP.
+        attention_norm: the output of linear attention is normalised over all features ("hidden"), or over
+            those of each head ("head"), which a strategy that splits heads needs.
+        linear_attention: "chunked" or "quadratic"; see :meth:`impls.strategy.Strategy.linear_attention`.
+        rms_norm: "fused" or "plain"; see :func:`impls.kernels.rms_norm.rms_norm`.
+        cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
+            works in place.
+        checkpointing: recompute each block in backward.
+    """
+
+    layers: int = 16
+    hidden: int = 2048
+    heads: int = 16
+    inner: int = 5632
+    attention_norm: str = "head"
+    linear_attention: str = "chunked"
+    rms_norm: str = "fused"
+    cross_entropy: str = "plain"
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+        for name, ways in _WAYS.items():
+            if getattr(self, name) not in ways:
+                raise ValueError(f"{name} is one of {', '.join(ways)}, not {getattr(self, name)!r}")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+
+class Places:
+    """Where this rank's positions lie in the sequence, and what all layers share that follows from it.
+
+    Args:
+        positions: [L], integers.
+        dtype: of activations.
+    """
+
+    def __init__(self, positions: Tensor, dtype: torch.dtype):
+        self.dtype = dtype
+        # angles in float32 whatever the activations: bfloat16 cannot tell position 256 from 257
+        self.positions = positions.to(torch.float64 if dtype is torch.float64 else torch.float32)
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    def turned(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of theta [..., A] times each position: [..., L, A]."""
+        angle = theta.to(self.positions.dtype).unsqueeze(-2) * self.positions.unsqueeze(-1)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+
+    def rotary(self, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+        """RoPE's cos and sin [L, A/2], made for the first layer that asks and kept for the others."""
+        if self._rotary is None:
+            powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.positions.device)
+            self._rotary = self.turned(base ** (-powers / head_size))
+        return self._rotary
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE (arXiv 2104.09864): the pairs (i, i + A/2) of x [B, Z, L, A] turned by cos, sin [L, A/2]."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """A layer of causal linear attention, its output normalised instead of divided by a sum of keys.
+
+    Attributes:
+        feature_map: a key of FEATURE_MAPS, on queries and keys.
+        decay: the rate of each head of the layer; None: no decay.
+        gated: the normalised output is multiplied by a fourth projection of the input.
+        lrpe: queries and keys turned by LRPE, which doubles their size; see :class:`LinearAttentionMixer`.
+    """
+
+    feature_map: str
+    decay: Sequence[float] | None = None
+    gated: bool = False
+    lrpe: bool = False
+
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        return LinearAttentionMixer(self, model, strategy)
+
+    @property
+    def projections(self) -> int:
+        """Projections [H, H] of the layer's input."""
+        return 4 if self.gated else 3
+
+    def sites(self, model: DecoderOptions, batch: int, seq_len: int) -> list[Site]:
+        dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
+        width = (2 if self.lrpe else 1) * model.head_size
+        found = [Site("linear_attention", 1, dims | {"D": width}, model.checkpointing)]
+        if model.attention_norm == "hidden":
+            found.append(Site("feature_norm", 1, dims, model.checkpointing))
+        return found
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention:
+    """A layer of causal softmax attention with RoPE of this base."""
+
+    rotary_base: float = 10_000.0
+    projections = 3
+
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        return SoftmaxAttentionMixer(self, model, strategy)
+
+    def sites(self, model: DecoderOptions, batch: int, seq_len: int) -> list[Site]:
+        dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
+        return [Site("causal_attention", 1, dims, model.checkpointing)]
+
+
+class LinearAttentionMixer(nn.Module):
+    """x [B, L, H] -> [B, L, H].
+
+    LRPE (TransNormerLLM, arXiv 2307.14995) turns every feature by an angle of its own a position: queries
+    and keys x become (x cos, x sin), so that their product depends on the distance. The released code lets
+    training change the angles; here they stay at their initial values, which costs the same but for a
+    gradient of H numbers.
+    """
+
+    decay: Tensor | None
+    theta: Tensor | None
+
+    def __init__(self, kind: LinearAttention, model: DecoderOptions, strategy: Strategy):
+        super().__init__()
+        self.kind, self.model, self.strategy = kind, model, strategy
+        self.project = strategy.grouped_linear_in(model.hidden, model.hidden, kind.projections)
+        self.out = strategy.linear_out(model.hidden, model.hidden)
+        # constants of any precision but half, in which rates and angles would be other ones
+        precise = torch.float64 if self.out.weight.dtype is torch.float64 else torch.float32
+        decay = None if kind.decay is None else torch.tensor(kind.decay, dtype=precise)
+        self.register_buffer("decay", decay, persistent=False)
+        theta = None
+        if kind.lrpe:
+            powers = torch.arange(model.hidden, dtype=torch.float64) / model.hidden
+            theta = (10_000.0 ** (-2 * powers)).to(precise).view(model.heads, model.head_size)
+        self.register_buffer("theta", theta, persistent=False)
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        q, k, v, *gate = self.project(x)
+        how = self.model.linear_attention
+        # copies, each a tensor of its own: so the kernels and whoever sends them take and keep them
+        q, k = (self._features(_heads(y, self.model), places).contiguous() for y in (q, k))
+        v = _heads(v, self.model).contiguous()
+        o = self.strategy.linear_attention(q, k, v, self.decay, way=how)
+        del q, k, v
+        y = self._normalised(o.transpose(1, 2))
+        del o
+        return self.out.project(y * gate[0] if gate else y)
+
+    def _features(self, x: Tensor, places: Places) -> Tensor:
+        """Of queries or keys [B, Z, L, A]: [B, Z, L, D]."""
+        x = FEATURE_MAPS[self.kind.feature_map](x)
+        if self.theta is None:
+            return x
+        cos, sin = places.turned(self.strategy.own_heads(self.theta))
+        return torch.cat((x * cos, x * sin), -1)
+
+    def _normalised(self, o: Tensor) -> Tensor:
+        """[B, L, Z, A] -> [B, L, H]."""
+        way = self.model.rms_norm
+        if self.model.attention_norm == "hidden":
+            return rms_norm(o.flatten(2), way=way)
+        return rms_norm(o, way=way).flatten(2)
+
+
+class SoftmaxAttentionMixer(nn.Module):
+    """x [B, L, H] -> [B, L, H]."""
+
+    def __init__(self, kind: SoftmaxAttention, model: DecoderOptions, strategy: Strategy):
+        super().__init__()
+        self.kind, self.model, self.strategy = kind, model, strategy
+        self.project = strategy.grouped_linear_in(model.hidden, model.hidden, kind.projections)
+        self.out = strategy.linear_out(model.hidden, model.hidden)
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        q, k, v = (_heads(y, self.model) for y in self.project(x))
+        turn = places.rotary(self.model.head_size, self.kind.rotary_base)
+        o = self.strategy.causal_attention(rotated(q, *turn), rotated(k, *turn), v.contiguous())
+        del q, k, v
+        return self.out.project(o.transpose(1, 2).flatten(2))
+
+
+def _heads(x: Tensor, model: DecoderOptions) -> Tensor:
+    """[B, L, H] -> [B, Z, L, A], a view."""
+    return x.unflatten(-1, (-1, model.head_size)).transpose(1, 2)

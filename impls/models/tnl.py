@@ -1,0 +1,65 @@
+"""TransNormerLLM (Qin et al., arXiv 2307.14995), the model that LASP's paper trains, as it was released.
+
+A layer projects its input to queries, keys, values and a gate at once; SiLU on queries and keys, LRPE on
+those of the first layer; linear attention with a decay of each head; a norm over all features without a
+weight, times the gate. The MLP is a gated linear unit without an activation.
+
+The gate of the released code is not activated either, and its norms are "simple": without weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from impls.models.decoder import DecoderModel
+from impls.models.mixers import LinearAttention
+
+
+def slopes(heads: int) -> list[float]:
+    """The decay rate of each head, as ALiBi's slopes (arXiv 2108.12409): 2^(-8/n), 2^(-16/n), ... for n heads
+    where n is a power of two; else those of the power below, then every other one of the power above."""
+    below = 2 ** int(math.log2(heads))
+    if below < heads:
+        return slopes(below) + slopes(2 * below)[0::2][: heads - below]
+    return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
+
+
+def decay_rates(heads: int, layer: int, layers: int) -> list[float]:
+    """Of each head in a layer: the slopes in the first, falling linearly to almost nothing in the last."""
+    share = 1 - layer / max(1, layers - 1) + 1e-5  # the released code's bound away from zero
+    return [share * slope for slope in slopes(heads)]
+
+
+@dataclass(frozen=True)
+class TransNormerModel(DecoderModel):
+    """See the module."""
+
+    attention_norm: str = "hidden"
+
+    activation: ClassVar[str] = "none"
+    weighted_norms: ClassVar[bool] = False
+
+    def mixing(self, layer: int) -> LinearAttention:
+        decay = tuple(decay_rates(self.heads, layer, self.layers))
+        return LinearAttention("silu", decay, gated=True, lrpe=layer == 0)
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        # strategies that split heads run only this one
+        by_head = {"attention_norm": "head"}
+        return [*super().variants(), by_head, {"checkpointing": True} | by_head]
+
+
+PRESETS = {
+    # sizes that make LASP's 0.4B, 1B and 7B; the inner width is the 8/3 hidden of gated linear units, rounded
+    # up to a multiple of 256
+    "tnl-0.4b": TransNormerModel(layers=24, hidden=1024, heads=8, inner=2816),
+    "tnl-1b": TransNormerModel(layers=16, hidden=2048, heads=16, inner=5632),
+    "tnl-7b": TransNormerModel(layers=30, hidden=4096, heads=32, inner=11264),
+    # for training on a few CPUs
+    "tnl-mini": TransNormerModel(layers=2, hidden=64, heads=4, inner=176, vocabulary=1024),
+    # for verification: head count and sizes that divide by 1, 2, 3 and 4
+    "tnl-tiny": TransNormerModel(layers=2, hidden=48, heads=12, inner=96, vocabulary=96),
+}
