@@ -227,10 +227,11 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor
 
 
 def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to sum x over the ranks, of which each gets its chunk along ``dim``; it is there after ``wait()``."""
+    """Start to sum x over the ranks and give each its chunk along ``dim``; returns this rank's, which is there
+    after the other's ``wait()``."""
     rows = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     chunk = torch.empty_like(rows[0])
-    return chunk, _reduce_scatter_into(chunk, rows, group=group, async_op=True)
+    return chunk, _reduce_scatter_into(chunk.flatten(), rows.flatten(), group=group, async_op=True)
 
 
 def joined(gathered: Tensor, dim: int) -> Tensor:
@@ -254,5 +255,5 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's chunk along ``dim`` of the sum of x over the ranks; backward gathers the chunks' gradients."""
+    """This rank's chunk along ``dim`` of the sum of x over the ranks; backward gathers the gradients."""
     return x if group is None or group.size() == 1 else _ReduceScatter.apply(x, dim, group)

@@ -36,5 +36,8 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = F.linear(x, self.weight.flatten(0, 1))
+        return self.separate(F.linear(x, self.weight.flatten(0, 1)))
+
+    def separate(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The projections [..., out_features] of each group, from all of them side by side."""
         return y.unflatten(-1, self.weight.shape[:2]).unbind(-2)

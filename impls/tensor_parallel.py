@@ -10,7 +10,8 @@ cross entropy are split over the vocabulary. Layer norms, dropout and everything
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +35,10 @@ class ColumnParallelLinear(Linear):
         self.tp = tp
 
     def project(self, x: Tensor) -> Tensor:
-        return super().project(self.tp.enter(x))
+        return self.tp.enter(x, self.weight, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.tp.enter(x))
+        return self.tp.enter(x, self.weight, self.bias)
 
 
 class ColumnParallelGroupedLinear(GroupedLinear):
@@ -49,7 +50,7 @@ class ColumnParallelGroupedLinear(GroupedLinear):
         self.tp = tp
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(self.tp.enter(x))
+        return self.separate(self.tp.enter(x, self.weight.flatten(0, 1), None))
 
 
 class RowParallelLinear(Linear):
@@ -90,12 +91,18 @@ class TensorParallel(Strategy):
     source = "arXiv 1909.08053, section 3"
     attention_region = "sharded"  # the heads are this rank's own, everything else is replicated
     splits_features = True
+    #: the dims of sites that N must divide, and what they count
+    split_dims: ClassVar[Mapping[str, str]] = {
+        "Z": "attention heads",
+        "F": "features",
+        "V": "vocabulary rows",
+    }
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         size = self.size
         totals = [
             (site.dims[letter], what)
-            for letter, what in (("Z", "attention heads"), ("F", "features"), ("V", "vocabulary rows"))
+            for letter, what in self.split_dims.items()
             for site in sites
             if letter in site.dims
         ]
@@ -151,15 +158,19 @@ class TensorParallel(Strategy):
         return all_gather_flat(received, self.group).view(shape)
 
     def held_elements(self, site: Site) -> int:
-        split = site.dims.get("split", 0)
+        split = self.split_elements(site)
         return super().held_elements(site) - split + split // self.size
 
-    def enter(self, x: Tensor) -> Tensor:
-        """f: what the column-parallel projections of a block read, from x [B, L, H]."""
-        return copy_to_group(x, self.group)
+    def split_elements(self, site: Site) -> int:
+        """Of the ``elements`` of a site of parameters, those that the ranks share out."""
+        return site.dims.get("split", 0)
+
+    def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """f, and the column-parallel projection that opens a block: x [B, L, H] -> [B, L, F/N]."""
+        return F.linear(copy_to_group(x, self.group), weight, bias)
 
     def leave(self, x: Tensor) -> Tensor:
-        """g: the whole output [B, L, H] of a block, from this rank's part of the sum."""
+        """g: the output [B, L, H] of a block, from this rank's part of the sum."""
         return reduce_from_group(x, self.group)
 
     def linear_in(self, in_features: int, out_features: int) -> Linear:

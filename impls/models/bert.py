@@ -114,26 +114,26 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         if stage.count > 1:
             words = rows * self.hidden
             found.append(Site("stage_boundary", 1, hidden))
-            found.append(Site("tied_embedding", 1, {"elements": words, "split": words}))
+            found.append(Site("tied_embedding", 1, {"elements": words, "split": words, "vocabulary": words}))
         found.append(Site("parameters", 1, self.parameters(seq_len, rows, stage)))
         return found
 
     def parameters(self, seq_len: int, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
-        """Counts of a stage's parameters: all ``elements`` but Linformer's projections (``sequence``), and
-        of them those that can be split over features and vocabulary; ``rows`` of vocabulary."""
+        """Counts of a stage's parameters: all ``elements`` but Linformer's projections (``sequence``), of
+        them those that can be ``split`` over features and vocabulary, and of these the ``vocabulary``'s; it
+        has that many ``rows``."""
         h, layers = self.hidden, len(stage.layers(self.layers))
         split = layers * (12 * h * h + 7 * h)  # matrices and the biases of those that open a block
         elements = split + layers * (2 * h + 4 * h)  # biases that close a block, two layer norms
         if stage.first:
             elements += (seq_len + self.token_types) * h + (2 * h if self.embedding_norm else 0)
-        if stage.first or stage.last:
-            elements, split = elements + rows * h, split + rows * h
+        vocabulary = (rows * h if stage.first or stage.last else 0) + (rows if stage.last else 0)
         if stage.last:
-            elements += (h * h + h + 2 * h + rows) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
-            split += rows
+            elements += (h * h + h + 2 * h) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
         return {
-            "elements": elements,
-            "split": split,
+            "elements": elements + vocabulary,
+            "split": split + vocabulary,
+            "vocabulary": vocabulary,
             "sequence": layers * 2 * (self.linformer or 0) * seq_len,
         }
 

@@ -1,0 +1,114 @@
+"""Megatron-LM's sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+
+Tensor parallelism replicates what lies between the blocks: norms, dropout, residuals. Here each rank has
+only L/N positions of that. The all-reduces f and g fall into their halves: a block begins by gathering all
+positions for its column-parallel projection, and ends by reduce-scattering the output of its row-parallel
+one; backward does the reverse. An all-reduce is a reduce-scatter and an all-gather, so as many bytes are
+sent, but for one more all-gather in backward: a rank keeps only its own positions of a block's input, and
+gathers the others again for the gradient of the weight.
+
+The heads and features of a block are split; the vocabulary is not: embedding, head and loss act on this
+rank's positions, which makes as many logits as splitting them over the vocabulary, and no message. All
+weights that are not split see some of the positions only, so their gradients are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from impls.communication import Traffic, joined, reduce_scatter, start_all_gather, start_reduce_scatter
+from impls.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
+from impls.strategy import Site, Strategy
+from impls.tensor_parallel import TensorParallel
+
+
+class GatheredProjection(torch.autograd.Function):
+    """x [B, L/N, H] of all ranks, weight [F/N, H], bias [F/N] or None -> [B, L, F/N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        parts, arrival = start_all_gather(x, group)
+        arrival.wait()
+        return F.linear(joined(parts, 1), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        # both messages travel while a matrix product runs, as in section 4.2.2
+        parts, arrival = start_all_gather(x, ctx.group)
+        whole_d_x = d_y @ weight
+        arrival.wait()
+        d_x, departure = start_reduce_scatter(whole_d_x, 1, ctx.group)
+        d_weight = d_y.flatten(0, 1).mT @ joined(parts, 1).flatten(0, 1)
+        d_bias = d_y.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        departure.wait()
+        return d_x, d_weight, d_bias, None
+
+
+class MegatronSP(SequenceChunks, TensorParallel):
+    """See the module. Inputs and everything between blocks as :class:`SequenceChunks` has it, the inside of
+    blocks as :class:`TensorParallel` does."""
+
+    name = "megatron_sp"
+    axis = "tp"
+    summary = "tensor parallelism, and sequence chunks between its blocks (Megatron-LM)"
+    source = "arXiv 2205.05198, section 4.2.2"
+    meets = frozenset({"attention", "causal_attention", "linear_attention"})
+    split_dims = {"Z": "attention heads", "F": "features"}
+
+    # the vocabulary is whole, and what goes to another stage is a part already
+    embedding = Strategy.embedding
+    vocabulary_parameter = Strategy.vocabulary_parameter
+    vocabulary_parts = Strategy.vocabulary_parts
+    vocabulary_logits = Strategy.vocabulary_logits
+    cross_entropy = Strategy.cross_entropy
+    wire_parts = Strategy.wire_parts
+    to_wire = Strategy.to_wire
+    from_wire = Strategy.from_wire
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        SequenceChunks.check_sizes(self, sites)
+        TensorParallel.check_sizes(self, sites)
+        refuse_masks_of_own_queries(self.name, sites)
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for site in sites:
+            count = site.count
+            forwards = ["forward", "backward"] if site.recomputed else ["forward"]
+            if site.kind in ("linear_in", "linear_out"):
+                hidden = site.dims["B"] * site.dims["L"] * site.dims["H"] * element_bytes
+            if site.kind == "linear_in":
+                for phase in forwards:
+                    yield Traffic(phase, "input of a block", "all_gather", count, hidden)
+                yield Traffic("backward", "input of a block, again", "all_gather", count, hidden)
+                yield Traffic("backward", "gradient of a block's input", "reduce_scatter", count, hidden)
+            elif site.kind == "linear_out":
+                for phase in forwards:
+                    yield Traffic(phase, "output of a block", "reduce_scatter", count, hidden)
+                yield Traffic("backward", "gradient of a block's output", "all_gather", count, hidden)
+            elif site.kind == "overflow_flag":
+                yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
+
+    def split_elements(self, site: Site) -> int:
+        return super().split_elements(site) - site.dims.get("vocabulary", 0)
+
+    def partial_elements(self, site: Site) -> int:
+        return site.dims["elements"] - self.split_elements(site)
+
+    def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [B, L/N, H] -> [B, L, F/N]."""
+        if self.size == 1:
+            return F.linear(x, weight, bias)
+        return GatheredProjection.apply(x, weight, bias, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum."""
+        return reduce_scatter(x, 1, self.group)
