@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from impls.communication import Traffic, add_from_peer, all_reduce
 from impls.strategy import Site, Strategy, Unsupported, shard_of
@@ -64,12 +65,29 @@ class Composition:
     """
 
     def __init__(self, mesh: DeviceMesh | None = None):
+        self.mesh = mesh
+        #: the axes of groups over several of them, as "dp_sp", by the group's name
+        self.flattened: dict[str, str] = {}
         self.dp_group = _group(mesh, "dp")
         self.pp_group = _group(mesh, "pp")
         self.replicas, self.replica = _size_and_rank(self.dp_group)
         self.stage = ONE_STAGE
         if self.pp_group is not None:
             self.stage = Stage(self.pp_group.rank(), self.pp_group.size())
+
+    def gradient_group(self, partial: bool, strategy: Strategy) -> dist.ProcessGroup | None:
+        """The ranks that gradients are summed over in one go: the replicas, and, if ``partial``, the
+        strategy's ranks. None where that is this rank alone. All ranks must ask, and in the same order."""
+        if not partial or strategy.group is None or strategy.size == 1:
+            return self.dp_group
+        if self.dp_group is None:
+            return strategy.group
+        assert self.mesh is not None
+        axes = f"dp_{strategy.axis}"
+        with _disable_current_modes():  # a mesh computes with real tensors, where a step has fake ones too
+            group = self.mesh["dp", strategy.axis]._flatten(axes).get_group()
+        self.flattened[group.group_name] = axes
+        return group
 
     def reduce(self, gradients: Tensor, partial: bool, strategy: Strategy) -> None:
         """Sum gradients in place over replicas, and, if ``partial``, over the strategy's ranks."""
@@ -106,9 +124,10 @@ def is_partial(parameter: nn.Parameter, strategy: Strategy) -> bool:
 
 
 def composed_traffic(
-    sites: list[Site], strategy: Strategy, stage: Stage, replicas: int, micro_batches: int, element_bytes: int
+    sites: list[Site], strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
 ) -> Iterator[tuple[Traffic, int]]:
-    """Closed form of what a rank of a stage sends in a step, with the size of the group it goes to.
+    """Closed form of what a rank of a stage sends in a step, with the size of the group it goes to; without
+    what a backend sends to sum gradients (:meth:`impls.backends.backend.Backend.traffic`).
 
     Args:
         sites: what one micro-batch asks of this stage, and (parameters, flags) the step itself.
@@ -127,9 +146,6 @@ def composed_traffic(
         elif site.kind == "tied_embedding" and stage.tied:
             payload = strategy.held_elements(site) * element_bytes
             yield Traffic("gradient_sync", "tied embedding", "send", 1, payload), stage.count
-        elif site.kind == "parameters":
-            payload = strategy.held_elements(site) * element_bytes
-            yield Traffic("gradient_sync", "data parallel gradients", "all_reduce", 1, payload), replicas
         elif site.kind == "overflow_flag":
             yield Traffic("optimizer", "overflow over stages", "all_reduce", 1, 4), stage.count
 

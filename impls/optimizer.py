@@ -5,14 +5,15 @@ runs on fake tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from impls.communication import all_reduce
-from impls.composition import Composition
 from impls.precision import Precision
-from impls.strategy import Strategy, shard_of
 
 
 class Optimizer:
@@ -20,37 +21,36 @@ class Optimizer:
 
     Args:
         with_moments: make the moments now, as after a first step, not in the first step.
-        stale_gradients: keep the masters' float32 gradients from step to step, as Megatron-LM of 2021 did.
+        master_gradients: of the masters' float32 gradients: "made" by a step and freed, "kept" in one place,
+            or "stale": made anew by a step beside those of the step before, as Megatron-LM of 2021 did.
+        overflow_groups: an overflow on one rank must skip the step on all ranks that hold other parts of
+            the weights; those of all these groups (None: this rank alone).
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        strategy: Strategy,
+        parameters: Sequence[Tensor],
         precision: Precision,
         *,
         with_moments: bool,
-        stale_gradients: bool = False,
-        around: Composition | None = None,
+        master_gradients: str = "made",
+        overflow_groups: Sequence[dist.ProcessGroup | None] = (),
         lr: float = 1e-4,
     ):
-        self.parameters = list(module.parameters())
+        self.parameters = parameters
         self.precision = precision
+        self.master_gradients = master_gradients
+        self.overflow_groups = overflow_groups
         self.masters = (
             [p.detach().float().requires_grad_() for p in self.parameters]
             if precision.master
             else self.parameters
         )
         self.adam = torch.optim.AdamW(self.masters, lr=lr, weight_decay=0.01, fused=True)
-        # an overflow on one rank must skip the step on all ranks that hold other parts of the weights
-        spread = any(shard_of(p) for p in self.parameters)
-        pp_group = around.pp_group if around else None
-        self.overflow_groups = [strategy.group if spread else None, pp_group]
         if precision.loss_scale:
             self.scale = torch.full((), precision.loss_scale, dtype=torch.float32)
             self.since_growth = torch.zeros((), dtype=torch.int32)
-        self.stale_gradients = stale_gradients
-        if stale_gradients and precision.master:
+        if master_gradients != "made" and precision.master:
             for p in self.masters:
                 p.grad = torch.zeros_like(p)
         if with_moments:
@@ -75,14 +75,18 @@ class Optimizer:
         if self.precision.master:
             for master, p in zip(self.masters, self.parameters, strict=True):
                 assert p.grad is not None
-                master.grad = p.grad.float()
+                if self.master_gradients == "kept":
+                    assert master.grad is not None
+                    master.grad.copy_(p.grad)
+                else:
+                    master.grad = p.grad.float()
         if self.precision.loss_scale:
             self._unscale()
         self.adam.step()
         if self.precision.master:
             for master, p in zip(self.masters, self.parameters, strict=True):
                 p.detach().copy_(master.detach())
-                if not self.stale_gradients:
+                if self.master_gradients == "made":
                     master.grad = None
 
     def tensors(self) -> list[Tensor]:

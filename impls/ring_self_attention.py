@@ -134,7 +134,6 @@ class RingSelfAttention(SequenceChunks):
             elif site.kind == "overflow_flag" and any(s.kind == "project_sequence" for s in sites):
                 # only Linformer's projections differ between ranks, so only they can overflow on one alone
                 yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
-        yield from self.parameter_traffic(sites, element_bytes)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from impls.communication import Traffic
 from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
 
 
@@ -34,12 +33,8 @@ class SequenceChunks(Strategy):
                     f"use a sequence length of {lengths}",
                 )
 
-    def parameter_traffic(self, sites: Sequence[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of the sum of the parameters' gradients."""
-        for site in sites:
-            if site.kind == "parameters":
-                gradients = site.dims["elements"] * element_bytes
-                yield Traffic("gradient_sync", "gradients", "all_reduce", site.count, gradients)
+    def partial_elements(self, site: Site) -> int:
+        return site.dims["elements"]
 
     @property
     def sequence_parts(self) -> int:

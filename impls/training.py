@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from impls.backends import BACKENDS
 from impls.composition import Composition
 from impls.gradients import ContiguousGradients, StaleGradients
 from impls.optimizer import Optimizer
@@ -67,7 +68,9 @@ class Training:
         precision: one of PRECISIONS.
         moments: "kept": Adam's moments exist before the step, as in every step but the first that updates;
             "later": they do not yet, and the step's update makes them.
-        gradients: "contiguous" or "stale"; see :class:`ContiguousGradients`, :class:`StaleGradients`.
+        backend: a key of BACKENDS: how gradients are summed, and what each rank holds of the optimizer.
+        gradients: of ``legacy_ddp``: "contiguous" or "stale"; see :class:`ContiguousGradients`,
+            :class:`StaleGradients`.
         around: data and pipeline parallelism; None for one replica and one stage.
         micro_batches: parts of the batch that are run one after another.
         schedule: of the pipeline; see :mod:`impls.pipeline`.
@@ -81,6 +84,7 @@ class Training:
         precision: Precision,
         *,
         moments: str = "kept",
+        backend: str = "legacy_ddp",
         gradients: str = "contiguous",
         around: Composition | None = None,
         micro_batches: int = 1,
@@ -88,19 +92,24 @@ class Training:
         learning_rate: float = 1e-4,
     ):
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
-        around, stale = around or Composition(), gradients == "stale"
+        self.around = around = around or Composition()
         self.pipeline = Pipeline(module, strategy, around, precision.parameters, schedule)
-        self.gradients = (StaleGradients if stale else ContiguousGradients)(module, strategy, around)
-        self.optimizer = Optimizer(
+        self.backend = BACKENDS[backend](
             module,
             strategy,
+            around,
             precision,
-            with_moments=moments == "kept",
-            stale_gradients=stale,
-            around=around,
-            lr=learning_rate,
+            micro_batches=micro_batches,
+            moments=moments,
+            gradients=gradients,
+            learning_rate=learning_rate,
         )
         self.steps = 0
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of the backend."""
+        return self.backend.optimizer
 
     def step(
         self,
@@ -114,12 +123,12 @@ class Training:
         """
         self.strategy.random.begin_step(self.steps)
         self.steps += 1
-        self.gradients.zero()
+        self.backend.zero()
         loss = self.pipeline.run(self._split(inputs), self.optimizer.scaled, phase)
         with phase("gradient_sync"):
-            self.gradients.synchronize()
+            self.backend.synchronize()
         with phase("optimizer"):
-            self.optimizer.step()
+            self.backend.step()
         return loss
 
     def _split(self, inputs: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:

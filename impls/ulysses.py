@@ -76,7 +76,6 @@ class Ulysses(SequenceChunks):
             for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
                 yield Traffic(phase, "q and k", "all_to_all", site.count * 2, positions * d.get("D", d["A"]))
                 yield Traffic(phase, "v and the output", "all_to_all", site.count * 2, positions * d["A"])
-        yield from self.parameter_traffic(sites, element_bytes)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """[B, Z, L/N, A] -> this rank's heads of the whole sequence [B, Z/N, L, A]."""

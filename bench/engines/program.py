@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from bench.cell import Cell
 from bench.meters.communication import CommunicationMeter, as_number
 from bench.meters.recorder import Recorder
+from impls.backends import BACKENDS
+from impls.backends.backend import PlannedStep, planned_sums
 from impls.communication import Traffic
 from impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
 from impls.models.model import Model, model_preset
@@ -99,16 +101,19 @@ def plan(cell: Cell) -> Plan:
 
     strategy.check(sites(ONE_STAGE))
     width = precision.parameters.itemsize
+    backend, micro_batches = BACKENDS[cell.training.backend], cell.training.micro_batches
+    if cell.sizes.pp > 1 and not backend.pipelined:
+        raise Unsupported(
+            f"the backend {backend.name} shards a whole model and has no pipeline stages",
+            "use pp 1, or the backend ddp",
+        )
     traffic = []
     for alike in alike_ranks(cell):
-        entries = composed_traffic(
-            sites(alike.stage),
-            planned_strategy(cell, alike.role),
-            alike.stage,
-            cell.sizes.dp,
-            cell.training.micro_batches,
-            width,
-        )
+        asked, role = sites(alike.stage), planned_strategy(cell, alike.role)
+        entries = [
+            *composed_traffic(asked, role, alike.stage, micro_batches, width),
+            *backend.traffic(PlannedStep(planned_sums(asked, role, cell.sizes.dp), micro_batches, precision)),
+        ]
         traffic.append([(t, size) for t, size in entries if t.sent_bytes(size)])
     return Plan(traffic)
 
@@ -188,6 +193,7 @@ def build_training(
         strategy,
         precision,
         moments=cell.training.moments,
+        backend=cell.training.backend,
         gradients=cell.training.gradients,
         around=around,
         micro_batches=cell.training.micro_batches,
@@ -228,10 +234,10 @@ def record_step(
                 initialize(module, seed)
 
     training, inputs = set_up(cell, mesh, generator, set_weights)
+    recorder.communication.axes.update(training.around.flattened)
     memory = recorder.memory
-    memory.tag(training.module.parameters(), "parameters")
-    memory.tag(training.gradients.tensors(), "gradients")
-    memory.tag(training.optimizer.tensors(), "optimizer_state", keep=True)
+    for category, tensors in training.backend.held().items():
+        memory.tag(tensors, category, keep=True)  # where weights are the masters too, they are parameters
     memory.tag(inputs.values(), "inputs")
     training.step(inputs, recorder.phase)
     return training, inputs

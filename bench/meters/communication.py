@@ -83,7 +83,7 @@ class CommunicationMeter:
     """
 
     def __init__(self, axes: Mapping[str, str]):
-        self.axes = axes
+        self.axes = dict(axes)
         self.phase = "setup"
         self.counts: Counter[Operation] = Counter()
 

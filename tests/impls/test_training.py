@@ -126,7 +126,7 @@ def after_an_overflow(mesh: DeviceMesh, strategy: str, gradients: str) -> dict[s
     training.optimizer.scale.fill_(2.0**8)
     before = weights(training)
     masters = [master.detach().clone() for master in training.optimizer.masters]
-    synchronize = training.gradients.synchronize
+    synchronize = training.backend.synchronize
 
     def planted() -> None:
         synchronize()
@@ -135,7 +135,7 @@ def after_an_overflow(mesh: DeviceMesh, strategy: str, gradients: str) -> dict[s
             assert gradient is not None
             gradient.view(-1)[0] = torch.inf
 
-    training.gradients.synchronize = planted  # type: ignore[method-assign]
+    training.backend.synchronize = planted  # type: ignore[method-assign]
     training.step(inputs)
     unchanged = all(torch.equal(before[name], value) for name, value in weights(training).items())
     unchanged &= all(
@@ -144,7 +144,7 @@ def after_an_overflow(mesh: DeviceMesh, strategy: str, gradients: str) -> dict[s
     moments = [s["exp_avg"] for s in training.optimizer.adam.state.values()]
     no_moments = all(not m.any() for m in moments)
     first = float(training.optimizer.scale)
-    training.gradients.synchronize = synchronize  # type: ignore[method-assign]
+    training.backend.synchronize = synchronize  # type: ignore[method-assign]
     training.step(inputs)
     moved = any(not torch.equal(before[name], value) for name, value in weights(training).items())
     steps = {float(s["step"]) for s in training.optimizer.adam.state.values()}
@@ -283,7 +283,7 @@ def gradients_with_dropout(mesh: DeviceMesh, strategy: str, checkpointing: bool)
     gradients: list[Tensor] = []
     for step in range(2):
         training.strategy.random.begin_step(step)
-        training.gradients.zero()
+        training.backend.zero()
         training.module(inputs)["loss"].backward()
         gradients += [p.grad.clone() for p in training.module.parameters() if p.grad is not None]
     return gradients

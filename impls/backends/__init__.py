@@ -1,0 +1,14 @@
+"""Data-parallel backends: where gradients and optimizer state are held, and how ranks sum and share them."""
+
+from __future__ import annotations
+
+from impls.backends.backend import Backend
+from impls.backends.ddp import DistributedDataParallel
+from impls.backends.fsdp_flat import FlatFullySharded
+from impls.backends.legacy_ddp import LegacyDistributedDataParallel
+
+__all__ = ["BACKENDS", "Backend"]
+
+BACKENDS: dict[str, type[Backend]] = {
+    cls.name: cls for cls in (LegacyDistributedDataParallel, DistributedDataParallel, FlatFullySharded)
+}

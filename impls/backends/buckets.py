@@ -1,0 +1,110 @@
+"""Gradients in buckets that are summed while backward still runs, as torch's DistributedDataParallel does.
+
+torch's own wrapper cannot be used: its reducer is C++ that reads the storage of gradients, which fake
+tensors do not have. The rules are the reducer's (torch/csrc/distributed/c10d/reducer.cpp), before it has
+rebuilt its buckets once in the order in which gradients arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import nn
+
+from impls.communication import all_reduce_async
+
+MIB = 2**20
+#: bytes at which a bucket is full: the first one, so that communication starts early, and the others
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 * MIB, 25 * MIB
+
+
+@dataclass
+class Bucket:
+    """A flat copy of some parameters' gradients, summed as one over the group (None: a rank alone)."""
+
+    group: dist.ProcessGroup | None
+    parameters: list[nn.Parameter]
+    missing: set[nn.Parameter] = field(default_factory=set)
+    work: dist.Work | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [p.numel() for p in self.parameters]
+        self.flat = self.parameters[0].new_zeros(sum(sizes))
+        self.views = dict(zip(self.parameters, self.flat.split(sizes), strict=True))
+
+
+class BucketedGradients:
+    """Makes the buckets, and hooks that fill them as backward makes gradients.
+
+    Args:
+        summed: parameters in the order of registration, by the group over which to sum.
+        micro_batches: backwards in a step; gradients are sent in the last.
+    """
+
+    def __init__(
+        self,
+        summed: Iterable[tuple[dist.ProcessGroup | None, list[nn.Parameter]]],
+        order: list[nn.Parameter],
+        micro_batches: int,
+    ):
+        self.micro_batches = micro_batches
+        self.buckets = [Bucket(group, run) for group, ps in summed for run in _runs(ps)]
+        # sent in this order on every rank, however backward goes there: by each bucket's last parameter
+        place = {p: i for i, p in enumerate(order)}
+        self.buckets.sort(key=lambda bucket: -place[bucket.parameters[0]])
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.backwards: Counter[nn.Parameter] = Counter()
+        self.next = 0
+        for p in order:
+            p.register_post_accumulate_grad_hook(self._arrived)
+        self.zero()
+
+    def zero(self) -> None:
+        """Before a step."""
+        self.backwards.clear()
+        self.next = 0
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
+            for p in bucket.parameters:
+                p.grad = None
+
+    def finish(self) -> None:
+        """After the last backward: wait for the sums and copy them back to the gradients."""
+        late = [bucket for bucket in self.buckets if bucket.missing]
+        assert not late, "backward made no gradient for some parameters"
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+            for p, view in bucket.views.items():
+                assert p.grad is not None
+                p.grad.copy_(view.view_as(p))
+
+    def _arrived(self, p: nn.Parameter) -> None:
+        self.backwards[p] += 1
+        if self.backwards[p] < self.micro_batches:
+            return
+        bucket = self.bucket_of[p]
+        assert p.grad is not None
+        bucket.views[p].copy_(p.grad.flatten())
+        bucket.missing.remove(p)
+        while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+            ready = self.buckets[self.next]
+            ready.work = all_reduce_async(ready.flat, ready.group)
+            self.next += 1
+
+
+def _runs(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters of each bucket, from the last on: backward reaches those first."""
+    limit, run, nbytes = FIRST_BUCKET_BYTES, [], 0
+    for p in reversed(parameters):
+        run.append(p)
+        nbytes += p.nbytes
+        if nbytes >= limit:
+            yield run
+            limit, run, nbytes = BUCKET_BYTES, [], 0
+    if run:
+        yield run

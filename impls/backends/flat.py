@@ -1,0 +1,61 @@
+"""Parameters laid out one after another in one flat tensor that is cut into equal shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from impls.backends.backend import Part
+from impls.precision import Precision
+
+
+def padded(elements: int, size: int) -> int:
+    """Elements of a flat tensor that ``size`` ranks can share evenly."""
+    return math.ceil(elements / size) * size
+
+
+class FlatShard:
+    """A rank's shard of some parameters, in the optimizer's precision, and where each of them lies.
+
+    Args:
+        parameters: by name.
+        group: the ranks that share them; None: a rank alone.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup | None,
+        precision: Precision,
+    ):
+        self.group = group
+        self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        self.names, tensors = list(parameters), list(parameters.values())
+        self.shapes, self.sizes = [p.shape for p in tensors], [p.numel() for p in tensors]
+        self.padding = padded(sum(self.sizes), self.size) - sum(self.sizes)
+        flat = torch.cat([p.detach().flatten() for p in tensors])
+        flat = torch.cat([flat, flat.new_zeros(self.padding)])
+        self.start = self.rank * (len(flat) // self.size)
+        held = torch.float32 if precision.master else precision.parameters
+        self.weights = flat.chunk(self.size)[self.rank].to(held, copy=True)
+        #: of this shard, or None between a step's beginning and its backward
+        self.gradient: Tensor | None = None
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The whole flat tensor as the parameters, by name."""
+        pieces = flat.split([*self.sizes, self.padding])
+        return {n: x.view(shape) for n, x, shape in zip(self.names, pieces, self.shapes, strict=False)}
+
+    def parts(self, shard: Tensor) -> dict[str, Part]:
+        """What a shard holds of each parameter that it holds any of."""
+        found, first = {}, 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            start, end = max(first, self.start), min(first + size, self.start + len(shard))
+            if start < end:
+                found[name] = Part(start - first, shard[start - self.start : end - self.start])
+            first += size
+        return found

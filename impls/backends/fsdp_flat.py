@@ -1,0 +1,128 @@
+"""Fully sharded data parallelism with the whole model as one flat unit, as fairscale's and metaseq's.
+
+(Zhao et al., arXiv 2304.11277, section 3.) Each rank holds 1/N of the float32 weights and moments. Forward
+all-gathers a half-precision flat parameter whose views are the weights; autograd makes a gradient of each
+view and then concatenates them, so that 6 bytes a parameter are alive when backward ends, before the flat
+gradient is reduce-scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from impls.backends.backend import Backend, Part, PlannedStep
+from impls.backends.flat import FlatShard, padded
+from impls.communication import Traffic, all_gather_flat, reduce_scatter_flat
+from impls.composition import Composition
+from impls.optimizer import Optimizer
+from impls.precision import Precision
+from impls.strategy import Strategy
+
+
+class FlatFullySharded(Backend):
+    """See the module. Parameters that are summed over different groups are units of their own."""
+
+    name = "fsdp_flat"
+    pipelined = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        around: Composition,
+        precision: Precision,
+        **settings: Any,
+    ):
+        super().__init__(module, strategy, around, precision, **settings)
+        self.units = [
+            FlatShard({self.names[p]: p for p in parameters}, group, precision)
+            for group, parameters in self.summed()
+        ]
+        self.owners = _take_parameters(module, dict(self.names))
+        self.names.clear()  # or the whole parameters would live on
+        module.register_forward_pre_hook(self._gather)
+        self.optimizer = Optimizer(
+            [unit.weights for unit in self.units],
+            replace(precision, master=False),  # the shards are the masters
+            overflow_groups=[*self.overflow_groups, *(unit.group for unit in self.units)],
+            **self.settings,
+        )
+
+    def zero(self) -> None:
+        for unit in self.units:
+            unit.gradient = None
+
+    def synchronize(self) -> None:
+        for unit in self.units:  # reduce-scattered in backward
+            unit.weights.grad = unit.gradient
+
+    def step(self) -> None:
+        super().step()
+        for unit in self.units:
+            unit.weights.grad = None
+
+    def held(self) -> dict[str, list[Tensor]]:
+        weights = [unit.weights for unit in self.units]
+        return {**super().held(), "parameters": [], "optimizer_state": [*weights, *self.optimizer.tensors()]}
+
+    def held_gradients(self) -> list[Tensor]:
+        return []
+
+    def gradient_parts(self) -> dict[str, Part]:
+        parts = (unit.parts(unit.gradient) for unit in self.units if unit.gradient is not None)
+        return {name: part for found in parts for name, part in found.items()}
+
+    def weight_parts(self) -> dict[str, Part]:
+        return {name: part for unit in self.units for name, part in unit.parts(unit.weights).items()}
+
+    @classmethod
+    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
+        for summed in step.summed:
+            payload = padded(summed.elements, summed.size) * step.element_bytes
+            count = step.micro_batches
+            yield Traffic("forward", "flat parameter", "all_gather", count, payload), summed.size
+            yield Traffic("backward", "flat gradient", "reduce_scatter", count, payload), summed.size
+            if step.precision.loss_scale:
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4), summed.size
+
+    def _gather(self, module: nn.Module, inputs: object) -> None:
+        """Before a forward: make the whole weights."""
+        for unit in self.units:
+            shard = unit.weights.to(self.precision.parameters)
+            flat = shard.clone() if unit.group is None else all_gather_flat(shard, unit.group)
+            del shard
+            flat.requires_grad_().register_post_accumulate_grad_hook(partial(self._scatter, unit))
+            for name, view in unit.views(flat).items():
+                for owner, attribute in self.owners[name]:
+                    setattr(owner, attribute, view)
+
+    def _scatter(self, unit: FlatShard, flat: Tensor) -> None:
+        """When backward has made the whole flat gradient: free the weights, sum, and keep this shard."""
+        gradient, flat.grad = flat.grad, None
+        assert gradient is not None
+        for name in unit.names:
+            for owner, attribute in self.owners[name]:
+                delattr(owner, attribute)
+        flat.data = flat.new_empty(0)  # whatever of the graph still lives
+        if unit.group is not None:
+            gradient = reduce_scatter_flat(gradient, unit.group)
+        gradient = gradient.to(unit.weights.dtype)
+        unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)
+
+
+def _take_parameters(
+    module: nn.Module, names: dict[nn.Parameter, str]
+) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Remove all parameters from a module; returns where each one was, by its name."""
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for attribute, p in list(owner._parameters.items()):
+            if p is not None:
+                owners.setdefault(names[p], []).append((owner, attribute))
+                delattr(owner, attribute)
+    return owners
