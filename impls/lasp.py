@@ -48,8 +48,9 @@ class _Lasp(torch.autograd.Function):
         if lasp.barrier and lasp.group is not None:
             dist.barrier(lasp.group)
         initial = lasp.receive(lasp.rank - 1, k, v)
-        states = run.states(k, v, decay, block)
-        o = run.output(q, k, v, decay, states, initial, block)
+        packed = kernels.contiguous(q, k, v)
+        states = run.states(*packed[1:], decay, block)
+        o = run.output(*packed, decay, states, initial, block)
         if lasp.rank < lasp.size - 1:
             lasp.send(kernels.final_state(states, initial, decay, k.shape[2]), lasp.rank + 1)
         ctx.save_for_backward(q, k, v, decay, *((states, initial) if lasp.state_caching else ()))
@@ -60,6 +61,7 @@ class _Lasp(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, decay, *cached = ctx.saved_tensors
         lasp = ctx.lasp
+        q, k, v, d_o = kernels.contiguous(q, k, v, d_o)
         run, block, length = _Kernels(lasp.kernel_fusion), kernels.BLOCK, k.shape[2]
         if cached:
             states, initial = cached
@@ -127,7 +129,7 @@ class Lasp(SequenceChunks):
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
     ) -> Tensor:
         # the right product is what LASP is about, so there is but one way
-        return _Lasp.apply(q.contiguous(), k.contiguous(), v.contiguous(), decay, self)
+        return _Lasp.apply(q, k, v, decay, self)
 
     def receive(self, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
         """A state, or the gradient of one, [B, Z, D, A] from a rank of the group; None if it is not there."""

@@ -26,9 +26,10 @@ class _Lasp2(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp2) -> Tensor:
         block, length = kernels.BLOCK, k.shape[2]
-        states = kernels.linear_attention_states(k, v, decay, block)
+        packed = kernels.contiguous(q, k, v)
+        states = kernels.linear_attention_states(*packed[1:], decay, block)
         totals, gathered = start_all_gather(states[:, :, -1], lasp.group)
-        o = kernels.linear_attention_output(q, k, v, decay, states, None, block)
+        o = kernels.linear_attention_output(*packed, decay, states, None, block)
         gathered.wait()
         # rank j's chunk ends rank - 1 - j whole chunks before this one starts
         initial = _decayed_sum(totals, decay, length, [lasp.rank - 1 - j for j in range(lasp.size)])
@@ -39,6 +40,7 @@ class _Lasp2(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, decay, states, initial = ctx.saved_tensors
+        q, k, v, d_o = kernels.contiguous(q, k, v, d_o)
         lasp, block, length = ctx.lasp, kernels.BLOCK, k.shape[2]
         d_states = kernels.linear_attention_state_gradients(q, d_o, decay, block)
         totals, gathered = start_all_gather(d_states[:, :, 0], lasp.group)
@@ -90,4 +92,4 @@ class Lasp2(SequenceChunks):
     ) -> Tensor:
         if self.size == 1:
             return super().linear_attention(q, k, v, decay, way=way)
-        return _Lasp2.apply(q.contiguous(), k.contiguous(), v.contiguous(), decay, self)
+        return _Lasp2.apply(q, k, v, decay, self)

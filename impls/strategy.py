@@ -255,7 +255,7 @@ class Strategy:
         q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
 
         ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
-        ``way`` is a key of LINEAR_ATTENTION_WAYS.
+        ``way`` is a key of LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are.
         """
         if way not in LINEAR_ATTENTION_WAYS:
             raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")

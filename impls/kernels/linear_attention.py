@@ -248,13 +248,23 @@ def _carried(own: Tensor, other: Tensor | None, decay: Tensor | None, length: in
     return torch.addcmul(own, decay_powers(decay, own.new_full((1,), length)).unsqueeze(-1), other)
 
 
+def contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What kernels read: each tensor in one piece, a copy where it is a view of a wider one.
+
+    An autograd function keeps what it was given and makes copies for its kernels alone, as LASP's authors do:
+    a view of a projection that others keep anyway then costs nothing between forward and backward.
+    """
+    return tuple(x.contiguous() for x in tensors)
+
+
 class _ChunkedLinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, block: int
     ) -> tuple[Tensor, Tensor]:
-        states = linear_attention_states(k, v, decay, block)
-        o = linear_attention_output(q, k, v, decay, states, initial, block)
+        packed = contiguous(q, k, v)
+        states = linear_attention_states(*packed[1:], decay, block)
+        o = linear_attention_output(*packed, decay, states, initial, block)
         ctx.save_for_backward(q, k, v, decay, states, initial)
         ctx.block = block
         ctx.set_materialize_grads(False)
@@ -263,8 +273,7 @@ class _ChunkedLinearAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, decay, states, initial = ctx.saved_tensors
-        if d_o is None:
-            d_o = torch.zeros_like(v)
+        q, k, v, d_o = contiguous(q, k, v, torch.zeros_like(v) if d_o is None else d_o)
         d_states = linear_attention_state_gradients(q, d_o, decay, ctx.block)
         d_q, d_k, d_v = linear_attention_input_gradients(
             q, k, v, d_o, decay, states, initial, d_states, d_final, ctx.block

@@ -179,9 +179,8 @@ class LinearAttentionMixer(nn.Module):
     def forward(self, x: Tensor, places: Places) -> Tensor:
         q, k, v, *gate = self.project(x)
         how = self.model.linear_attention
-        # copies, each a tensor of its own: so the kernels and whoever sends them take and keep them
-        q, k = (self._features(_heads(y, self.model), places).contiguous() for y in (q, k))
-        v = _heads(v, self.model).contiguous()
+        q, k = (self._features(_heads(y, self.model), places) for y in (q, k))
+        v = _heads(v, self.model)
         o = self.strategy.linear_attention(q, k, v, self.decay, way=how)
         del q, k, v
         y = self._normalised(o.transpose(1, 2))
