@@ -74,14 +74,13 @@ def table4_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
     figure = new_figure(PAGE_INCHES, sum(heights), title(rows, "Weak scaling with pipeline stages"))
     if not rows:
         return figure
-    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    grid = figure.add_gridspec(len(heights), len(scalings), height_ratios=heights)
     handles: list[Artist] = []
     for index, (quantity, (label, ours)) in enumerate(_QUANTITIES.items()):
         published = _published(comparison, quantity)
         top = max(highest(rows, ours), highest(rows, published))
-        panels = grid[index].subgridspec(1, len(scalings))
         for column, (name, some) in enumerate(scalings.items()):
-            ax = figure.add_subplot(panels[column])
+            ax = figure.add_subplot(grid[index, column])
             series = series_of(some, look, apart_from=("batch", "seq_len"))
             handles += draw_values(ax, series, look, ours, f"ours {quantity}", linestyle="-")
             if any(published(row) is not None for row in some):
@@ -108,7 +107,7 @@ def table4_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
             if index == 0:
                 ax.set_title(name)
     if notes:
-        write_notes(figure.add_subplot(grid[len(_QUANTITIES)]), notes)
+        write_notes(figure.add_subplot(grid[len(_QUANTITIES), :]), notes)
     add_legend(figure, [*handles, *mark_handles([row for row in rows if row["status"] != "ok"])])
     return figure
 

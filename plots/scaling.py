@@ -53,12 +53,11 @@ def scaling_figure(
     figure = new_figure(PAGE_INCHES, sum(heights), title(rows, otherwise))
     if not models:
         return figure
-    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    grid = figure.add_gridspec(len(heights), len(models), height_ratios=heights)
     handles: list[Artist] = []
     for index, quantity in enumerate(quantities):
-        panels = grid[index].subgridspec(1, len(models))
         for column, name in enumerate(models):
-            ax = figure.add_subplot(panels[column])
+            ax = figure.add_subplot(grid[index, column])
             handles += draw_values(ax, lines[name], look, quantity.value, quantity.name)
             missing = without(lines[name], quantity.value)
             gpu_axis(ax, gpu_counts(models[name]))
@@ -70,7 +69,7 @@ def scaling_figure(
                 length = shared(models[name], "seq_len")
                 ax.set_title(name + (f", sequence length {length}" if length else ""))
     if notes:
-        write_notes(figure.add_subplot(grid[len(quantities)]), notes)
+        write_notes(figure.add_subplot(grid[len(quantities), :]), notes)
     add_legend(
         figure, [*handles, *mark_handles([row for s in lost.values() for _, some in s for row in some])]
     )
