@@ -148,6 +148,13 @@ def alike_ranks(cell: Cell) -> list[Alike]:
     ]
 
 
+def model_parameters(cell: Cell) -> int:
+    """Parameters of the whole model, with the padding of its vocabulary that the strategy asks for."""
+    parts = planned_strategy(cell).vocabulary_parts
+    sites = model_preset(cell.model, cell.model_options).sites(1, cell.seq_len or 1, parts)
+    return sum(site.dims["elements"] for site in sites if site.kind == "parameters")
+
+
 def mesh_axes(mesh: DeviceMesh) -> dict[str, str]:
     """The mesh axis of each process group of more than one rank, by the group's name."""
     groups = {axis: mesh.get_group(axis) for axis in MESH_AXES}
