@@ -103,6 +103,9 @@ class MegatronSP(SequenceChunks, TensorParallel):
     def partial_elements(self, site: Site) -> int:
         return site.dims["elements"] - self.split_elements(site)
 
+    def block_positions(self, positions: Tensor) -> Tensor:
+        return positions
+
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [B, L/N, H] -> [B, L, F/N]."""
         if self.size == 1:

@@ -169,6 +169,10 @@ class Strategy:
         """This rank's part of a whole input whose sequence dim is ``dim`` (None: it has none)."""
         return x
 
+    def block_positions(self, positions: Tensor) -> Tensor:
+        """Of all positions [L] those that this rank has between the projections of a block."""
+        return self.shard(positions, 0)
+
     # -- what a model leaves open ----------------------------------------------------------------
 
     def linear_in(self, in_features: int, out_features: int) -> Linear:
@@ -192,6 +196,11 @@ class Strategy:
     def vocabulary_parameter(self, *shape: int) -> nn.Parameter:
         """A parameter with one row a vocabulary entry, laid out as :meth:`embedding` lays out its weight."""
         return nn.Parameter(torch.zeros(shape))
+
+    def feature_parameter(self, initial: Tensor) -> nn.Parameter:
+        """A parameter with a number for each feature between the projections of a block [H or a part of it],
+        from the values [H] that it starts with."""
+        return nn.Parameter(initial.to(torch.get_default_dtype()))
 
     def sequence_parameter(self, *shape: int) -> nn.Parameter:
         """A parameter whose last dim is the sequence (one column a position)."""
@@ -238,10 +247,6 @@ class Strategy:
         del scores
         probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
         return torch.matmul(probabilities, v)
-
-    def own_heads(self, x: Tensor) -> Tensor:
-        """x [Z, ...], of all heads of a layer -> of the heads that this rank's projections made."""
-        return x
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal softmax attention, scores scaled by A**-0.5: q, k, v [B, Z, L or a part, A] -> [B, Z, L or

@@ -189,17 +189,17 @@ class TensorParallel(Strategy):
         rows, *rest = shape
         return self.mark(nn.Parameter(torch.zeros(rows // self.size, *rest)))
 
+    def feature_parameter(self, initial: Tensor) -> nn.Parameter:
+        return self.mark(super().feature_parameter(initial.chunk(self.size)[self.rank].clone()))
+
     @property
     def vocabulary_parts(self) -> int:
         return self.size
 
-    def own_heads(self, x: Tensor) -> Tensor:
-        return x.chunk(self.size)[self.rank]
-
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
     ) -> Tensor:
-        own = None if decay is None else self.own_heads(decay)
+        own = None if decay is None else decay.chunk(self.size)[self.rank]
         return super().linear_attention(q, k, v, own, way=way)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:

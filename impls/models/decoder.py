@@ -55,9 +55,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "tokens": 1,
         "labels": 1,
         "loss_weights": 1,
-        "positions": 0,
     }
-    unbatched: ClassVar[frozenset[str]] = frozenset({"positions"})
     losses: ClassVar[tuple[str, ...]] = ("language",)
     plain_options: ClassVar[Mapping[str, Any]] = {
         "linear_attention": "quadratic",
@@ -76,7 +74,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         return [{"checkpointing": True}, plain | {"heads": 3}, {"tied": True, "cross_entropy": "fused"}]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
-        return Decoder(self, strategy, stage)
+        return Decoder(self, strategy, seq_len, stage)
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         shape = (batch, seq_len)
@@ -84,7 +82,6 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             "tokens": torch.randint(self.vocabulary, shape, generator=generator),
             "labels": torch.randint(self.vocabulary, shape, generator=generator),
             "loss_weights": torch.full(shape, 1 / (batch * seq_len)),
-            "positions": torch.arange(seq_len),
         }
 
     def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[dict[str, Tensor]]:
@@ -128,7 +125,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         norms = h * (2 * len(layers) + stage.last) if self.weighted_norms else 0
         tables = stage.first or stage.last if self.tied else stage.first + stage.last
         vocabulary = tables * rows * h
-        split += vocabulary
+        split += vocabulary + sum(h for i in layers if self.mixing(i).lrpe)
         return {"elements": split + norms, "split": split, "vocabulary": vocabulary}
 
     @property
@@ -138,17 +135,17 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def parts(self) -> Mapping[str, Part]:
         def hidden_inputs(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
-            x = torch.randn(batch, seq_len, self.hidden, generator=generator, dtype=torch.float64)
-            return {"x": x, "positions": torch.arange(seq_len)}
+            return {"x": torch.randn(batch, seq_len, self.hidden, generator=generator, dtype=torch.float64)}
 
-        dims = {"x": 1, "positions": 0}
         outputs = {"loss": None, "language_loss": None, "hidden": 1, "token_loss": 1}
         # of the first layer the attention, of the last the block: they may differ
         return {
             "attention": Part(
-                lambda s, n: Alone(self.mixing(0).build(self, s)), hidden_inputs, dims, {"y": 1}
+                lambda s, n: Alone(self.mixing(0).build(self, s), s, n), hidden_inputs, {"x": 1}, {"y": 1}
             ),
-            "block": Part(lambda s, n: Alone(Block(self, s, self.layers - 1)), hidden_inputs, dims, {"y": 1}),
+            "block": Part(
+                lambda s, n: Alone(Block(self, s, self.layers - 1), s, n), hidden_inputs, {"x": 1}, {"y": 1}
+            ),
             "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
@@ -196,12 +193,13 @@ def _norm(model: DecoderModel) -> nn.Module:
 class Alone(nn.Module):
     """A mixer or a block with inputs of its own, for verification."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module, strategy: Strategy, seq_len: int):
         super().__init__()
-        self.layer = layer
+        self.layer, self.strategy, self.seq_len = layer, strategy, seq_len
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"y": self.layer(inputs["x"], Places(inputs["positions"], inputs["x"].dtype))}
+        x = inputs["x"]
+        return {"y": self.layer(x, Places(self.strategy, self.seq_len, x))}
 
 
 class Decoder(nn.Module):
@@ -212,9 +210,9 @@ class Decoder(nn.Module):
     as ``language_loss``, and ``token_loss`` [B, L].
     """
 
-    def __init__(self, model: DecoderModel, strategy: Strategy, stage: Stage):
+    def __init__(self, model: DecoderModel, strategy: Strategy, seq_len: int, stage: Stage):
         super().__init__()
-        self.model, self.strategy, self.stage = model, strategy, stage
+        self.model, self.strategy, self.seq_len, self.stage = model, strategy, seq_len, stage
         self.unbatched = model.unbatched
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
         if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
@@ -241,7 +239,7 @@ class Decoder(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
         x = self.embedding(inputs["tokens"]) if hidden is None else hidden
         del hidden
-        places = Places(inputs["positions"], x.dtype)
+        places = Places(self.strategy, self.seq_len, x)
         for block in self.blocks.values():
             x = block(x, places)
         return {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}

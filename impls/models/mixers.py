@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -69,18 +70,25 @@ class DecoderOptions:
 
 
 class Places:
-    """Where this rank's positions lie in the sequence, and what all layers share that follows from it.
+    """Where the positions lie in the sequence that this rank has between the projections of a block, and what
+    all layers share that follows from it. Made when first asked for.
 
     Args:
-        positions: [L], integers.
-        dtype: of activations.
+        seq_len: of the whole sequence.
+        like: a tensor with the activations' dtype and device.
     """
 
-    def __init__(self, positions: Tensor, dtype: torch.dtype):
-        self.dtype = dtype
-        # angles in float32 whatever the activations: bfloat16 cannot tell position 256 from 257
-        self.positions = positions.to(torch.float64 if dtype is torch.float64 else torch.float32)
+    def __init__(self, strategy: Strategy, seq_len: int, like: Tensor):
+        self.strategy, self.seq_len = strategy, seq_len
+        self.dtype, self.device = like.dtype, like.device
         self._rotary: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[L], in a precision for angles: bfloat16 cannot tell position 256 from 257."""
+        precise = torch.float64 if self.dtype is torch.float64 else torch.float32
+        whole = torch.arange(self.seq_len, device=self.device)
+        return self.strategy.block_positions(whole).to(precise)
 
     def turned(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of theta [..., A] times each position: [..., L, A]."""
@@ -90,7 +98,7 @@ class Places:
     def rotary(self, head_size: int, base: float) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin [L, A/2], made for the first layer that asks and kept for the others."""
         if self._rotary is None:
-            powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.positions.device)
+            powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.device)
             self._rotary = self.turned(base ** (-powers / head_size))
         return self._rotary
 
@@ -140,6 +148,7 @@ class SoftmaxAttention:
 
     rotary_base: float = 10_000.0
     projections = 3
+    lrpe = False
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return SoftmaxAttentionMixer(self, model, strategy)
@@ -152,48 +161,42 @@ class SoftmaxAttention:
 class LinearAttentionMixer(nn.Module):
     """x [B, L, H] -> [B, L, H].
 
-    LRPE (TransNormerLLM, arXiv 2307.14995) turns every feature by an angle of its own a position: queries
-    and keys x become (x cos, x sin), so that their product depends on the distance. The released code lets
-    training change the angles; here they stay at their initial values, which costs the same but for a
-    gradient of H numbers.
+    Queries, keys and values are handed over as views of the projections, which the feature maps and the gate
+    keep anyway; a kernel that needs them packed makes copies that it does not keep.
+
+    LRPE (TransNormerLLM, arXiv 2307.14995) turns every feature by an angle of its own a position, which it
+    learns: queries and keys x become (x cos, x sin), so that their product depends on the distance.
     """
 
     decay: Tensor | None
-    theta: Tensor | None
 
     def __init__(self, kind: LinearAttention, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
         self.project = strategy.grouped_linear_in(model.hidden, model.hidden, kind.projections)
         self.out = strategy.linear_out(model.hidden, model.hidden)
-        # constants of any precision but half, in which rates and angles would be other ones
+        # in half precision the rates would be other ones
         precise = torch.float64 if self.out.weight.dtype is torch.float64 else torch.float32
         decay = None if kind.decay is None else torch.tensor(kind.decay, dtype=precise)
         self.register_buffer("decay", decay, persistent=False)
-        theta = None
         if kind.lrpe:
             powers = torch.arange(model.hidden, dtype=torch.float64) / model.hidden
-            theta = (10_000.0 ** (-2 * powers)).to(precise).view(model.heads, model.head_size)
-        self.register_buffer("theta", theta, persistent=False)
+            self.theta = strategy.feature_parameter(10_000.0 ** (-2 * powers))
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         q, k, v, *gate = self.project(x)
-        how = self.model.linear_attention
-        q, k = (self._features(_heads(y, self.model), places) for y in (q, k))
-        v = _heads(v, self.model)
-        o = self.strategy.linear_attention(q, k, v, self.decay, way=how)
+        q, k, v = (_heads(y, self.model) for y in (q, k, v))
+        features = FEATURE_MAPS[self.kind.feature_map]
+        q, k = features(q), features(k)
+        if self.kind.lrpe:
+            cos, sin = places.turned(self.theta.view(-1, self.model.head_size))
+            q, k = (torch.cat((y * cos, y * sin), -1) for y in (q, k))
+            del cos, sin
+        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention)
         del q, k, v
         y = self._normalised(o.transpose(1, 2))
         del o
         return self.out.project(y * gate[0] if gate else y)
-
-    def _features(self, x: Tensor, places: Places) -> Tensor:
-        """Of queries or keys [B, Z, L, A]: [B, Z, L, D]."""
-        x = FEATURE_MAPS[self.kind.feature_map](x)
-        if self.theta is None:
-            return x
-        cos, sin = places.turned(self.strategy.own_heads(self.theta))
-        return torch.cat((x * cos, x * sin), -1)
 
     def _normalised(self, o: Tensor) -> Tensor:
         """[B, L, Z, A] -> [B, L, H]."""

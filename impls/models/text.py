@@ -149,7 +149,6 @@ def causal_language_batches(
             "tokens": run[:, :-1].contiguous(),
             "labels": run[:, 1:].contiguous(),
             "loss_weights": torch.full(shape, 1 / (batch * seq_len)),
-            "positions": torch.arange(seq_len),
         }
         step += 1
 
