@@ -1,12 +1,14 @@
 """Clusters: devices and links, each figure with its source.
 
-A figure that is not known is null: nothing is measured or limited by it.
+A figure that is not known is null: nothing is measured or limited by it. A file may say ``extends: NAME`` and
+only what differs from that packaged cluster.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Generic, Literal, Self, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from bench.declaration import UserError, find_file, packaged, read_yaml, validate
+from bench.declaration import UserError, find_file, merge, packaged, read_yaml, suggestion, validate
 
 PACKAGE = "scenarios.clusters"
 
@@ -145,6 +147,19 @@ def cluster_names() -> list[str]:
     return list(packaged(PACKAGE))
 
 
+def _declared(path: Path) -> dict[str, Any]:
+    """What a file says, with what it does not say from the packaged cluster that it extends."""
+    own = read_yaml(path)
+    base = own.pop("extends", None)
+    if base is None:
+        return own
+    known = packaged(PACKAGE)
+    if base not in known or base == path.stem:
+        others = [name for name in known if name != path.stem]
+        raise UserError(f"{path}: extends: unknown cluster {base!r}{suggestion(base, others)}")
+    return merge(_declared(known[base]), own)
+
+
 @cache
 def load_cluster(name: str) -> Cluster:
     """The packaged cluster of that name, or the one in the YAML file at that path.
@@ -153,7 +168,7 @@ def load_cluster(name: str) -> Cluster:
         UserError: there is none, or its file is wrong.
     """
     path = find_file(name, PACKAGE, "cluster")
-    cluster = validate(Cluster, read_yaml(path), str(path))
+    cluster = validate(Cluster, _declared(path), str(path))
     if cluster.name != path.stem:
         raise UserError(
             f"{path}: name: is {cluster.name!r}, but the file is called {path.stem!r}; make them agree"

@@ -92,6 +92,15 @@ def packaged(package: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES}
 
 
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, mapping by mapping; what ``above`` says holds."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
 def find_file(name: str, package: str, kind: str) -> Path:
     """The packaged file of that name, or the user's own file where ``name`` is a path.
 

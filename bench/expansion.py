@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from bench.cell import Cell
 from bench.cluster import load_cluster
-from bench.declaration import UserError, dotted, first_problem, suggestion
+from bench.declaration import UserError, dotted, first_problem, merge, suggestion
 from impls.models.model import model_preset, models
 from impls.registry import strategies, strategy_options
 from impls.strategy import MESH_AXES
@@ -54,7 +54,7 @@ def expand(
         for place, layer in reversed(layers):
             if "variant" in layer:
                 raise Problem([*place, "variant"], "unknown key; variants have a section of their own")
-            merged = _merge(merged, layer)
+            merged = merge(merged, layer)
         for content in _product(merged, layers):
             cell = _cell(content | {"variant": variant}, layers)
             if cell.key in cells:
@@ -64,14 +64,6 @@ def expand(
             cells[cell.key] = number
             found.append(cell)
     return found
-
-
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
 
 
 def _product(merged: Mapping[str, Any], layers: _Layers) -> Iterator[dict[str, Any]]:

@@ -253,3 +253,22 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
     del content["network"]["latency_s"]["source"]
     with pytest.raises(UserError, match=r"network.latency_s.source: is missing"):
         load_cluster(write(tmp_path, yaml.safe_dump(content), "third.yaml"))
+
+
+def test_a_cluster_extends_another(tmp_path: Path) -> None:
+    own = {
+        "name": "mine",
+        "extends": "dgx-a100",
+        "about": "a test",
+        "network": {"nics_per_node": 1},
+        "calibration": {"bf16": {"compute_efficiency": 0.5, "fitted_on": ["a"]}},
+    }
+    mine, base = load_cluster(write(tmp_path, yaml.safe_dump(own), "mine.yaml")), load_cluster("dgx-a100")
+    assert (mine.network.nics_per_node, base.network.nics_per_node) == (1, 8)
+    assert (mine.network.bandwidth_bytes_per_s, mine.device) == (
+        base.network.bandwidth_bytes_per_s,
+        base.device,
+    )
+    own["extends"] = "dgx-a10"
+    with pytest.raises(UserError, match=r"extends: unknown cluster 'dgx-a10'; did you mean 'dgx-a100'"):
+        load_cluster(write(tmp_path, yaml.safe_dump(own), "again.yaml"))
