@@ -109,6 +109,9 @@ def list_(kind: str | None) -> int:
 @many("--world-size", Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out.")
 @many("--dtype", Words(), "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
 @many("--part", Words(), "These parts of the models; all if left out.")
+@click.option(
+    "--backend", default="legacy_ddp", show_default=True, help="Gradients held and summed by this one."
+)
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True, help="What is printed.")
 def verify(
     strategy: tuple[str, ...],
@@ -116,12 +119,14 @@ def verify(
     world_size: tuple[int, ...],
     dtype: tuple[str, ...],
     part: tuple[str, ...],
+    backend: str,
     form: str,
 ) -> int:
     """Check strategies against the single-device model on real ranks: outputs and every gradient."""
     from bench.commands import verify_strategies
 
-    return verify_strategies(strategy, model, world_size or (1, 2, 3, 4), dtype or ("fp64",), part, form)
+    sizes, dtypes = world_size or (1, 2, 3, 4), dtype or ("fp64",)
+    return verify_strategies(strategy, model, sizes, dtypes, part, backend, form)
 
 
 @cli.command()

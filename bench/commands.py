@@ -20,6 +20,7 @@ from bench.provenance import provenance
 from bench.results import FILE, FINAL, ResultsFile, Row, as_frame, breaks_formula, finite, read_rows
 from bench.scenario import Scenario, load_scenario
 from bench.sweep import at_once, sweep, unfinished
+from impls.backends import BACKENDS
 from impls.models.model import models as all_models
 from impls.registry import strategies as all_strategies
 from impls.training import PRECISIONS
@@ -230,6 +231,7 @@ def verify_strategies(
     world_sizes: Sequence[int],
     dtypes: Sequence[str],
     parts: Sequence[str],
+    backend: str,
     form: str,
 ) -> int:
     """Verify, print a line a case; returns the exit code: 1 if one is not green.
@@ -242,6 +244,7 @@ def verify_strategies(
         ("model", models, sorted(all_models())),
         ("dtype", dtypes, list(PRECISIONS)),
         ("part", parts, sorted({part for model in all_models().values() for part in model.parts()})),
+        ("backend", [backend], list(BACKENDS)),
     ):
         for name in names:
             if name not in known:
@@ -250,7 +253,12 @@ def verify_strategies(
 
     lines = []
     for row in verify(
-        list(strategies) or None, list(models) or None, list(world_sizes), list(dtypes), list(parts) or None
+        list(strategies) or None,
+        list(models) or None,
+        list(world_sizes),
+        list(dtypes),
+        list(parts) or None,
+        backend=backend,
     ):
         lines.append(finite(dataclasses.asdict(row)))
         case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from impls.backends import BACKENDS
 from impls.communication import all_reduce
+from impls.composition import Composition
 from impls.models.model import Model
 from impls.strategy import Strategy, shard_of
-from impls.training import PRECISIONS, ContiguousGradients, StaleGradients, default_dtype, initialize
+from impls.training import PRECISIONS, Precision, default_dtype, initialize
 
 #: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
 #: flat and the gradients of queries and keys tiny
@@ -39,7 +41,7 @@ class Case:
         dtype: a key of PRECISIONS: of weights, activations and gradients of the checked run.
         batch, seq_len: whole sizes, in samples and positions.
         seed: of weights, inputs and the gradient of the outputs.
-        gradients: "contiguous" or "stale", as :class:`impls.training.Training` holds and synchronises them.
+        backend, gradients: that hold and synchronise gradients; see :class:`impls.training.Training`.
     """
 
     strategy: type[Strategy]
@@ -50,6 +52,7 @@ class Case:
     seq_len: int = 24
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "legacy_ddp"
     gradients: str = "contiguous"
 
     @property
@@ -117,11 +120,11 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     model = with_options(case.model, {"dropout": 0.0})
     strategy = case.strategy(mesh, **case.options)
     one_device = _OneDevice(strategy.vocabulary_parts)
-    plain = replace(case, model=with_options(model, model.plain_options))
+    plain = replace(case, model=with_options(model, model.plain_options), backend="legacy_ddp")
 
     truth = _Run(plain, one_device, torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
-    checked = _Run(replace(case, model=model), strategy, case.torch_dtype, shapes)
+    checked = _Run(replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(mesh))
     expected = _share(truth, checked)
     errors = relative_errors(expected, checked.tensors())
     if case.torch_dtype is torch.float64:
@@ -131,6 +134,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     return [
         *(Finding(name, error, noise.get(name, 0.0)) for name, error in errors.items()),
         *_check_positions(truth, checked),
+        _check_elements(checked),
     ]
 
 
@@ -141,6 +145,7 @@ class _Run:
         dtype: of the arithmetic. Weights and inputs have in every run the values that the case's dtype
             can hold, so that only arithmetic differs.
         shapes: of the whole outputs; None where the outputs are whole.
+        around: the mesh's, for the backend's groups.
     """
 
     def __init__(
@@ -149,11 +154,22 @@ class _Run:
         strategy: Strategy,
         dtype: torch.dtype,
         shapes: Mapping[str, torch.Size] | None = None,
+        around: Composition | None = None,
     ):
         self.strategy, self.part = strategy, case.model.parts()[case.part]
         self.module = _build(case, self.part.build, strategy, dtype)
-        held = StaleGradients if case.gradients == "stale" else ContiguousGradients
-        gradients: StaleGradients | ContiguousGradients = held(self.module, strategy)
+        # noted before a backend takes the parameters over
+        self.shards = {name: shard_of(p) for name, p in self.module.named_parameters()}
+        self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
+        self.backend = BACKENDS[case.backend](
+            self.module,
+            strategy,
+            around or Composition(),
+            Precision(dtype),
+            moments="later",
+            gradients=case.gradients,
+        )
+        self.backend.zero()
         whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
         self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
 
@@ -168,10 +184,11 @@ class _Run:
                 ]
             ).sum()
         loss.backward()
-        gradients.synchronize()
+        self.backend.synchronize()
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """What is compared, by name: this rank's part, or the group's sum of what ranks share."""
+        """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient
+        what the backend keeps of it, flattened."""
         found: dict[str, Tensor | None] = {}
         for name, x in self.outputs.items():
             shared = self.part.output_dims[name] is None and self.strategy.loss_is_partial
@@ -181,8 +198,9 @@ class _Run:
                 # of an input that every rank holds whole, each has the gradient of its share of the loss
                 shared = self.part.sequence_dims[name] is None and self.strategy.loss_is_partial
                 found[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
-        for name, parameter in self.module.named_parameters():
-            found[f"gradient of {name}"] = parameter.grad
+        gradients = self.backend.gradient_parts()
+        for name in self.backend.weight_parts():
+            found[f"gradient of {name}"] = gradients[name].values if name in gradients else None
         return found
 
     def _input(self, name: str, whole: Tensor, values: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -213,7 +231,7 @@ def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype) -> nn
 def _share(whole: _Run, checked: _Run) -> dict[str, Tensor]:
     """This rank's share of what one device computed."""
     strategy, part = checked.strategy, checked.part
-    parameters = dict(checked.module.named_parameters())
+    kept = checked.backend.weight_parts()
     share = {}
     for name, x in whole.tensors().items():
         assert x is not None, f"the oracle has no {name}"
@@ -222,9 +240,12 @@ def _share(whole: _Run, checked: _Run) -> dict[str, Tensor]:
             share[name] = strategy.shard(x, part.output_dims[key])
         elif kind == "gradient of input":
             share[name] = strategy.shard(x, part.sequence_dims[key])
-        else:
-            shard = shard_of(parameters[key]) if key in parameters else None
-            share[name] = shard.of(x) if shard else x
+        elif key in kept or key not in checked.shards:
+            shard = checked.shards.get(key)
+            mine = (shard.of(x.view(whole.shapes[key])) if shard else x).flatten()
+            if key in kept:
+                mine = mine[kept[key].start :][: kept[key].values.numel()]
+            share[name] = mine
     return share
 
 
@@ -243,3 +264,17 @@ def _check_positions(whole: _Run, checked: _Run) -> Iterable[Finding]:
             dist.all_reduce(held, group=strategy.group)
         even = held.min() == held.max() > 0
         yield Finding(f"positions of {length}", 0.0 if even else float("inf"), 0.0)
+
+
+def _check_elements(checked: _Run) -> Finding:
+    """Every element of a parameter must lie on equally many ranks, for the same reason."""
+    kept = checked.backend.weight_parts()
+    counts = []
+    for name, shape in checked.shapes.items():
+        count = torch.zeros(shape.numel(), dtype=torch.int64)
+        if name in kept:
+            count[kept[name].start :][: kept[name].values.numel()] += 1
+        counts.append(count)
+    held = all_reduce(torch.cat(counts), checked.strategy.group).split([len(count) for count in counts])
+    even = all(bool(count.min() == count.max() > 0) for count in held)
+    return Finding("elements of the weights", 0.0 if even else float("inf"), 0.0)

@@ -27,6 +27,7 @@ import torch
 
 from bench.engines.pool import RankError, RankPool
 from bench.oracle import Case, Finding, check_rank, relative_errors
+from impls.backends import BACKENDS
 from impls.models.model import model_preset
 from impls.models.model import models as all_models
 from impls.registry import strategies as all_strategies
@@ -79,6 +80,7 @@ def verify(
     dtypes: Sequence[str] = ("fp64",),
     parts: Sequence[str] | None = None,
     *,
+    backend: str = "legacy_ddp",
     batch: int = 3,
     seq_len: int = 24,
     pool: RankPool | None = None,
@@ -94,12 +96,13 @@ def verify(
         world_sizes: ranks along the strategy's axis.
         dtypes: keys of :data:`impls.training.PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
+        backend: a key of :data:`impls.backends.BACKENDS`.
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.
 
     Raises:
-        KeyError: an unknown strategy, model or dtype.
+        KeyError: an unknown strategy, model, dtype or backend.
     """
     classes = [strategy_class(name) for name in (all_strategies() if strategies is None else strategies)]
     names = [n for n in all_models() if "-tiny" in n] if models is None else models
@@ -107,6 +110,8 @@ def verify(
     for dtype in dtypes:
         if dtype not in PRECISIONS:
             raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
+    if backend not in BACKENDS:
+        raise KeyError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if pool is None and not world_sizes:
         return
     with RankPool(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
@@ -118,7 +123,8 @@ def verify(
                 for size in world_sizes:
                     for dtype in dtypes:
                         for part, options in wanted:
-                            case = Case(cls, model_preset(name, options), part, dtype, batch, seq_len)
+                            varied = model_preset(name, options)
+                            case = Case(cls, varied, part, dtype, batch, seq_len, backend=backend)
                             yield verify_case(ranks, case, size, model_name=name, variant=_spelled(options))
 
 
