@@ -48,9 +48,9 @@ class _Lasp(torch.autograd.Function):
         if lasp.barrier and lasp.group is not None:
             dist.barrier(lasp.group)
         initial = lasp.receive(lasp.rank - 1, k, v)
-        packed = kernels.contiguous(q, k, v)
-        states = run.states(*packed[1:], decay, block)
-        o = run.output(*packed, decay, states, initial, block)
+        queries, keys, values = kernels.contiguous(q, k, v)
+        states = run.states(keys, values, decay, block)
+        o = run.output(queries, keys, values, decay, states, initial, block)
         if lasp.rank < lasp.size - 1:
             lasp.send(kernels.final_state(states, initial, decay, k.shape[2]), lasp.rank + 1)
         ctx.save_for_backward(q, k, v, decay, *((states, initial) if lasp.state_caching else ()))

@@ -26,10 +26,10 @@ class _Lasp2(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp2) -> Tensor:
         block, length = kernels.BLOCK, k.shape[2]
-        packed = kernels.contiguous(q, k, v)
-        states = kernels.linear_attention_states(*packed[1:], decay, block)
+        queries, keys, values = kernels.contiguous(q, k, v)
+        states = kernels.linear_attention_states(keys, values, decay, block)
         totals, gathered = start_all_gather(states[:, :, -1], lasp.group)
-        o = kernels.linear_attention_output(*packed, decay, states, None, block)
+        o = kernels.linear_attention_output(queries, keys, values, decay, states, None, block)
         gathered.wait()
         # rank j's chunk ends rank - 1 - j whole chunks before this one starts
         initial = _decayed_sum(totals, decay, length, [lasp.rank - 1 - j for j in range(lasp.size)])

@@ -262,9 +262,9 @@ class _ChunkedLinearAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, initial: Tensor | None, block: int
     ) -> tuple[Tensor, Tensor]:
-        packed = contiguous(q, k, v)
-        states = linear_attention_states(*packed[1:], decay, block)
-        o = linear_attention_output(*packed, decay, states, initial, block)
+        queries, keys, values = contiguous(q, k, v)
+        states = linear_attention_states(keys, values, decay, block)
+        o = linear_attention_output(queries, keys, values, decay, states, initial, block)
         ctx.save_for_backward(q, k, v, decay, states, initial)
         ctx.block = block
         ctx.set_materialize_grads(False)
