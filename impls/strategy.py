@@ -27,8 +27,14 @@ from impls.random import DropoutRandom
 
 MESH_AXES = ("dp", "pp", "tp", "sp")
 
-#: "chunked" is linear in L by way of the D x A state (the right product), "quadratic" makes all scores first
-LINEAR_ATTENTION_WAYS = {"chunked": linear_attention, "quadratic": quadratic_linear_attention}
+#: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores and
+#: values tile by tile, in L x L time and no memory for the scores; "quadratic" makes all scores, with torch's own
+#: operators
+LINEAR_ATTENTION_WAYS = {
+    "chunked": linear_attention,
+    "left_product": lambda q, k, v, decay: linear_attention(q, k, v, decay, block=q.shape[2]),
+    "quadratic": quadratic_linear_attention,
+}
 
 #: kinds of sites at which positions meet, which a strategy that spreads positions must have a way for
 MEETINGS = {

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from impls.kernels.rms_norm import rms_norm
-from impls.strategy import Site, Strategy
+from impls.strategy import LINEAR_ATTENTION_WAYS, Site, Strategy
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "elu_plus
 
 _WAYS = {
     "attention_norm": ("hidden", "head"),
-    "linear_attention": ("chunked", "quadratic"),
+    "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
     "rms_norm": ("fused", "plain"),
     "cross_entropy": ("plain", "fused"),
 }
@@ -40,7 +40,7 @@ class DecoderOptions:
         inner: width of the MLP.
         attention_norm: the output of linear attention is normalised over all features ("hidden"), or over
             those of each head ("head"), which a strategy that splits heads needs.
-        linear_attention: "chunked" or "quadratic"; see :meth:`impls.strategy.Strategy.linear_attention`.
+        linear_attention: a key of :data:`impls.strategy.LINEAR_ATTENTION_WAYS`.
         rms_norm: "fused" or "plain"; see :func:`impls.kernels.rms_norm.rms_norm`.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
             works in place.

@@ -20,6 +20,7 @@ from tests.attention_model import AttentionModel, formula, metered
 MODELS = [
     AttentionModel("causal_attention"),
     AttentionModel("linear_attention"),
+    AttentionModel("linear_attention", way="left_product"),
     AttentionModel("linear_attention", decay=False, way="quadratic"),
     AttentionModel("attention"),
     AttentionModel("attention", masked=True),
