@@ -8,8 +8,7 @@ Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -22,80 +21,31 @@ from impls.communication import Traffic
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
 from impls.kernels.softmax import masked_softmax
+from impls.layout import MEETINGS, MESH_AXES, Shard, Site, Unsupported, mark_shard, shard_of
 from impls.linear import GroupedLinear, Linear
 from impls.random import DropoutRandom
 
-MESH_AXES = ("dp", "pp", "tp", "sp")
+__all__ = [
+    "LINEAR_ATTENTION_WAYS",
+    "MEETINGS",
+    "MESH_AXES",
+    "Shard",
+    "Site",
+    "Strategy",
+    "Unsupported",
+    "full_precision",
+    "mark_shard",
+    "shard_of",
+]
 
-#: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores and
-#: values tile by tile, in L x L time and no memory for the scores; "quadratic" makes all scores, with torch's own
-#: operators
+#: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
+#: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
+#: own operators
 LINEAR_ATTENTION_WAYS = {
     "chunked": linear_attention,
     "left_product": lambda q, k, v, decay: linear_attention(q, k, v, decay, block=q.shape[2]),
     "quadratic": quadratic_linear_attention,
 }
-
-#: kinds of sites at which positions meet, which a strategy that spreads positions must have a way for
-MEETINGS = {
-    "attention": "softmax attention under a mask",
-    "causal_attention": "causal softmax attention",
-    "linear_attention": "linear attention",
-    "project_sequence": "Linformer's projection",
-}
-
-
-class Unsupported(ValueError):
-    """These sizes cannot be run: the reason, and the nearest sizes that can."""
-
-    def __init__(self, reason: str, mend: str):
-        super().__init__(f"{reason}; {mend}")
-
-
-@dataclass(frozen=True)
-class Site:
-    """One kind of place in a model that asks its strategy for something, and how often a step does.
-
-    A model lists its sites so that a strategy can write its communication in closed form without
-    knowing the model. ``dims`` holds the shape letters as integers. ``recomputed`` says that
-    activation checkpointing runs the forward of this site again during backward.
-    """
-
-    kind: str
-    count: int
-    dims: Mapping[str, int] = field(default_factory=dict)
-    recomputed: bool = False
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a parameter lies on the mesh: this rank holds part ``index`` of ``parts`` along ``dim``."""
-
-    axis: str
-    dim: int
-    index: int
-    parts: int
-
-    def of(self, full: Tensor) -> Tensor:
-        """This rank's part of the full tensor (a view)."""
-        return full.chunk(self.parts, self.dim)[self.index]
-
-    def full_shape(self, local: torch.Size) -> list[int]:
-        """The shape of the full tensor, from this rank's part of it."""
-        shape = list(local)
-        shape[self.dim] *= self.parts
-        return shape
-
-
-def shard_of(parameter: Tensor) -> Shard | None:
-    """The :class:`Shard` of a parameter, or None where every rank holds it whole."""
-    return getattr(parameter, "spbench_shard", None)
-
-
-def mark_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Record on a parameter which part of the full one it is."""
-    parameter.spbench_shard = shard  # type: ignore[attr-defined]
-    return parameter
 
 
 class Strategy:
