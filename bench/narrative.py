@@ -71,7 +71,7 @@ class Findings:
         ):
             kept = list(rows)
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
-            yield f"{title}: {_errors(kept)}", [_table_line(r) for r in kept]
+            yield f"{title}: {_errors(kept)}", _table_lines(kept)
         formulas = [r for r in mine if r["role"] == "formula"]
         if formulas:
             yield "formulas", _formula_lines(formulas)
@@ -139,14 +139,20 @@ def _claim_line(record: Record) -> Line:
     }
 
 
-def _table_line(record: Record) -> Line:
-    return {
-        "strategy": record["strategy"],
-        "cell": _short(record["cell"]),
-        **_values(record),
-        "role": record["role"],
-        "note": record["note"],
-    }
+def _table_lines(records: Sequence[Record]) -> list[Line]:
+    """A line for each row of a table; the model is told where there are several."""
+    models = [record["cell"].split("/")[0] for record in records]
+    return [
+        {
+            "model": model if len(set(models)) > 1 else "",
+            "strategy": record["strategy"],
+            "cell": _short(record["cell"]),
+            **_values(record),
+            "role": record["role"],
+            "note": record["note"],
+        }
+        for model, record in zip(models, records, strict=True)
+    ]
 
 
 def _values(record: Record) -> Line:

@@ -238,6 +238,15 @@ def test_tables_are_safe_markdown() -> None:
     assert markdown([]) == "|  |\n|  |\n"
 
 
+def test_a_table_of_several_models_names_them() -> None:
+    records = [r for r in findings("rsa").records if r["table"] == "rsa-pipeline"]
+    ((_, lines), *_) = Findings("rsa", records, []).blocks("rsa_pipeline")
+    assert {line["model"] for line in lines} == {"bert-base", "bert-large"}
+    base = [r for r in records if "bert-base" in r["cell"]]
+    ((_, lines), *_) = Findings("rsa", base, []).blocks("rsa_pipeline")
+    assert {line["model"] for line in lines} == {""}
+
+
 # -- what is committed -----------------------------------------------------------------------------------
 
 
