@@ -186,6 +186,57 @@ def _shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
+class Ring:
+    """Messages to the next rank while it works on something else, one set of tensors under way at a time.
+
+    Raises RuntimeError where it is misused: started twice, finished before it was started, or what is being
+    sent was written to meanwhile.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self._sent: list[tuple[Tensor, int]] = []
+        self._received: list[Tensor] = []
+        self._works: list[dist.Work] = []
+
+    def start(self, *tensors: Tensor) -> None:
+        """Begin to send tensors to the next rank, and to receive as many from the previous one."""
+        if self._sent:
+            raise RuntimeError("tensors are under way already; finish first")
+        size, rank = self.group.size(), self.group.rank()
+        sent = [x.contiguous() for x in tensors]
+        self._sent = [(x, x._version) for x in sent]
+        self._received = [torch.empty_like(x) for x in sent]
+        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=(rank + 1) % size) for x in sent]
+        operations += [
+            dist.P2POp(dist.irecv, x, group=self.group, group_peer=(rank - 1) % size) for x in self._received
+        ]
+        self._works = dist.batch_isend_irecv(operations)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Wait for what is under way; returns what the previous rank sent."""
+        if not self._sent:
+            raise RuntimeError("nothing is under way; start first")
+        for work in self._works:
+            work.wait()
+        if any(x._version != version for x, version in self._sent):
+            raise RuntimeError("a tensor was written to while it was being sent")
+        received = tuple(self._received)
+        self._sent, self._received, self._works = [], [], []
+        return received
+
+    def round(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Pass tensors round the ring: yields (owner, tensors of that owner), this rank's own first, each set
+        while the next one is under way. After N steps every rank has seen all and has sent N-1 sets."""
+        size, rank = self.group.size(), self.group.rank()
+        for step in range(size):
+            if step < size - 1:
+                self.start(*tensors)
+            yield (rank - step) % size, tensors
+            if step < size - 1:
+                tensors = self.finish()
+
+
 def exchange(
     sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup
 ) -> None:
@@ -220,15 +271,15 @@ def all_gather_flat(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work]:
-    """Start to gather x [...] of all ranks; returns [N, ...], which is there after ``wait()`` of the other."""
+    """Start to gather x [...] of all ranks; returns [N, ...], which is there after the other's ``wait()``."""
     assert group is not None, "one rank has nothing to gather"
     whole = x.new_empty(group.size(), *x.shape)
     return whole, _gather_into(whole.flatten(), x.flatten(), group=group, async_op=True)
 
 
 def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to sum x over the ranks and give each its chunk along ``dim``; returns this rank's, which is there
-    after the other's ``wait()``."""
+    """Start to sum x over the ranks and give each its chunk along ``dim``; returns this rank's, which is
+    there after the other's ``wait()``."""
     rows = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     chunk = torch.empty_like(rows[0])
     return chunk, _reduce_scatter_into(chunk.flatten(), rows.flatten(), group=group, async_op=True)

@@ -64,20 +64,26 @@ class AttentionModel(Model):
 
 
 class OnlyAttention(nn.Module):
+    """The attention, and a gain for each of its features, for what is trained has parameters."""
+
     def __init__(self, model: AttentionModel, strategy: Strategy):
         super().__init__()
         self.model, self.strategy = model, strategy
+        self.gain = nn.Parameter(torch.ones(model.head_size))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        q, k, v = (inputs[name] for name in "qkv")
+        y = self.attend(*(inputs[name] for name in "qkv"), inputs["padding"] > 0)
+        return {"y": y * self.gain.to(y.dtype)}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor) -> Tensor:
         if self.model.kind == "attention":
-            mask = (inputs["padding"] > 0)[:, None, None] if self.model.masked else None
-            return {"y": self.strategy.attention(q, k, v, mask, dropout=0.0, softmax="plain")}
+            mask = padded[:, None, None] if self.model.masked else None
+            return self.strategy.attention(q, k, v, mask, dropout=0.0, softmax="plain")
         if self.model.kind == "causal_attention":
-            return {"y": self.strategy.causal_attention(q, k, v)}
+            return self.strategy.causal_attention(q, k, v)
         rates = torch.linspace(0.05, 0.6, self.model.heads, dtype=torch.float64)
         decay = rates if self.model.decay else None
-        return {"y": self.strategy.linear_attention(q, k, v, decay, way=self.model.way)}
+        return self.strategy.linear_attention(q, k, v, decay, way=self.model.way)
 
 
 Sent = Mapping[tuple[str, str], Fraction]

@@ -102,7 +102,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         inner = hidden | {"F": 4 * self.hidden}
         found = [Site("linear_in", 2 * layers, inner, again), Site("linear_out", 2 * layers, inner, again)]
         if self.linformer is None:
-            mask = {"mask_rows": seq_len} if self.mask_shape == "square" else {}
+            mask = {"mask_rows": seq_len if self.mask_shape == "square" else 1}
             found.append(Site("attention", layers, heads | mask, again))
         else:
             found.append(Site("project_sequence", 2 * layers, heads | {"K": self.linformer}, again))

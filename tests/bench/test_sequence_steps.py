@@ -13,8 +13,18 @@ from bench.engines.pool import RankPool
 from impls.models.model import models
 from tests.bench.test_virtual import on_a_real_rank, seen
 
-STRATEGIES = {"ulysses": "sp", "megatron_sp": "tp"}
-MODELS = ["bert-tiny"]
+STRATEGIES = {"ulysses": "sp", "megatron_sp": "tp", "ring_attention": "sp"}
+#: each strategy with models that it can run
+PAIRS = [
+    ("ulysses", "bert-tiny"),
+    ("ulysses", "causal-transformer-tiny"),
+    ("ulysses", "linear-transformer-tiny"),
+    ("megatron_sp", "bert-tiny"),
+    ("megatron_sp", "causal-transformer-tiny"),
+    ("megatron_sp", "linear-transformer-tiny"),
+    ("ring_attention", "causal-transformer-tiny"),
+    ("ring_attention", "linear-transformer-tiny"),
+]
 
 
 def cell_of(strategy: str, n: int, model: str, **changes: Any) -> Cell:
@@ -23,9 +33,8 @@ def cell_of(strategy: str, n: int, model: str, **changes: Any) -> Cell:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "model"), PAIRS)
 def test_real_ranks_send_what_virtual_ones_do(
     pool: RankPool, strategy: str, n: int, model: str, checkpointing: bool
 ) -> None:
@@ -41,9 +50,8 @@ def test_real_ranks_send_what_virtual_ones_do(
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("n", [2, 4, 8, 64])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "model"), PAIRS)
 def test_formula_is_what_virtual_ranks_send(
     strategy: str, n: int, model: str, checkpointing: bool, precision: str
 ) -> None:
@@ -56,9 +64,11 @@ def test_formula_is_what_virtual_ranks_send(
     assert measured.communication
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_formula_between_pipeline_stages_and_replicas(strategy: str) -> None:
-    cell = cell_of(
-        strategy, 2, "bert-tiny", batch=4, sizes={STRATEGIES[strategy]: 2, "pp": 2, "dp": 2}, precision="fp16"
-    )
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [("ulysses", "bert-tiny"), ("megatron_sp", "bert-tiny"), ("ring_attention", "causal-transformer-tiny")],
+)
+def test_formula_between_pipeline_stages_and_replicas(strategy: str, model: str) -> None:
+    sizes = {STRATEGIES[strategy]: 2, "pp": 2, "dp": 2}
+    cell = cell_of(strategy, 2, model, batch=4, sizes=sizes, precision="fp16")
     assert virtual.run(cell).formula_difference == []

@@ -1,0 +1,272 @@
+"""Ring Attention (Liu et al., arXiv 2310.01889), with the placements of Striped Attention (arXiv 2311.09431).
+
+Every rank holds all weights and L/N positions of every sequence. Keys and values travel round a ring, and
+each rank attends with its queries to the block that is there while the next is under way. What a query has
+seen is held as its output so far and the logarithm of its softmax's denominator; a further block is merged
+by rescaling both (section 3). Backward, keys and values travel once more, and with them the sums of their
+gradients, which come home after N steps.
+
+Which positions a rank has decides who works under a causal mask, where queries see no later key:
+- "contiguous", chunk r of N: rank r has r + 1 blocks to attend to, so the last rank works all the time;
+- "striped", positions r, r + N, r + 2N, ...: about half of every block, for every rank (arXiv 2311.09431);
+- "zigzag", chunks r and 2N-1-r of 2N: half of every block of others, exactly.
+
+Linear attention goes round the same ring without a softmax: scores first, the left product, as the LASP
+paper (arXiv 2404.02882, section 4) has it for a baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from impls.communication import Ring, Traffic
+from impls.kernels.flash_attention import flash_attention, flash_attention_backward
+from impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
+from impls.sequence_chunks import SequenceChunks
+from impls.strategy import Site, Unsupported
+
+PLACEMENTS = ("contiguous", "striped", "zigzag")
+ALL = slice(None)
+
+
+def meeting(placement: str, rank: int, owner: int, length: int) -> tuple[slice, slice, bool] | None:
+    """Which of a rank's queries see which keys of an owner's block of as many: all that are in the two
+    slices, or, where the third is True, those at the same or an earlier place. None: nobody sees any."""
+    if owner == rank:
+        return ALL, ALL, True
+    if placement == "contiguous":
+        return (ALL, ALL, False) if owner < rank else None
+    if placement == "striped":
+        if owner < rank:
+            return ALL, ALL, True
+        # place i of an owner to the right comes after place i of the rank's, so i sees the places before i
+        return (slice(1, None), slice(-1), True) if length > 1 else None
+    half = length // 2
+    # the owner's first chunk lies before both of the rank's, or both of the owner's between the rank's two
+    return (ALL, slice(half), False) if owner < rank else (slice(half, None), ALL, False)
+
+
+def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
+    """Make of the attention (o, lse) to some keys, in place, that to a block of further keys too."""
+    total = torch.logaddexp(lse, block_lse)
+    o.mul_((lse - total).exp().unsqueeze(-1))
+    o.add_(block_o * (block_lse - total).exp().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def gradients_round(
+    group: dist.ProcessGroup, k: Tensor, v: Tensor, of_block: Callable[..., tuple[Tensor, Tensor] | None]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's k and v, to which every rank contributes ``of_block(owner, k, v)``.
+
+    The sums travel behind the blocks, in at least float32, for they are added to N times.
+    """
+    precise, sums = state_dtype(k.dtype), Ring(group)
+    for owner, (keys, values) in Ring(group).round(k, v):
+        found = of_block(owner, keys, values)
+        first = owner == group.rank()
+        d_k, d_v = (x.new_zeros(x.shape, dtype=precise) for x in (k, v)) if first else sums.finish()
+        if found is not None:
+            d_k.add_(found[0])
+            d_v.add_(found[1])
+        sums.start(d_k, d_v)
+    d_k, d_v = sums.finish()
+    return d_k.to(k.dtype), d_v.to(v.dtype)
+
+
+class _RingAttention(torch.autograd.Function):
+    """q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A]; ``placement`` None: every query sees every key."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, placement: str | None
+    ) -> Tensor:
+        scale, length = q.shape[-1] ** -0.5, q.shape[2]
+        o = v.new_zeros(v.shape, dtype=state_dtype(v.dtype))
+        lse = o.new_full(o.shape[:3], -torch.inf)
+        for owner, (keys, values) in Ring(group).round(k, v):
+            seen = (ALL, ALL, False) if placement is None else meeting(placement, group.rank(), owner, length)
+            if seen is not None:
+                mine, theirs, causal = seen
+                block = flash_attention(
+                    q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, causal
+                )
+                merge(o[:, :, mine], lse[:, :, mine], *block)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.group, ctx.placement = group, placement
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        group, placement, scale, length = ctx.group, ctx.placement, q.shape[-1] ** -0.5, q.shape[2]
+        d_q = torch.zeros_like(q, dtype=lse.dtype)
+
+        def of_block(owner: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+            seen = (ALL, ALL, False) if placement is None else meeting(placement, group.rank(), owner, length)
+            if seen is None:
+                return None
+            mine, theirs, causal = seen
+            queries, block = (x[:, :, mine] for x in (d_o, q)), (x[:, :, theirs] for x in (keys, values))
+            d_queries, d_keys, d_values = flash_attention_backward(
+                *queries, *block, o[:, :, mine], lse[:, :, mine], scale, causal
+            )
+            d_q[:, :, mine].add_(d_queries)
+            return _placed(d_keys, theirs, length), _placed(d_values, theirs, length)
+
+        d_k, d_v = gradients_round(group, k, v, of_block)
+        return d_q.to(q.dtype), d_k, d_v, None, None
+
+
+def _placed(x: Tensor, where: slice, length: int) -> Tensor:
+    """x [B, Z, n, A] at its places among ``length``, zeros elsewhere."""
+    if x.shape[2] == length:
+        return x
+    whole = x.new_zeros(*x.shape[:2], length, x.shape[3])
+    whole[:, :, where] = x
+    return whole
+
+
+class _RingLinearAttention(torch.autograd.Function):
+    """q, k [B, Z, L/N, D], v [B, Z, L/N, A] of contiguous chunks -> [B, Z, L/N, A]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        o = v.new_zeros(v.shape, dtype=state_dtype(v.dtype))
+        for owner, (keys, values) in Ring(group).round(k, v):
+            if owner <= group.rank():
+                o.add_(((q @ keys.mT) * block_decay(decay, group.rank() - owner, q)) @ values)
+        ctx.save_for_backward(q, k, v, decay)
+        ctx.group = group
+        return o.to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, decay = ctx.saved_tensors
+        d_q = torch.zeros_like(q, dtype=state_dtype(q.dtype))
+
+        def of_block(owner: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+            if owner > ctx.group.rank():
+                return None
+            powers = block_decay(decay, ctx.group.rank() - owner, q)
+            d_scores = (d_o @ values.mT) * powers
+            d_q.add_(d_scores @ keys)
+            return d_scores.mT @ q, ((q @ keys.mT) * powers).mT @ d_o
+
+        d_k, d_v = gradients_round(ctx.group, k, v, of_block)
+        return d_q.to(q.dtype), d_k, d_v, None, None
+
+
+def block_decay(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
+    """exp(-s distance) of this rank's queries from the keys that many chunks before, as [Z or 1, L/N, L/N]
+    of q's dtype; 0 where the key is the later one."""
+    length = q.shape[2]
+    if chunks == 0:
+        return decay_mask(decay, length, q).to(q.dtype)
+    places = torch.arange(length, device=q.device, dtype=state_dtype(q.dtype))
+    distance = places.unsqueeze(-1) - places + chunks * length
+    return decay_powers(decay, distance.flatten()).unflatten(1, distance.shape).to(q.dtype)
+
+
+class RingAttention(SequenceChunks):
+    """See the module.
+
+    Args:
+        placement: of positions on ranks, one of PLACEMENTS; linear attention takes contiguous chunks only.
+    """
+
+    name = "ring_attention"
+    summary = "sequence chunks; keys and values travel round a ring, blockwise softmax (Ring Attention)"
+    source = "arXiv 2310.01889, section 3; placements: arXiv 2311.09431"
+    meets = frozenset({"attention", "causal_attention", "linear_attention"})
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        planned_size: int = 1,
+        seed: int = 0,
+        planned_rank: int = 0,
+        placement: str = "contiguous",
+    ):
+        super().__init__(mesh, planned_size, seed, planned_rank)
+        if placement not in PLACEMENTS:
+            raise ValueError(f"placement is one of {', '.join(PLACEMENTS)}, not {placement!r}")
+        self.placement = placement
+
+    @classmethod
+    def roles(cls, size: int) -> list[list[int]]:
+        # one set, though with a causal mask their programs differ: all send the same, and none has more to
+        # attend to than the last rank, which therefore stands for the set
+        return [[size - 1, *range(size - 1)]]
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        super().check_sizes(sites)
+        for site in sites:
+            if site.kind == "attention" and "mask_rows" in site.dims:
+                raise Unsupported(f"{self.name} has no masks but the causal one", "use ring_self_attention")
+            if site.kind == "linear_attention" and self.placement != "contiguous":
+                raise Unsupported(
+                    f"linear attention has no {self.placement} placement", "use placement contiguous"
+                )
+            length = site.dims.get("L", 2 * self.size)
+            if self.placement == "zigzag" and length % (2 * self.size):
+                below = length - length % (2 * self.size)
+                raise Unsupported(
+                    f"sequence length {length} is not divisible by twice {self.size} ranks",
+                    f"use a sequence length of {below + 2 * self.size}",
+                )
+
+    def shard(self, x: Tensor, dim: int | None) -> Tensor:
+        if dim is None or self.placement == "contiguous":
+            return super().shard(x, dim)
+        if self.placement == "striped":
+            return x.unflatten(dim, (-1, self.size)).select(dim + 1, self.rank)
+        chunks = x.chunk(2 * self.size, dim)
+        return torch.cat((chunks[self.rank], chunks[2 * self.size - 1 - self.rank]), dim)
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for site in sites:
+            if site.kind not in self.meets or self.size == 1:
+                continue
+            d = site.dims
+            # k has D features a head in linear attention, v always A
+            block = d["B"] * d["Z"] * (d["L"] // self.size) * (d.get("D", d["A"]) + d["A"])
+            once = site.count * (self.size - 1)
+            for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
+                yield Traffic(phase, "K and V ring", "send", once, block * element_bytes)
+            # N steps, so that they come home; in at least float32
+            sums = block * max(4, element_bytes)
+            yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, sums)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        if self.size == 1:
+            return super().attention(q, k, v, mask, dropout=dropout, softmax=softmax)
+        if mask is not None or dropout:
+            raise Unsupported(f"{self.name} has no masks and no dropout of attention", "use ulysses")
+        assert self.group is not None
+        return _RingAttention.apply(q, k, v, self.group, None)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.size == 1:
+            return super().causal_attention(q, k, v)
+        assert self.group is not None
+        return _RingAttention.apply(q, k, v, self.group, self.placement)
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        if self.size == 1:
+            return super().linear_attention(q, k, v, decay, way=way)
+        assert self.group is not None
+        return _RingLinearAttention.apply(q, k, v, decay, self.group)
