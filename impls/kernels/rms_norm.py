@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: of the implementations that are reproduced (TransNormerLLM's kernel, Llama's default)
 EPS = 1e-6
 
 
@@ -82,10 +81,10 @@ class RMSNorm(nn.Module):
 
     weight: nn.Parameter | None
 
-    def __init__(self, hidden: int, *, weighted: bool, way: str):
+    def __init__(self, hidden: int, *, weighted: bool, eps: float = EPS, way: str = "fused"):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden)) if weighted else None
-        self.way = way
+        self.eps, self.way = eps, way
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, way=self.way)
+        return rms_norm(x, self.weight, self.eps, way=self.way)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from impls.models.decoder import DecoderModel
+from impls.models.decoder import TINY_SIZES, DecoderModel
 from impls.models.mixers import SoftmaxAttention
 
 
@@ -19,5 +19,5 @@ class CausalTransformerModel(DecoderModel):
 PRESETS = {
     # the sizes of tnl-1b
     "causal-transformer-1b": CausalTransformerModel(layers=16, hidden=2048, heads=16, inner=5632),
-    "causal-transformer-tiny": CausalTransformerModel(layers=2, hidden=48, heads=12, inner=96, vocabulary=96),
+    "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
 }

@@ -30,6 +30,19 @@ from impls.strategy import Site, Strategy
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": F.silu, "gelu": F.gelu}
 
 
+#: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. A norm makes something of size
+#: one of what is almost zero by chance, as a query's product with a key of 4 features can be; without so large
+#: an epsilon, half precisions would compare noise
+TINY_SIZES: Mapping[str, Any] = {
+    "layers": 2,
+    "hidden": 48,
+    "heads": 12,
+    "inner": 96,
+    "vocabulary": 96,
+    "norm_epsilon": 0.1,
+}
+
+
 @dataclass(frozen=True)
 class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     """The options of a causal language model, beside those of its layers.
@@ -187,7 +200,8 @@ class Block(nn.Module):
 
 
 def _norm(model: DecoderModel) -> nn.Module:
-    return RMSNorm(model.hidden, weighted=model.weighted_norms, way=model.rms_norm)
+    weighted, epsilon, way = model.weighted_norms, model.norm_epsilon, model.rms_norm
+    return RMSNorm(model.hidden, weighted=weighted, eps=epsilon, way=way)
 
 
 class Alone(nn.Module):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from impls.models.decoder import DecoderModel
+from impls.models.decoder import TINY_SIZES, DecoderModel
 from impls.models.mixers import LinearAttention, SoftmaxAttention
 
 
@@ -41,9 +41,6 @@ PRESETS = {
     # and an untied head: 1.07e9 parameters are in the layers, which makes the "1B", and 0.53e9 in the two
     # tables. Its 32 heads share 8 of keys and values; here are 16 with their own, as in tnl-1b
     "linear-llama3-1b": LinearLlamaModel(layers=16, hidden=2048, heads=16, inner=8192),
-    # for verification: head count and sizes that divide by 1, 2, 3 and 4
-    "linear-llama3-tiny": LinearLlamaModel(layers=1, hidden=48, heads=12, inner=96, vocabulary=96),
-    "linear-llama3-tiny-hybrid": LinearLlamaModel(
-        layers=2, hidden=48, heads=12, inner=96, vocabulary=96, softmax_every=2
-    ),
+    "linear-llama3-tiny": LinearLlamaModel(**TINY_SIZES),
+    "linear-llama3-tiny-hybrid": LinearLlamaModel(**TINY_SIZES, softmax_every=2),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from impls.models.decoder import DecoderModel
+from impls.models.decoder import TINY_SIZES, DecoderModel
 from impls.models.mixers import LinearAttention
 
 
@@ -31,5 +31,5 @@ PRESETS = {
     "linear-transformer-mini": LinearTransformerModel(
         layers=2, hidden=64, heads=4, inner=256, vocabulary=1024
     ),
-    "linear-transformer-tiny": LinearTransformerModel(layers=2, hidden=48, heads=12, inner=96, vocabulary=96),
+    "linear-transformer-tiny": LinearTransformerModel(**TINY_SIZES),
 }

@@ -41,6 +41,7 @@ class DecoderOptions:
         attention_norm: the output of linear attention is normalised over all features ("hidden"), or over
             those of each head ("head"), which a strategy that splits heads needs.
         linear_attention: a key of :data:`impls.strategy.LINEAR_ATTENTION_WAYS`.
+        norm_epsilon: added to the mean square in every norm.
         rms_norm: "fused" or "plain"; see :func:`impls.kernels.rms_norm.rms_norm`.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
             works in place.
@@ -52,6 +53,7 @@ class DecoderOptions:
     heads: int = 16
     inner: int = 5632
     attention_norm: str = "head"
+    norm_epsilon: float = 1e-6
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
     cross_entropy: str = "plain"
@@ -200,10 +202,10 @@ class LinearAttentionMixer(nn.Module):
 
     def _normalised(self, o: Tensor) -> Tensor:
         """[B, L, Z, A] -> [B, L, H]."""
-        way = self.model.rms_norm
+        epsilon, way = self.model.norm_epsilon, self.model.rms_norm
         if self.model.attention_norm == "hidden":
-            return rms_norm(o.flatten(2), way=way)
-        return rms_norm(o, way=way).flatten(2)
+            return rms_norm(o.flatten(2), None, epsilon, way=way)
+        return rms_norm(o, None, epsilon, way=way).flatten(2)
 
 
 class SoftmaxAttentionMixer(nn.Module):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from impls.models.decoder import DecoderModel
+from impls.models.decoder import TINY_SIZES, DecoderModel
 from impls.models.mixers import LinearAttention
 
 
@@ -60,6 +60,5 @@ PRESETS = {
     "tnl-7b": TransNormerModel(layers=30, hidden=4096, heads=32, inner=11264),
     # for training on a few CPUs
     "tnl-mini": TransNormerModel(layers=2, hidden=64, heads=4, inner=176, vocabulary=1024),
-    # for verification: head count and sizes that divide by 1, 2, 3 and 4
-    "tnl-tiny": TransNormerModel(layers=2, hidden=48, heads=12, inner=96, vocabulary=96),
+    "tnl-tiny": TransNormerModel(**TINY_SIZES),
 }

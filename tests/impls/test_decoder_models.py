@@ -1,0 +1,266 @@
+"""Causal language models: sizes as published, closed forms as built, no look ahead, what backward keeps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bench.cell import Cell
+from bench.engines import virtual
+from impls.composition import ONE_STAGE, Stage
+from impls.models.decoder import DecoderModel
+from impls.models.linear_llama import LinearLlamaModel
+from impls.models.mixers import LinearAttention, Places, SoftmaxAttention, rotated
+from impls.models.model import model_preset, models
+from impls.models.text import SEP, causal_language_batches, corpus
+from impls.models.tnl import decay_rates, slopes
+from impls.strategy import Strategy
+from impls.tensor_parallel import TensorParallel
+from impls.training import initialize
+
+DECODERS = [name for name, model in models().items() if isinstance(model, DecoderModel)]
+TINY = [name for name in DECODERS if "-tiny" in name]
+
+
+def decoder(name: str, **options: Any) -> DecoderModel:
+    model = model_preset(name, options)
+    assert isinstance(model, DecoderModel)
+    return model
+
+
+def built(model: DecoderModel, deviation: float = 0.3, seq_len: int = 24) -> nn.Module:
+    module = model.build(Strategy(), seq_len)
+    initialize(module, 0, deviation=deviation)
+    return module
+
+
+def counted(model: DecoderModel, stage: Stage = ONE_STAGE) -> dict[str, int]:
+    (site,) = (site for site in model.sites(1, 64, 1, stage) if site.kind == "parameters")
+    return dict(site.dims)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("tnl-0.4b", 0.436e9),
+        ("tnl-1b", 1.095e9),
+        ("tnl-7b", 7.08e9),
+        ("linear-transformer-0.4b", 0.4e9),
+        ("causal-transformer-1b", 1.0e9),
+    ],
+)
+def test_size_is_in_the_name(name: str, published: float) -> None:
+    assert counted(decoder(name))["elements"] == pytest.approx(published, rel=0.03)
+
+
+def test_the_billion_of_linear_llama_is_in_its_layers() -> None:
+    size = counted(decoder("linear-llama3-1b"))
+    assert size["elements"] - size["vocabulary"] == pytest.approx(1.07e9, rel=0.01)
+    assert size["vocabulary"] == 2 * 128256 * 2048
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", DECODERS)
+def test_closed_form_of_the_size(name: str, stages: int, tied: bool) -> None:
+    model = decoder(name, tied=tied)
+    if model.layers % stages:
+        pytest.skip("one layer")
+    for index in range(stages):
+        stage = Stage(index, stages)
+        with FakeTensorMode():
+            whole = model.build(Strategy(), 64, stage)
+            part = model.build(TensorParallel(planned_size=4), 64, stage)
+        size = counted(model, stage)
+        assert sum(p.numel() for p in whole.parameters()) == size["elements"]
+        held = sum(p.numel() for p in part.parameters())
+        assert held == size["elements"] - size["split"] + size["split"] // 4
+        tables = [p.numel() for n, p in whole.named_parameters() if n.split(".")[0] in ("embedding", "head")]
+        assert sum(tables) == size["vocabulary"]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_position_sees_a_later_one(name: str) -> None:
+    model = decoder(name)
+    module = built(model)
+    inputs = model.inputs(2, 24, torch.Generator().manual_seed(0))
+    changed = inputs["tokens"].clone()
+    changed[:, 10] = (changed[:, 10] + 1) % model.vocabulary
+    before, after = (module(inputs | {"tokens": t})["hidden"] for t in (inputs["tokens"], changed))
+    # kernels may add up zeros in another order, so not bit by bit
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert all(not torch.allclose(before[:, i], after[:, i]) for i in (10, 11))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_loss_of_an_untrained_model_is_that_of_guessing(name: str) -> None:
+    model = decoder(name)
+    loss = built(model, 1e-3)(model.inputs(4, 24, torch.Generator().manual_seed(0)))["loss"].item()
+    assert loss == pytest.approx(math.log(96), rel=1e-3)
+
+
+# -- TransNormerLLM ------------------------------------------------------------------------------------
+
+
+def test_slopes() -> None:
+    assert slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert slopes(16)[:2] == [2**-0.5, 2**-1.0]
+    # between powers of two: those of the one below, then every other one of the one above
+    assert slopes(12) == slopes(8) + slopes(16)[0:8:2]
+
+
+def test_decay_falls_by_layer() -> None:
+    assert decay_rates(8, 0, 24) == pytest.approx([(1 + 1e-5) * s for s in slopes(8)])
+    assert decay_rates(8, 23, 24) == pytest.approx([1e-5 * s for s in slopes(8)])
+    assert decay_rates(4, 0, 1)[0] > 0
+    middle = decoder("tnl-1b").mixing(5)
+    assert isinstance(middle, LinearAttention)
+    assert middle.decay == tuple(decay_rates(16, 5, 16))
+    assert not middle.lrpe
+
+
+def test_lrpe_depends_on_the_distance_alone() -> None:
+    q, k, theta = torch.randn(6, 1, 4).double(), torch.randn(6, 1, 4).double(), torch.rand(6, 4).double()
+    cos, sin = Places(Strategy(), 9, q).turned(theta)  # [6, 9, 4]
+    turned_q, turned_k = (torch.cat((x * cos, x * sin), -1) for x in (q, k))
+    scores = turned_q @ turned_k.mT
+    for distance in range(-8, 9):
+        diagonal = scores.diagonal(distance, -2, -1)
+        torch.testing.assert_close(diagonal, diagonal[:, :1].expand_as(diagonal))
+    torch.testing.assert_close(scores[:, 3, 3], (q * k).sum((1, 2)))
+    torch.testing.assert_close(scores[:, 5, 3], (q * k * (2 * theta).cos().unsqueeze(1)).sum((1, 2)))
+
+
+def test_lrpe_on_the_first_layer_only() -> None:
+    model = decoder("tnl-tiny")
+    angles = {name: p for name, p in built(model).named_parameters() if "theta" in name}
+    assert list(angles) == ["blocks.0.mixer.theta"]
+    expected = 10_000 ** (-2 * torch.arange(48) / 48)
+    torch.testing.assert_close(angles["blocks.0.mixer.theta"].detach(), expected)
+    widths = {s.dims["D"]: s.count for s in model.sites(1, 64) if s.kind == "linear_attention"}
+    assert widths == {8: 1, 4: 1}
+
+
+# -- softmax attention ---------------------------------------------------------------------------------
+
+
+def test_rope_depends_on_the_distance_alone() -> None:
+    q, k = torch.randn(2, 3, 1, 8).double(), torch.randn(2, 3, 1, 8).double()
+    cos, sin = Places(Strategy(), 9, q).rotary(8, 10_000.0)
+    turned_q, turned_k = (rotated(x.expand(2, 3, 9, 8), cos, sin) for x in (q, k))
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1).expand(2, 3, 9))
+    scores = turned_q @ turned_k.mT
+    for distance in range(-8, 9):
+        diagonal = scores.diagonal(distance, -2, -1)
+        torch.testing.assert_close(diagonal, diagonal[..., :1].expand_as(diagonal))
+    assert not torch.allclose(scores[..., 0, 0], scores[..., 0, 1])
+
+
+@pytest.mark.parametrize(("every", "softmax"), [(None, []), (0, []), (4, [3, 7, 11, 15]), (1, [*range(16)])])
+def test_hybrid_layers(every: int | None, softmax: list[int]) -> None:
+    model = decoder("linear-llama3-1b", softmax_every=every)
+    assert isinstance(model, LinearLlamaModel)
+    assert [i for i in range(16) if isinstance(model.mixing(i), SoftmaxAttention)] == softmax
+
+
+def test_angles_are_precise_in_half_precision() -> None:
+    like = torch.zeros((), dtype=torch.bfloat16)
+    cos, _ = Places(Strategy(), 5000, like).turned(torch.tensor([1.0]))
+    exact = torch.arange(5000.0, dtype=torch.float64).cos()
+    assert cos.dtype is torch.bfloat16
+    assert (cos[:, 0].double() - exact).abs().max() < 2**-8
+
+
+# -- options and data ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 5}, "hidden 2048 is not divisible by heads 5"),
+        ({"attention_norm": "layer"}, "attention_norm is one of hidden, head"),
+        ({"cross_entropy": True}, "cross_entropy is one of plain, fused"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_preset("tnl-1b", options)
+
+
+def test_real_text_follows_itself() -> None:
+    batches = causal_language_batches(1024, 3, 40, seed=5)
+    first, second = next(batches), next(batches)
+    assert set(first) == set(decoder("tnl-mini").sequence_dims)
+    assert torch.equal(first["tokens"][:, 1:], first["labels"][:, :-1])
+    assert not torch.equal(first["tokens"], second["tokens"])
+    again = next(causal_language_batches(1024, 3, 40, seed=5))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert first["loss_weights"].sum().item() == pytest.approx(1)
+
+
+def test_a_run_longer_than_the_text_starts_again() -> None:
+    text = corpus(1024)
+    length = sum(map(len, text.sentences)) + len(set(text.documents))
+    tokens: Tensor = next(causal_language_batches(1024, 1, length + 7, seed=0))["tokens"][0]
+    assert torch.equal(tokens[:7], tokens[length:])
+    assert (tokens[:length] == SEP).sum() == len(set(text.documents))
+
+
+# -- what a step sends and holds -----------------------------------------------------------------------
+
+
+def cell(model: str, **changes: Any) -> Cell:
+    defaults = {"model": model, "strategy": "tensor_parallel", "batch": 2, "seq_len": 48}
+    return Cell.model_validate(defaults | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("tnl-tiny", {"attention_norm": "head"}), ("linear-llama3-tiny-hybrid", {})]
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensor_parallelism_sends_what_its_formula_says(
+    name: str, options: dict[str, Any], checkpointing: bool, sizes: dict[str, int], tied: bool
+) -> None:
+    changed = options | {"checkpointing": checkpointing, "tied": tied}
+    measured = virtual.run(cell(name, sizes=sizes, precision="bf16", model_options=changed))
+    assert measured.formula_difference == []
+    assert measured.communication
+
+
+def test_a_norm_over_all_features_is_refused_where_they_are_split() -> None:
+    with pytest.raises(ValueError, match="set the model's option attention_norm to head"):
+        virtual.run(cell("tnl-tiny", sizes={"tp": 2}))
+
+
+def bytes_a_token(model: str, **options: Any) -> float:
+    """By which the peak grows with a position of a single sequence."""
+    changes = {"strategy": "single", "batch": 1, "precision": "bf16", "model_options": options}
+    peaks = [virtual.trace(cell(model, seq_len=n, **changes)).memory.log.peak() for n in (8192, 16384)]
+    assert peaks[1].phase == "backward"
+    return (peaks[1].nbytes - peaks[0].nbytes) / 8192
+
+
+def test_what_a_layer_of_tnl_keeps() -> None:
+    """In units of [B, L, H] in bfloat16: the layer's input and the normalised one, four projections, silu(q)
+    and silu(k), the output of attention, its norm and that times the gate; after the residual connection
+    that and its norm, two projections and their product, each 2.75; and one float32 state [D, A] a head in
+    256 positions, here 1."""
+    unit = 2 * 2048
+    layer = bytes_a_token("tnl-1b", layers=3) - bytes_a_token("tnl-1b", layers=2)
+    expected = 2 + 4 + 2 + 3 + 2 + 3 * 5632 / 2048 + 128 * 128 * 16 * 4 / 256 / unit
+    statistics = 3 * 4 / unit  # of a norm a token each
+    assert layer / unit == pytest.approx(expected + statistics, abs=1e-3)
+
+
+def test_the_peak_holds_12_bytes_a_logit() -> None:
+    """Log-softmax, its gradient and the gradient of the logits, each in float32, as fairseq's loss has it."""
+    rows = 50272
+    more = bytes_a_token("tnl-1b", layers=2, vocabulary=2 * rows) - bytes_a_token("tnl-1b", layers=2)
+    assert more / rows == pytest.approx(12, abs=1e-3)
