@@ -31,8 +31,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu
 
 
 #: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. A norm makes something of size
-#: one of what is almost zero by chance, as a query's product with a key of 4 features can be; without so large
-#: an epsilon, half precisions would compare noise
+#: one of what is almost zero by chance, as a query's product with a key of 4 features can be; without so
+#: large an epsilon, half precisions would compare noise
 TINY_SIZES: Mapping[str, Any] = {
     "layers": 2,
     "hidden": 48,

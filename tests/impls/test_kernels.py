@@ -14,6 +14,7 @@ from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.kernels.dropout import bias_dropout_add, masked_dropout
 from impls.kernels.layer_norm import LayerNorm
 from impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
+from impls.kernels.rms_norm import plain_rms_norm, rms_norm
 from impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron_fuses
 
 HALF = [torch.float16, torch.bfloat16]
@@ -175,6 +176,41 @@ def test_layer_norm_in_lower_precision_is_torchs(dtype: torch.dtype) -> None:
     )
 
 
+# -- root-mean-square norm -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rms_norm(weighted: bool) -> None:
+    inputs = [made(2, 3, 8), made(8, seed=2)][: 1 + weighted]
+    assert_same(rms_norm, lambda x, w=None: F.rms_norm(x, (8,), w, 1e-6), *inputs)
+    assert_same(plain_rms_norm, lambda x, w=None: F.rms_norm(x, (8,), w, 1e-6), *inputs)
+    assert gradcheck(rms_norm, inputs)
+
+
+def test_rms_norm_of_a_view() -> None:
+    """As of the heads of an attention's output: what is normalised is not contiguous, the result is."""
+    x = made(2, 4, 3, 8)
+    assert_same(lambda x: rms_norm(x.transpose(1, 2)), lambda x: plain_rms_norm(x.transpose(1, 2)), x)
+    assert rms_norm(x.transpose(1, 2)).is_contiguous()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_rms_norm_in_lower_precision_rounds_once(dtype: torch.dtype, weighted: bool) -> None:
+    inputs = [made(2, 3, 8, seed=1, dtype=dtype), made(8, seed=2, dtype=dtype)][: 1 + weighted]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    y, expected, weight = (
+        rms_norm(*inputs),
+        plain_rms_norm(*exact),
+        made(2, 3, 8, seed=9, dtype=dtype).detach(),
+    )
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(y, expected.to(dtype), **close)
+    got = torch.autograd.grad((y * weight).sum(), inputs)
+    right = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    torch.testing.assert_close(got, tuple(x.to(dtype) for x in right), **close)
+
+
 # -- cross entropy -------------------------------------------------------------------------------------
 
 
@@ -227,6 +263,9 @@ def test_bytes_kept_for_backward() -> None:
     assert bytes_kept(lambda: bias_gelu(x, bias, fused=True)) == 64 + 16
     # the input, two float32 statistics a row, weight and bias
     assert bytes_kept(lambda: layer_norm(x, bias, bias)) == 64 + 2 * 4 * 4 + 16
+    # the input and one float32 statistic a row, and the weight
+    assert bytes_kept(lambda: rms_norm(x)) == 64 + 4 * 4
+    assert bytes_kept(lambda: rms_norm(x, bias)) == 64 + 4 * 4 + 16
 
 
 # -- fakes ---------------------------------------------------------------------------------------------
@@ -259,6 +298,8 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "linear_attention_output": (scores, scores, v, rates, states, before, 3),
         "linear_attention_state_gradients": (scores, v, None, 3),
         "linear_attention_input_gradients": (scores, scores, v, v, rates, states, None, d_states, before, 3),
+        "rms_norm": (x, row, 1e-6),
+        "rms_norm_backward": (y, x, statistics, row),
         "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5),
         "masked_softmax_backward_": (scores.clone(), scores, 0.5),
     }
@@ -270,6 +311,16 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
 def test_fake_is_like_the_real_operator(name: str, dtype: torch.dtype, transposed: bool) -> None:
     # checks the declared mutation and that shapes, dtypes, strides and devices agree
     arguments = _arguments(dtype, transposed)[name]
+    torch.library.opcheck(
+        getattr(OPS, name).default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward"])
+def test_fake_is_like_the_real_operator_without_a_weight(name: str) -> None:
+    arguments = tuple(
+        None if isinstance(x, Tensor) and x.ndim == 1 else x for x in _arguments(torch.bfloat16, False)[name]
+    )
     torch.library.opcheck(
         getattr(OPS, name).default, arguments, test_utils=("test_schema", "test_faketensor")
     )
