@@ -2,7 +2,8 @@
 
 Each scalar is fitted alone, in the order given, on rows of its own: so that the mean of log(simulated /
 published step time) over them is zero. Step time only falls with an efficiency and only grows with a cost,
-so there is one such value, found by bisection.
+so there is one such value. Where the scalars of later fits move the rows of earlier ones, the fits are gone
+through again until no scalar moves.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ BOUNDS = {
     "parameter_overhead_s": (1e-14, 1e-6),
     "strided_element_s": (1e-14, 1e-6),
 }
-_BISECTIONS = 50
+#: rounds of all fits, evaluations of one, and the mean error in log step time at which one has arrived
+_ROUNDS, _EVALUATIONS, _ARRIVED = 30, 100, 1e-10
+#: relative change of every scalar below which a round was the last
+_SETTLED = 1e-4
 
 
 @dataclass(frozen=True)
@@ -112,25 +116,41 @@ def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = 
         UserError: a fit has no rows.
     """
     values: dict[str, Any] = {}
-    for fit in fits:
-        cells = [k for k in chosen(fit, known) if k is not without]
-        if cells:
-            values[fit.scalar] = _root(fit.scalar, cells, values)
+    for _ in range(_ROUNDS):
+        before = dict(values)
+        for fit in fits:
+            cells = [k for k in chosen(fit, known) if k is not without]
+            if cells:
+                values[fit.scalar] = _root(fit.scalar, cells, values)
+        if before and all(math.isclose(values[s], before[s], rel_tol=_SETTLED) for s in values):
+            break
     names = dict.fromkeys(k.cell.key for fit in fits for k in chosen(fit, known) if k is not without)
     return Calibration(**values, fitted_on=list(names))
 
 
 def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> float:
-    low, high = BOUNDS[scalar]
-    falling = scalar.endswith("efficiency")
-    for _ in range(_BISECTIONS):
-        middle = math.sqrt(low * high)
-        error = sum(k.log_error(Calibration(**{**values, scalar: middle})) for k in cells)
-        if (error > 0) == falling:
-            low = middle
+    """Where the mean error is zero, by the Illinois form of regula falsi on logarithms; else the bound that
+    is nearer to it."""
+
+    def error(at: float) -> float:
+        calibration = Calibration(**{**values, scalar: math.exp(at)})
+        return sum(k.log_error(calibration) for k in cells) / len(cells)
+
+    a, b = (math.log(bound) for bound in BOUNDS[scalar])
+    error_a, error_b = error(a), error(b)
+    if error_a * error_b > 0:
+        return math.exp(a if abs(error_a) < abs(error_b) else b)
+    for _ in range(_EVALUATIONS):
+        if abs(error_b) < _ARRIVED or error_a == error_b:
+            break
+        c = (a * error_b - b * error_a) / (error_b - error_a)
+        error_c = error(c)
+        if error_c * error_b < 0:
+            a, error_a = b, error_b
         else:
-            high = middle
-    return math.sqrt(low * high)
+            error_a /= 2  # the same end twice: take less of the other's error for granted
+        b, error_b = c, error_c
+    return math.exp(b)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,15 @@ def test_a_cost_is_found_too() -> None:
     )
 
 
+def test_fits_that_move_each_other_settle() -> None:
+    """Every cell has all three costs, so no scalar can be fitted before the others."""
+    truth = Calibration(compute_efficiency=0.4, link_efficiency=0.25, step_overhead_s=0.3)
+    cells = [known(1, 0.1, 0.01, truth), known(2, 5.0, 0.02, truth), known(4, 0.2, 4.0, truth)]
+    fits = ["step_overhead_s:size=1", "compute_efficiency:size=2", "link_efficiency:size=4"]
+    found = fitted([Fit.parse(text) for text in fits], cells)
+    assert found.scalars == pytest.approx(truth.scalars, rel=1e-3)
+
+
 def test_rows_that_disagree_share_the_error_and_leaving_one_out_shows_it() -> None:
     cells = [known(1, 1.0, 0.0, TRUTH, 1.1), known(1, 2.0, 0.0, TRUTH, 1 / 1.1)]
     lines = residuals(FITS[:1], cells, TABLE, "tokens")
