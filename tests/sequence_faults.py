@@ -1,0 +1,107 @@
+"""Ulysses, Megatron-SP and Ring Attention with a planted fault each. None is registered.
+
+A module of its own, so that the ranks can import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from impls import ring_attention
+from impls.megatron_sp import MegatronSP
+from impls.ring_attention import RingAttention
+from impls.ulysses import HEADS, Ulysses
+
+
+class HeadsInWrongOrder(Ulysses):
+    """What comes back is put together head by head of each rank, not rank by rank."""
+
+    def to_positions(self, x: Tensor, heads: int) -> Tensor:
+        y = super().to_positions(x, heads)
+        return y.unflatten(HEADS, (self.size, -1)).transpose(HEADS, HEADS + 1).flatten(HEADS, HEADS + 1)
+
+
+class DecayOfOtherHeads(Ulysses):
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        return super().linear_attention(q, k, v, None if decay is None else decay.roll(1), way=way)
+
+
+class LocalSliceForReduceScatter(MegatronSP):
+    def leave(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size, 1)[self.rank]
+
+
+class NormsNotReduced(MegatronSP):
+    """Taken for replicated, as they are in tensor parallelism; each rank saw only its own positions."""
+
+    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
+        return parameter.ndim > 1
+
+
+def _one_late(
+    group: dist.ProcessGroup, k: Tensor, v: Tensor, of_block: Callable[..., Any]
+) -> tuple[Tensor, Tensor]:
+    """Every owner with the block of the owner before it; the first is right."""
+    before: list[tuple[Tensor, Tensor]] = []
+
+    def late(owner: int, keys: Tensor, values: Tensor) -> Any:
+        before.append((keys.clone(), values.clone()))
+        return of_block(owner, *before[max(0, len(before) - 2)])
+
+    return _honest_round(group, k, v, late)
+
+
+_honest_round = ring_attention.gradients_round
+_honest_decay = ring_attention.block_decay
+
+
+class _StaleRing(ring_attention._RingAttention):
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        with mock.patch.object(ring_attention, "gradients_round", _one_late):
+            return ring_attention._RingAttention.backward(ctx, d_o)
+
+
+class StaleBlockInRingBackward(RingAttention):
+    """As a popular ring attention once had it."""
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _StaleRing.apply(q, k, v, self.group, self.placement)
+
+
+def _added(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
+    o.add_(block_o)
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+class MergeWithoutRescaling(RingAttention):
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with mock.patch.object(ring_attention, "merge", _added):
+            return super().causal_attention(q, k, v)
+
+
+def _one_chunk_further(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
+    return _honest_decay(decay, chunks + 1 if chunks else 0, q)
+
+
+class DecayOffByOneChunk(RingAttention):
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        with mock.patch.object(ring_attention, "block_decay", _one_chunk_further):
+            return super().linear_attention(q, k, v, decay, way=way)
+
+
+class StripesInAnotherOrder(RingAttention):
+    """Striped positions under the causal blocks of contiguous ones."""
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention._RingAttention.apply(q, k, v, self.group, "contiguous")
