@@ -275,8 +275,8 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def found(*rows: VerifyRow) -> None:
-        def verify(*arguments: Any) -> Iterator[VerifyRow]:
-            asked.append(arguments)
+        def verify(*arguments: Any, **options: Any) -> Iterator[VerifyRow]:
+            asked.append((*arguments, options))
             return iter(rows)
 
         monkeypatch.setattr(bench.verify, "verify", verify)
@@ -285,12 +285,15 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = spbench(
         "verify", "--strategy", "tensor_parallel", "--world-size", "2", "--dtype", "fp64,fp32"
     )
-    assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None)]
+    default = {"backend": "legacy_ddp"}
+    assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
     assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
     assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err
     found(green, replace(green, status="RED", error=float("inf")))
     assert spbench("verify")[0] == 1
-    assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None)
+    assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
+    assert spbench("verify", "--backend", "ddp")[0] == 1
+    assert asked[-1][-1] == {"backend": "ddp"}
     assert json.loads(spbench("verify", "--format", "json")[1])[1]["error"] is None
     found()
     assert spbench("verify")[1].splitlines()[-1] == "nothing to verify"

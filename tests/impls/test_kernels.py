@@ -12,6 +12,7 @@ from torch.autograd import gradcheck
 from impls.kernels.bias_gelu import bias_gelu
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.kernels.dropout import bias_dropout_add, masked_dropout
+from impls.kernels.flash_attention import flash_attention
 from impls.kernels.layer_norm import LayerNorm
 from impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
 from impls.kernels.rms_norm import plain_rms_norm, rms_norm
@@ -287,7 +288,11 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
     )
     d_states = linear_attention_state_gradients(scores, v, rates, 3)
     statistics = made(2, 3, 1, dtype=torch.float32 if dtype in HALF else dtype).detach().abs()
+    q, k = tensor(2, 2, 4, 8, seed=4), tensor(2, 2, 4, 8, seed=5)
+    o, lse = flash_attention(q, k, v, 0.5, True)
     return {
+        "flash_attention": (q, k, v, 0.5, True),
+        "flash_attention_backward": (o, q, k, v, o, lse, 0.5, True),
         "masked_scale": (x, kept, 1.25),
         "bias_dropout_add": (x, row, y, kept, 1.25),
         "bias_gelu": (x, row),
