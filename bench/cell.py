@@ -43,7 +43,7 @@ class TrainingOptions(_Strict):
     """
 
     moments: Literal["kept", "later"] = "kept"
-    backend: Literal["legacy_ddp", "ddp", "fsdp_flat"] = "legacy_ddp"
+    backend: Literal["legacy_ddp", "ddp", "zero1", "zero2", "zero3", "fsdp_flat"] = "legacy_ddp"
     gradients: Literal["contiguous", "stale"] = "contiguous"
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: PositiveInt = 1

@@ -188,7 +188,7 @@ class _Run:
 
     def tensors(self) -> dict[str, Tensor | None]:
         """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient
-        what the backend keeps of it, flattened."""
+        what the backend keeps of it."""
         found: dict[str, Tensor | None] = {}
         for name, x in self.outputs.items():
             shared = self.part.output_dims[name] is None and self.strategy.loss_is_partial
@@ -242,10 +242,9 @@ def _share(whole: _Run, checked: _Run) -> dict[str, Tensor]:
             share[name] = strategy.shard(x, part.sequence_dims[key])
         elif key in kept or key not in checked.shards:
             shard = checked.shards.get(key)
-            mine = (shard.of(x.view(whole.shapes[key])) if shard else x).flatten()
-            if key in kept:
-                mine = mine[kept[key].start :][: kept[key].values.numel()]
-            share[name] = mine
+            x = x.view(whole.shapes[key])
+            mine = shard.of(x) if shard else x
+            share[name] = kept[key].of(mine) if key in kept else mine
     return share
 
 
@@ -271,10 +270,10 @@ def _check_elements(checked: _Run) -> Finding:
     kept = checked.backend.weight_parts()
     counts = []
     for name, shape in checked.shapes.items():
-        count = torch.zeros(shape.numel(), dtype=torch.int64)
+        count = torch.zeros(shape, dtype=torch.int64)
         if name in kept:
-            count[kept[name].start :][: kept[name].values.numel()] += 1
-        counts.append(count)
+            kept[name].of(count).add_(1)
+        counts.append(count.flatten())
     held = all_reduce(torch.cat(counts), checked.strategy.group).split([len(count) for count in counts])
     even = all(bool(count.min() == count.max() > 0) for count in held)
     return Finding("elements of the weights", 0.0 if even else float("inf"), 0.0)

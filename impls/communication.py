@@ -263,9 +263,9 @@ def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
     x.add_(received)
 
 
-def all_gather_flat(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all ranks one after another, from equal one-dimensional parts."""
-    whole = part.new_empty(part.numel() * group.size())
+def all_gather_flat(part: Tensor, group: dist.ProcessGroup, into: Tensor | None = None) -> Tensor:
+    """The parts of all ranks one after another, from equal one-dimensional parts; in ``into``, if given."""
+    whole = part.new_empty(part.numel() * group.size()) if into is None else into
     _gather_into(whole, part, group=group)
     return whole
 

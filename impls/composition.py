@@ -82,12 +82,25 @@ class Composition:
             return self.dp_group
         if self.dp_group is None:
             return strategy.group
-        assert self.mesh is not None
+        return self.gradient_mesh(partial, strategy).get_group()
+
+    def gradient_mesh(self, partial: bool, strategy: Strategy) -> DeviceMesh:
+        """The ranks of :meth:`gradient_group` as a mesh of one axis, which may be of one rank.
+
+        Raises:
+            ValueError: there is no mesh.
+        """
+        if self.mesh is None:
+            raise ValueError("this backend needs a device mesh")
+        if not partial or strategy.size == 1:
+            return self.mesh["dp"]
+        if self.replicas == 1:
+            return self.mesh[strategy.axis]
         axes = f"dp_{strategy.axis}"
         with _disable_current_modes():  # a mesh computes with real tensors, where a step has fake ones too
-            group = self.mesh["dp", strategy.axis]._flatten(axes).get_group()
-        self.flattened[group.group_name] = axes
-        return group
+            flat = self.mesh["dp", strategy.axis]._flatten(axes)
+        self.flattened[flat.get_group().group_name] = axes
+        return flat
 
     def reduce(self, gradients: Tensor, partial: bool, strategy: Strategy) -> None:
         """Sum gradients in place over replicas, and, if ``partial``, over the strategy's ranks."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,9 +111,11 @@ def plan(cell: Cell) -> Plan:
     traffic = []
     for alike in alike_ranks(cell):
         asked, role = sites(alike.stage), planned_strategy(cell, alike.role)
+        sums = planned_sums(asked, role, cell.sizes.dp)
+        build = partial(_without_values, model, role, seq_len, alike.stage)
         entries = [
             *composed_traffic(asked, role, alike.stage, micro_batches, width),
-            *backend.traffic(PlannedStep(planned_sums(asked, role, cell.sizes.dp), micro_batches, precision)),
+            *backend.traffic(PlannedStep(sums, micro_batches, precision, role, build)),
         ]
         traffic.append([(t, size) for t, size in entries if t.sent_bytes(size)])
     return Plan(traffic)
@@ -130,6 +133,12 @@ class Alike:
     stage: Stage
     role: int
     ranks: list[int]
+
+
+def _without_values(model: Model, strategy: Strategy, seq_len: int, stage: Stage) -> nn.Module:
+    """The module of a rank, for the shapes of its parameters."""
+    with torch.device("meta"):
+        return model.build(strategy, seq_len, stage)
 
 
 def alike_ranks(cell: Cell) -> list[Alike]:

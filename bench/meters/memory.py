@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: the CUDA caching allocator hands out multiples of this many bytes
 GRANULE = 512
@@ -117,7 +118,10 @@ class MemoryMeter:
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def see(self, tensor: Tensor) -> None:
-        """Note the storage of a tensor, if it is new."""
+        """Note the storage of a tensor, if it is new; of a DTensor that of its local part, for its own is as
+        large as the whole and holds nothing."""
+        while is_traceable_wrapper_subclass(tensor):
+            tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._numbers:
@@ -129,10 +133,25 @@ class MemoryMeter:
         self._numbers[key] = number
 
         def dies(_: object) -> None:
-            del self._numbers[key], self._watches[key]
-            log.events.append(-number - 1)
+            log.events.append(-self._numbers.pop(key) - 1)
+            del self._watches[key]
 
         self._watches[key] = weakref.ref(storage, dies)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a known storage has been given another size: what it was dies, what it is is born."""
+        key = storage._cdata
+        if key not in self._numbers:
+            return
+        log, old = self.log, self._numbers[key]
+        if log.sizes[old] == storage.nbytes():
+            return
+        log.events.append(-old - 1)
+        log.sizes.append(storage.nbytes())
+        self._numbers[key] = new = len(log.sizes) - 1
+        log.events.append(new + 1)
+        if old in log.tags:
+            log.tags[new] = log.tags[old]
 
     def tag(self, tensors: Iterable[Tensor], category: str, *, keep: bool = False) -> None:
         """Say what holds these tensors' storages; with ``keep`` an earlier tag stays."""

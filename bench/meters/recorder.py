@@ -40,6 +40,25 @@ class Recorder(TorchDispatchMode):
         self.communication = CommunicationMeter(axes)
         self.timeline = timeline
 
+    def __enter__(self) -> Recorder:
+        # fully_shard frees and makes room for weights by resizing their storages, which is no operator
+        self._resize = torch.UntypedStorage.resize_
+        meter, resize = self, self._resize
+
+        def resize_and_see(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = resize(storage, nbytes)
+            if not meter._paused:
+                meter.memory.resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_see  # type: ignore[method-assign,assignment]
+        entered: Recorder = super().__enter__()
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What happens inside belongs to that phase of the step."""

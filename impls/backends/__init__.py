@@ -5,10 +5,20 @@ from __future__ import annotations
 from impls.backends.backend import Backend
 from impls.backends.ddp import DistributedDataParallel
 from impls.backends.fsdp_flat import FlatFullySharded
+from impls.backends.fully_shard import FullySharded, KeptAfterForward
 from impls.backends.legacy_ddp import LegacyDistributedDataParallel
+from impls.backends.zero1 import ShardedOptimizer
 
 __all__ = ["BACKENDS", "Backend"]
 
 BACKENDS: dict[str, type[Backend]] = {
-    cls.name: cls for cls in (LegacyDistributedDataParallel, DistributedDataParallel, FlatFullySharded)
+    cls.name: cls
+    for cls in (
+        LegacyDistributedDataParallel,
+        DistributedDataParallel,
+        ShardedOptimizer,
+        KeptAfterForward,
+        FullySharded,
+        FlatFullySharded,
+    )
 }

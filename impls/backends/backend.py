@@ -8,7 +8,7 @@ that its gradients are summed over.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,17 +24,26 @@ from impls.strategy import Site, Strategy, shard_of
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a flattened parameter or gradient: the elements from ``start`` on."""
+    """What a rank holds of a parameter or its gradient: from ``start`` on along ``dim``; without ``dim``, of
+    the flattened whole."""
 
-    start: int
     values: Tensor
+    start: int = 0
+    dim: int | None = None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same part of a whole tensor (a view of a contiguous one)."""
+        if self.dim is None:
+            return whole.flatten().narrow(0, self.start, len(self.values))
+        return whole.narrow(self.dim, self.start, self.values.shape[self.dim])
 
 
 @dataclass(frozen=True)
 class Summed:
     """Parameters that a rank holds (``elements`` of them) whose gradients are summed over one group: over
-    ``ranks`` of the strategy (1 where they are not partial) and all ``replicas``."""
+    ``ranks`` of the strategy (1 where they are not ``partial``) and all ``replicas``."""
 
+    partial: bool
     elements: int
     ranks: int
     replicas: int
@@ -53,11 +62,15 @@ class PlannedStep:
         summed: the parameters of a rank.
         micro_batches: of the step.
         precision: of the training.
+        strategy: of the rank.
+        build: makes the rank's module, without values, for those that pad each parameter.
     """
 
     summed: Sequence[Summed]
     micro_batches: int
     precision: Precision
+    strategy: Strategy
+    build: Callable[[], nn.Module]
 
     @property
     def element_bytes(self) -> int:
@@ -135,11 +148,11 @@ class Backend(ABC):
 
     def gradient_parts(self) -> dict[str, Part]:
         """After :meth:`synchronize`: what this rank holds of each parameter's gradient."""
-        return {name: Part(0, p.grad.flatten()) for p, name in self.names.items() if p.grad is not None}
+        return {name: Part(p.grad.flatten()) for p, name in self.names.items() if p.grad is not None}
 
     def weight_parts(self) -> dict[str, Part]:
         """Between steps: what this rank holds of each parameter."""
-        return {name: Part(0, p.detach().flatten()) for p, name in self.names.items()}
+        return {name: Part(p.detach().flatten()) for p, name in self.names.items()}
 
     @classmethod
     @abstractmethod
@@ -151,5 +164,5 @@ def planned_sums(sites: Sequence[Site], strategy: Strategy, replicas: int) -> li
     """What the closed forms of backends sum, from a model's sites."""
     held = sum(strategy.held_elements(s) * s.count for s in sites if s.kind == "parameters")
     partial = sum(strategy.partial_elements(s) * s.count for s in sites if s.kind == "parameters")
-    found = [Summed(partial, strategy.size, replicas), Summed(held - partial, 1, replicas)]
+    found = [Summed(True, partial, strategy.size, replicas), Summed(False, held - partial, 1, replicas)]
     return [summed for summed in found if summed.elements]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from impls.communication import all_reduce_async
 
@@ -61,6 +61,10 @@ class BucketedGradients:
         for p in order:
             p.register_post_accumulate_grad_hook(self._arrived)
         self.zero()
+
+    def tensors(self) -> list[Tensor]:
+        """The buckets."""
+        return [bucket.flat for bucket in self.buckets]
 
     def zero(self) -> None:
         """Before a step."""

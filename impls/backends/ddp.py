@@ -51,7 +51,7 @@ class DistributedDataParallel(Backend):
         self.around.add_tied(self.module)
 
     def held_gradients(self) -> list[Tensor]:
-        return [bucket.flat for bucket in self.buckets.buckets]
+        return self.buckets.tensors()
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -37,13 +37,17 @@ class FlatShard:
         self.names, tensors = list(parameters), list(parameters.values())
         self.shapes, self.sizes = [p.shape for p in tensors], [p.numel() for p in tensors]
         self.padding = padded(sum(self.sizes), self.size) - sum(self.sizes)
-        flat = torch.cat([p.detach().flatten() for p in tensors])
-        flat = torch.cat([flat, flat.new_zeros(self.padding)])
+        flat = self.flattened(tensors)
         self.start = self.rank * (len(flat) // self.size)
         held = torch.float32 if precision.master else precision.parameters
         self.weights = flat.chunk(self.size)[self.rank].to(held, copy=True)
         #: of this shard, or None between a step's beginning and its backward
         self.gradient: Tensor | None = None
+
+    def flattened(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """A copy of the whole parameters, flat and padded."""
+        pieces = [p.detach().flatten() for p in parameters]
+        return torch.cat([*pieces, pieces[0].new_zeros(self.padding)])
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The whole flat tensor as the parameters, by name."""
@@ -56,6 +60,6 @@ class FlatShard:
         for name, size in zip(self.names, self.sizes, strict=True):
             start, end = max(first, self.start), min(first + size, self.start + len(shard))
             if start < end:
-                found[name] = Part(start - first, shard[start - self.start : end - self.start])
+                found[name] = Part(shard[start - self.start : end - self.start], start - first)
             first += size
         return found

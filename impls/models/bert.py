@@ -213,9 +213,11 @@ class Bert(nn.Module):
             self.order = Linear(model.hidden, 2)
 
     @property
-    def tied(self) -> nn.Parameter:
+    def tied(self) -> Tensor:
         """The word embedding, which the first and the last stage both hold."""
-        return self.embeddings.get_parameter("words.weight")
+        weight = self.embeddings.get_submodule("words").weight
+        assert isinstance(weight, Tensor)  # no parameter, where a backend has made it a view
+        return weight
 
     def boundary_shape(self, inputs: Mapping[str, Tensor]) -> tuple[int, int, int]:
         """The shape of ``hidden``."""

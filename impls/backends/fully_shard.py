@@ -1,0 +1,174 @@
+"""Fully sharded data parallelism by torch's ``fully_shard``, a unit for each block and one for the rest.
+
+(Zhao et al., arXiv 2304.11277; Rajbhandari et al., arXiv 1910.02054.) Each rank holds 1/N of every
+parameter, in float32 where the precision has masters, with gradients and moments likewise. A unit's weights
+are all-gathered before its forward and its gradients reduce-scattered in its backward. ZeRO-3 frees the
+weights in between and gathers them again; ZeRO-2 keeps them.
+
+A parameter is cut along its first dim, padded to a multiple of N; where that has fewer rows than there are
+ranks, along the first other dim that N divides, if there is one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+# not exported: different parameters over different groups
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
+
+from impls.backends.backend import Backend, Part, PlannedStep
+from impls.communication import Traffic
+from impls.composition import Composition, is_partial
+from impls.optimizer import Optimizer
+from impls.precision import Precision
+from impls.strategy import Strategy
+
+# no output of a model is written in place
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+
+
+def cut_dim(shape: torch.Size, size: int) -> int:
+    """The dim that a parameter is cut along."""
+    if shape[0] >= size:
+        return 0
+    return next((dim for dim, n in enumerate(shape) if n % size == 0), 0)
+
+
+def padded_elements(shape: torch.Size, size: int) -> int:
+    """Elements that are sent of a parameter."""
+    n = shape[cut_dim(shape, size)]
+    return shape.numel() // n * math.ceil(n / size) * size
+
+
+class FullySharded(Backend):
+    """ZeRO-3; see the module."""
+
+    name = "zero3"
+    pipelined = False
+    #: whether to free the weights between forward and backward
+    reshard_after_forward: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        around: Composition,
+        precision: Precision,
+        **settings: Any,
+    ):
+        super().__init__(module, strategy, around, precision, **settings)
+        self.partial = {name: is_partial(p, strategy) for p, name in self.names.items()}
+        #: by whether gradients are partial
+        self.meshes = {x: around.gradient_mesh(x, strategy) for x in sorted({*self.partial.values()})}
+        self.infos: dict[dist.ProcessGroup, FSDPMeshInfo] = {}
+        self.shapes = {name: p.shape for p, name in self.names.items()}
+        names = list(self.names.values())
+        self.names.clear()  # or the whole parameters would live on
+        self._wrap()
+        parameters = dict(module.named_parameters())
+        self.sharded: dict[str, DTensor] = {name: parameters[name] for name in names}  # type: ignore[misc]
+        # the optimizer works element by element, so on each rank's own part without the rest of a DTensor
+        self.weights = {name: p.to_local().detach() for name, p in self.sharded.items()}
+        self.optimizer = Optimizer(
+            list(self.weights.values()),
+            replace(precision, master=False),  # the shards are the masters
+            overflow_groups=[*self.overflow_groups, *(mesh.get_group() for mesh in self.meshes.values())],
+            **self.settings,
+        )
+
+    def _wrap(self) -> None:
+        """Shard each block, then what is left of the module."""
+        if self.precision.master:
+            for p in self.module.parameters():
+                p.data = p.data.float()
+        dtype = self.precision.parameters
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
+        units = [*getattr(self.module, "blocks", nn.ModuleDict()).values(), self.module]
+        for unit in units:
+            fully_shard(
+                unit,
+                mesh=next(iter(self.meshes.values())),
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=policy,
+                shard_placement_fn=self._placement,
+            )
+            assert isinstance(unit, FSDPModule)
+            unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def _placement(self, parameter: nn.Parameter) -> Any:
+        """Along which dim a parameter is cut, and over which ranks."""
+        mesh = self.meshes[is_partial(parameter, self.strategy)]
+        if mesh.get_group() not in self.infos:  # torch knows a group by the object that describes it
+            self.infos[mesh.get_group()] = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
+        return ShardPlacementResult(
+            Shard(cut_dim(parameter.shape, mesh.size())), self.infos[mesh.get_group()]
+        )
+
+    def zero(self) -> None:
+        for p in self.sharded.values():
+            p.grad = None
+
+    def synchronize(self) -> None:
+        for name, p in self.sharded.items():  # reduce-scattered in backward
+            assert isinstance(p.grad, DTensor)
+            self.weights[name].grad = p.grad.to_local()
+
+    def step(self) -> None:
+        super().step()
+        for weight in self.weights.values():
+            weight.grad = None
+
+    def held(self) -> dict[str, list[Tensor]]:
+        return {**super().held(), "parameters": list(self.weights.values())}
+
+    def held_gradients(self) -> list[Tensor]:
+        return []
+
+    def gradient_parts(self) -> dict[str, Part]:
+        return {
+            name: self._part(name, p.grad.to_local())
+            for name, p in self.sharded.items()
+            if isinstance(p.grad, DTensor)
+        }
+
+    def weight_parts(self) -> dict[str, Part]:
+        return {name: self._part(name, weight) for name, weight in self.weights.items()}
+
+    def _part(self, name: str, local: Tensor) -> Part:
+        mesh, shape = self.meshes[self.partial[name]], self.shapes[name]
+        dim = cut_dim(shape, mesh.size())
+        first = min(shape[dim], mesh.get_local_rank() * math.ceil(shape[dim] / mesh.size()))
+        return Part(local, first, dim)
+
+    @classmethod
+    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
+        parameters = list(step.build().parameters())
+        for summed in step.summed:
+            size = summed.size
+            mine = [p for p in parameters if is_partial(p, step.strategy) is summed.partial]
+            elements = sum(padded_elements(p.shape, size) for p in mine)
+            payload, count = elements * step.element_bytes, step.micro_batches
+            yield Traffic("forward", "weights", "all_gather", count, payload), size
+            if cls.reshard_after_forward:
+                yield Traffic("backward", "weights again", "all_gather", count, payload), size
+            yield Traffic("backward", "gradients", "reduce_scatter", count, payload), size
+            if step.precision.loss_scale:
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4), size
+
+
+class KeptAfterForward(FullySharded):
+    """ZeRO-2: the weights stay from forward to backward."""
+
+    name = "zero2"
+    reshard_after_forward = False

@@ -1,0 +1,98 @@
+"""ZeRO-1 (Rajbhandari et al., arXiv 1910.02054, section 5): gradients as under DDP, the optimizer shared out.
+
+A rank updates its shard of the float32 masters and all-gathers the weights, which are views of one flat
+tensor. torch's ZeroRedundancyOptimizer gives whole parameters to ranks, so shards are uneven, and knows no
+master weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impls.backends.backend import Backend, PlannedStep
+from impls.backends.buckets import BucketedGradients
+from impls.backends.flat import FlatShard, padded
+from impls.communication import Traffic, all_gather_flat
+from impls.composition import Composition
+from impls.optimizer import Optimizer
+from impls.precision import Precision
+from impls.strategy import Strategy
+
+
+class ShardedOptimizer(Backend):
+    """See the module."""
+
+    name = "zero1"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        around: Composition,
+        precision: Precision,
+        **settings: Any,
+    ):
+        super().__init__(module, strategy, around, precision, **settings)
+        sums = list(self.summed())
+        self.units, self.flats = [], []
+        for group, parameters in sums:
+            unit = FlatShard({self.names[p]: p for p in parameters}, group, precision)
+            flat = unit.flattened(parameters)
+            for p, view in zip(parameters, unit.views(flat).values(), strict=True):
+                p.data = view
+            unit.gradient = torch.zeros_like(unit.weights)
+            self.units.append(unit)
+            self.flats.append(flat)
+        self.parameters = {name: p for p, name in self.names.items()}
+        self.buckets = BucketedGradients(sums, list(self.names), self.micro_batches)
+        self.optimizer = Optimizer(
+            [unit.weights for unit in self.units],
+            replace(precision, master=False),  # the shards are the masters
+            overflow_groups=[*self.overflow_groups, *(unit.group for unit in self.units)],
+            **self.settings,
+        )
+
+    def zero(self) -> None:
+        self.buckets.zero()
+
+    def synchronize(self) -> None:
+        self.buckets.finish()
+        self.around.add_tied(self.module)
+
+    def step(self) -> None:
+        for unit in self.units:
+            assert unit.gradient is not None
+            for name, part in unit.parts(unit.gradient).items():
+                gradient = self.parameters[name].grad
+                assert gradient is not None
+                part.values.copy_(part.of(gradient))
+            unit.weights.grad = unit.gradient
+        super().step()
+        for unit, flat in zip(self.units, self.flats, strict=True):
+            weights = unit.weights.to(self.precision.parameters)
+            if unit.group is None:
+                flat.copy_(weights)
+            else:
+                all_gather_flat(weights, unit.group, into=flat)
+
+    def held(self) -> dict[str, list[Tensor]]:
+        shards = [x for unit in self.units for x in (unit.weights, unit.gradient) if x is not None]
+        return {**super().held(), "optimizer_state": [*shards, *self.optimizer.tensors()]}
+
+    def held_gradients(self) -> list[Tensor]:
+        return self.buckets.tensors()
+
+    @classmethod
+    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
+        for summed in step.summed:
+            payload = summed.elements * step.element_bytes
+            whole = padded(summed.elements, summed.size) * step.element_bytes
+            yield Traffic("backward", "gradients, all buckets", "all_reduce", 1, payload), summed.size
+            yield Traffic("optimizer", "updated weights", "all_gather", 1, whole), summed.size
+            if step.precision.loss_scale:
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4), summed.size
