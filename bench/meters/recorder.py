@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.meters.communication import FILLED_FROM_OTHERS, CommunicationMeter
@@ -19,6 +20,8 @@ from bench.meters.timeline import TimelineMeter
 #: where operators that communicate live: c10d, and what DTensor and torch.compile use in its place
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 _DEVICE = torch.ops.prim.device.default
+_BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
+_NOTHING = torch.empty(0)
 
 
 class Recorder(TorchDispatchMode):
@@ -91,7 +94,7 @@ class Recorder(TorchDispatchMode):
         if self._unsettled:
             self._unsettled = False
             time.sleep(self.settle_s)
-        result = func(*args, **(kwargs or {}))
+        result = self._run(func, args, kwargs or {})
         if func.namespace in _COMMUNICATING:
             self._unsettled = self.settle_s > 0
             seen = self.communication.see(func, args)
@@ -109,6 +112,14 @@ class Recorder(TorchDispatchMode):
                 if isinstance(item, Tensor):
                     self.memory.see(item)
         return result
+
+    @staticmethod
+    def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
+            # fake ranks look at no tensor, and fake tensors take ten times as long to be not looked at
+            with no_dispatch():
+                return func([_NOTHING], *args[1:], **kwargs)
+        return func(*args, **kwargs)
 
     def _tag_buffers(self, filled: Any) -> None:
         tensors = [filled] if isinstance(filled, Tensor) else filled
