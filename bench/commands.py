@@ -20,6 +20,7 @@ from bench.provenance import provenance
 from bench.results import FILE, FINAL, ResultsFile, Row, as_frame, breaks_formula, finite, read_rows
 from bench.scenario import Scenario, load_scenario
 from bench.sweep import at_once, sweep, unfinished
+from bench.workers import Crew
 from impls.backends import BACKENDS
 from impls.models.model import models as all_models
 from impls.registry import strategies as all_strategies
@@ -112,9 +113,16 @@ class Ran:
 
 
 def run_cells(
-    scenario: Scenario, narrowing: Narrowing, folder: Path, jobs: int | None, fresh: bool
+    scenario: Scenario,
+    narrowing: Narrowing,
+    folder: Path,
+    jobs: int | None,
+    fresh: bool,
+    crew: Crew | None = None,
 ) -> Ran | None:
     """Run a scenario's cells into a folder, compare them, and tell progress; None if interrupted.
+
+    Workers are the ``crew``'s, or the sweep's own.
 
     Raises:
         UserError: nothing is left to run, or the folder cannot be written.
@@ -126,7 +134,9 @@ def run_cells(
         _announce(scenario, results, len(cells), todo, jobs)
         try:
             with report.SweepProgress(len(todo)) as progress:
-                rows = sweep(cells, results, jobs=jobs, on_start=progress.begin, on_end=progress.end)
+                rows = sweep(
+                    cells, results, crew=crew, jobs=jobs, on_start=progress.begin, on_end=progress.end
+                )
         except KeyboardInterrupt:
             kept = len(cells) - len(unfinished(cells, results))
             again = "the same command without --fresh" if fresh else "the same command"

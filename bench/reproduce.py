@@ -19,11 +19,13 @@ from bench import narrative, report
 from bench.commands import Ran, draw_figure, run_cells
 from bench.compare import Comparison, write_whole
 from bench.declaration import UserError
+from bench.engines import run as run_on_engine
 from bench.narrowing import ALL as ALL_VARIANTS
 from bench.narrowing import Narrowing
 from bench.papers import Paper, scenarios_of
 from bench.results import finite
 from bench.scenario import Scenario
+from bench.workers import Crew
 
 FOLDER = Path("results", "reproduction")
 
@@ -67,24 +69,25 @@ def reproduce(request: Reproduction) -> int:
         UserError: an unknown paper, a wrong scenario, or a file that cannot be written or lacks its markers.
     """
     code = 0
-    for paper, scenarios in scenarios_of(request.paper):
-        if request.document is not None:
-            narrative.check_document(request.document, paper.name, [s.name for s in scenarios])
-        found = _run(request, paper, scenarios)
-        if found is None:
-            return 130
-        code = max(code, found)
+    with Crew(run_on_engine) as crew:
+        for paper, scenarios in scenarios_of(request.paper):
+            if request.document is not None:
+                narrative.check_document(request.document, paper.name, [s.name for s in scenarios])
+            found = _run(request, paper, scenarios, crew)
+            if found is None:
+                return 130
+            code = max(code, found)
     return code
 
 
-def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario]) -> int | None:
+def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], crew: Crew) -> int | None:
     records: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     drawn: list[Path] = []
     code = 0
     narrowing = Narrowing(variant=ALL_VARIANTS if request.all_variants else None)
     for scenario in scenarios:
-        ran = run_cells(scenario, narrowing, request.runs(scenario), request.jobs, request.fresh)
+        ran = run_cells(scenario, narrowing, request.runs(scenario), request.jobs, request.fresh, crew)
         if ran is None:
             return None
         paths, figure_failed = draw_figure(scenario, ran, request.output / "figures")

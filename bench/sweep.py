@@ -10,7 +10,7 @@ from bench.cell import Cell
 from bench.engines import run as run_on_engine
 from bench.provenance import provenance
 from bench.results import FINAL, ResultsFile, Row
-from bench.workers import Outcome, Run, Worker, ended
+from bench.workers import Crew, Outcome, Run
 from impls.models.model import model_preset
 
 #: engines that start processes of their own: their cells run one at a time, with nothing beside them
@@ -38,6 +38,7 @@ def sweep(
     results: ResultsFile,
     *,
     run: Run = run_on_engine,
+    crew: Crew | None = None,
     jobs: int | None = None,
     on_start: Callable[[Cell], None] = lambda cell: None,
     on_end: Callable[[Row], None] = lambda row: None,
@@ -50,6 +51,7 @@ def sweep(
 
     Args:
         run: measures a cell; a function of a module, since other processes import it.
+        crew: workers to use, which are there afterwards, unless the sweep is ended; None: of its own.
         jobs: processes; None: one a usable core.
         on_start, on_end: called as cells begin and end.
 
@@ -68,44 +70,32 @@ def sweep(
         results.append(row)
         on_end(row)
 
-    _run_all(together, jobs or usable_cores(), run, on_start, keep)
-    _run_all(alone, 1, run, on_start, keep)
+    own = Crew(run) if crew is None else crew
+    try:
+        _run_all(together, jobs or usable_cores(), own, on_start, keep)
+        _run_all(alone, 1, own, on_start, keep)
+    except BaseException:
+        own.dismiss()
+        raise
+    if crew is None:
+        own.dismiss()
     return [results.rows[cell.key] for cell in cells]
 
 
 def _run_all(
     cells: list[Cell],
     jobs: int,
-    run: Run,
+    crew: Crew,
     on_start: Callable[[Cell], None],
     keep: Callable[[Cell, Outcome], None],
 ) -> None:
     waiting = list(reversed(cells))
-    workers: list[Worker] = []
-    try:
-        while waiting or any(worker.cell for worker in workers):
-            idle = [worker for worker in workers if worker.cell is None]
-            while waiting and (idle or len(workers) < jobs):
-                if not idle:
-                    workers.append(Worker(run))
-                    idle.append(workers[-1])
-                cell = waiting.pop()
-                on_start(cell)
-                idle.pop().give(cell)
-            for worker in ended(workers):
-                cell_ended = worker.cell
-                assert cell_ended is not None
-                outcome = worker.take()
-                if not worker.alive:
-                    workers.remove(worker)
-                    worker.stop()
-                    worker.reap()
-                keep(cell_ended, outcome)
-    finally:
-        for worker in workers:
-            worker.stop()
-        for worker in workers:
-            worker.reap()
+    while waiting or crew.busy:
+        while waiting and (worker := crew.idle(jobs)) is not None:
+            on_start(waiting[-1])
+            worker.give(waiting.pop())
+        for cell, outcome in crew.ended():
+            keep(cell, outcome)
 
 
 def as_row(cell: Cell, outcome: Outcome) -> Row:

@@ -110,10 +110,58 @@ class Worker:
             self.process.join()
 
 
-def ended(workers: list[Worker]) -> list[Worker]:
-    """Wait for busy workers to end a cell or to die."""
-    by_connection = {worker.connection: worker for worker in workers if worker.cell is not None}
-    return [by_connection[ready] for ready in wait(list(by_connection)) if isinstance(ready, Connection)]
+class Crew:
+    """Workers that stay from sweep to sweep, so that importing torch and filling its caches is paid once.
+
+    Leaving it as a context ends them all, whatever they do.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.workers: list[Worker] = []
+
+    def idle(self, at_most: int) -> Worker | None:
+        """A worker without a cell, started if there are fewer than that; None: that many are busy."""
+        if sum(worker.cell is not None for worker in self.workers) >= at_most:
+            return None
+        for worker in self.workers:
+            if worker.cell is None:
+                return worker
+        self.workers.append(Worker(self.run))
+        return self.workers[-1]
+
+    @property
+    def busy(self) -> bool:
+        return any(worker.cell is not None for worker in self.workers)
+
+    def ended(self) -> list[tuple[Cell, Outcome]]:
+        """Wait for busy workers to end a cell or to die; what became of their cells."""
+        by_connection = {worker.connection: worker for worker in self.workers if worker.cell is not None}
+        found = []
+        for ready in wait(list(by_connection)):
+            assert isinstance(ready, Connection)
+            worker = by_connection[ready]
+            assert worker.cell is not None
+            found.append((worker.cell, worker.take()))
+            if not worker.alive:
+                self.workers.remove(worker)
+                worker.stop()
+                worker.reap()
+        return found
+
+    def dismiss(self) -> None:
+        """End all workers."""
+        workers, self.workers = self.workers, []
+        for worker in workers:
+            worker.stop()
+        for worker in workers:
+            worker.reap()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.dismiss()
 
 
 def _fate(exitcode: int | None) -> str:

@@ -14,6 +14,7 @@ from bench.cell import Cell, Sizes
 from bench.declaration import UserError
 from bench.results import FILE, ResultsFile, read_rows
 from bench.sweep import sweep, unfinished
+from bench.workers import Crew
 from tests.bench import fakes
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,22 @@ def test_cells_that_start_processes_run_alone(tmp_path: Path, monkeypatch: pytes
     with ResultsFile(tmp_path) as results:
         sweep(cells, results, run=fakes.logged, jobs=3)
     assert log.read_text().split("\n") == ["begin 1", "end 1", "begin 4", "end 4", "begin 2", "end 2", ""]
+
+
+def test_a_crew_stays_from_sweep_to_sweep(tmp_path: Path) -> None:
+    with Crew(fakes.answer) as crew, ResultsFile(tmp_path) as results:
+        sweep([cell(1)], results, crew=crew, jobs=2)
+        (worker,) = crew.workers
+        rows = sweep([cell(2), cell(4)], results, crew=crew, jobs=1)
+        assert [row["status"] for row in rows] == ["ok", "ok"]
+        assert crew.workers == [worker]
+        crew.run = fakes.moody  # of workers that are started from now on
+        crew.dismiss()
+        assert not worker.process.is_alive()
+        sweep([cell(2), cell(3)], results, crew=crew, jobs=1)
+        assert [results.rows[cell(world).key]["status"] for world in (2, 3)] == ["ok", "unsupported"]
+        (worker,) = crew.workers
+    assert not worker.process.is_alive()
 
 
 def test_full_disk_ends_the_sweep_and_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
