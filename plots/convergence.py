@@ -1,5 +1,5 @@
 """Loss curves of training runs, overlaid, and how far each is from the one device's: RSA
-(arXiv 2105.13120), Figure 6."""
+(arXiv 2105.13120), Figure 6, and others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,6 +22,7 @@ from plots.style import (
     PAGE_INCHES,
     Look,
     add_legend,
+    backend_name,
     house_style,
     looks,
     new_figure,
@@ -29,10 +31,16 @@ from plots.style import (
 )
 
 _CURVE_INCHES, _DEVIATION_INCHES = 2.3, 1.5
-_NAMES = {"mlm": "Masked language modelling loss", "order": "Sentence-order loss"}
+_NAMES = {
+    "mlm": "Masked language modelling loss",
+    "order": "Sentence-order loss",
+    "language": "Next-token loss",
+}
 
 #: the curves lie on each other: the first are drawn widest, so that all can be seen
 _WIDTHS = (4.5, 3.0, 1.8, 0.9)
+#: and more of them than that take turns on the reference, each with dashes of so many line widths
+_TURN, _TURN_WIDTH = 4.0, 2.0
 _FAINTEST = 1e-9  # what is less, or nothing, is drawn here: a log axis has no zero
 
 
@@ -100,25 +108,38 @@ def _draw_loss(
     others.sort(key=lambda row: row["cell"]["strategy"] == "single")
     lines = [*([reference] if reference is not None else []), *others]
     one_precision = shared(rows, "precision") is not None
+    split = _by_backend(rows)
+    backends = list(dict.fromkeys(_backend(row) for row in rows if _strategy(row) in split))
+    palette = [str(color) for color in sns.color_palette("colorblind", max(1, len(backends))).as_hex()]
+    runs = [row for row in others if _strategy(row) != "single"]
+    in_turns = len(lines) > len(_WIDTHS)
     handles: list[Artist] = []
     for index, row in enumerate(lines):
         steps = [at["step"] for at in _losses(row)]
         values = [at[loss] for at in _losses(row)]
-        label = _label(row, one_precision)
-        control = row is not reference and row["cell"]["strategy"] == "single"
+        label = _label(row, one_precision, _strategy(row) in split)
+        control = row is not reference and _strategy(row) == "single"
+        color = look[_strategy(row)].color
+        if _strategy(row) in split:
+            color = palette[backends.index(_backend(row))]
         style: dict[str, Any] = {
-            "color": INK if control else look[row["cell"]["strategy"]].color,
+            "color": INK if control else color,
             "linestyle": ":" if control else "-",
             "zorder": 2 + index,
         }
-        width = _WIDTHS[min(index, len(_WIDTHS) - 1)]
-        handles += above.plot(steps, values, linewidth=width, label=label, gid=f"{loss} {label}", **style)
+        curve = style | {"linewidth": _WIDTHS[min(index, len(_WIDTHS) - 1)]}
+        if in_turns and row in runs:
+            turn = (_TURN * runs.index(row), (_TURN, _TURN * (len(runs) - 1)))
+            curve |= {"linestyle": turn, "linewidth": _TURN_WIDTH}
+        handles += above.plot(steps, values, label=label, gid=f"{loss} {label}", **curve)
         if reference is None or row is reference:
             continue
         there = {at["step"]: at[loss] for at in _losses(reference)}
         known = [(s, v, there[s]) for s, v in zip(steps, values, strict=True) if there.get(s)]
         gaps = [max(_FAINTEST, abs(value / other - 1)) for _, value, other in known]
-        below.plot([s for s, _, _ in known], gaps, linewidth=0.9, gid=f"deviation {loss} {label}", **style)
+        # of those that are the same number the first is widest
+        width = 0.9 + (1.2 * (1 - index / len(lines)) if in_turns else 0)
+        below.plot([s for s, _, _ in known], gaps, linewidth=width, gid=f"deviation {loss} {label}", **style)
     above.tick_params(labelbottom=False)
     below.set_yscale("log")
     below.set_ylim(_FAINTEST / 2, max(1e-5, 2 * below.get_ylim()[1]))
@@ -137,11 +158,28 @@ def _losses(row: Row) -> list[dict[str, float]]:
     return row["measurement"].get("losses") or [] if row["status"] == "ok" else []
 
 
-def _label(row: Row, one_precision: bool) -> str:
+def _strategy(row: Row) -> str:
+    return str(row["cell"]["strategy"])
+
+
+def _backend(row: Row) -> str:
+    return str(row["cell"]["training"]["backend"])
+
+
+def _by_backend(rows: Sequence[Row]) -> set[str]:
+    """The strategies that were run with several data-parallel backends."""
+    pairs = {(_strategy(row), _backend(row)) for row in rows}
+    names = [strategy for strategy, _ in pairs]
+    return {name for name in names if names.count(name) > 1}
+
+
+def _label(row: Row, one_precision: bool, with_backend: bool) -> str:
     cell = row["cell"]
     count = f" on {gpus(row)} ranks" if gpus(row) > 1 else ""
     name = "one device" if cell["strategy"] == "single" else strategy_name(cell["strategy"])
-    return f"{name}{count}" + ("" if one_precision else f", {cell['precision']}")
+    settings = [cell["precision"]] * (not one_precision)
+    settings += [backend_name(_backend(row))] * with_backend
+    return ", ".join([f"{name}{count}", *settings])
 
 
 def _missing(model: str, rows: Sequence[Row], look: dict[str, Look]) -> list[str]:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pandas import DataFrame
 
+from plots.bars import Bar, draw_bars
 from plots.claims import Claim, claim_handles, claims_of, draw_claims, height_inches
 from plots.lines import draw_values, highest, measured, without
 from plots.panel import (
@@ -21,14 +22,12 @@ from plots.panel import (
     missing_notes,
     note_lines,
     notes_height_inches,
-    status_mark,
     value_axis,
     write_notes,
 )
 from plots.series import Row, by_model, gpu_counts, gpus, series_of, shared, title
 from plots.style import (
     COLUMN_INCHES,
-    GREY,
     INK,
     PAGE_INCHES,
     TIMES,
@@ -37,7 +36,6 @@ from plots.style import (
     house_style,
     looks,
     new_figure,
-    number,
     save,
 )
 
@@ -167,32 +165,19 @@ def _bound_claims(rows: Sequence[Row], claims: Sequence[Claim]) -> list[Claim]:
 
 def _draw_bound(ax: Axes, rows: Sequence[Row], claims: Sequence[Claim], look: dict[str, Look]) -> None:
     """Bars: what was published, and ours."""
-    bars: list[tuple[str, float | None, str, str, str]] = []
+    bars: list[Bar] = []
+    names: list[str] = []
     for published in dict.fromkeys(claim.published for claim in claims):
-        bars.append(("published", published, "0.88", "////", "published"))
+        bars.append(Bar(len(bars), published, "0.88", "published", hatch="////"))
+        names.append("published")
     series = series_of(rows, look)
     for line in series:
-        name = line.setting or ("ours" if len(series) == 1 else line.label)
         for row in line.rows:
-            color, answer = look[line.strategy].color, _answer(row)
+            answer = _answer(row)
             gid = f"{row['status'] if answer is None else 'largest'} {line.label}"
-            bars.append((name, answer, color, "", gid))
-    lost = any(some for _, some in without(series, _answer))
-    value_axis(ax, 1.05 * max(value or 0.0 for _, value, *_ in bars), marks=lost)
-    for x, (_, value, color, hatch, gid) in enumerate(bars):
-        if value is None:
-            mark = status_mark(gid.split()[0], color)
-            mark.set_data([x], [ax.get_ylim()[0] / 2])
-            mark.set_gid(gid)
-            ax.add_line(mark)
-            continue
-        edge = GREY if hatch else color
-        (bar,) = ax.bar(x, value, 0.62, color=color, hatch=hatch, edgecolor=edge, zorder=2)
-        bar.set_gid(gid)
-        ax.annotate(
-            number(value), (x, value), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7
-        )
+            bars.append(Bar(len(bars), answer, look[line.strategy].color, gid, status=row["status"]))
+            names.append(line.setting or ("ours" if len(series) == 1 else line.label))
+    draw_bars(ax, bars)
     ax.set_xlim(-0.6, len(bars) - 0.4)
-    ax.set_xticks(range(len(bars)), [name for name, *_ in bars])
-    ax.grid(axis="x", visible=False)
+    ax.set_xticks(range(len(bars)), names)
     ax.set_xlabel(f"{gpu_counts(rows)[0]} GPUs")

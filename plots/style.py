@@ -33,6 +33,21 @@ _ORDER = (
     "single",
 )
 _MARKERS = "osD^vP*hXp"
+_NAMES = {
+    "megatron_sp": "Megatron-SP",
+    "ulysses": "Ulysses",
+    "lasp": "LASP",
+    "lasp2": "LASP-2",
+    "dsp": "DSP",
+}
+_BACKENDS = {
+    "legacy_ddp": "legacy DDP",
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "fsdp_flat": "FSDP",
+}
 INK, GREY = "0.15", "0.45"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -81,7 +96,12 @@ def tint(color: str, strength: float) -> tuple[float, float, float]:
 
 def strategy_name(strategy: str) -> str:
     """The strategy's name for people."""
-    return strategy.replace("_", " ")
+    return _NAMES.get(strategy, strategy.replace("_", " "))
+
+
+def backend_name(backend: str) -> str:
+    """The data-parallel backend's name for people."""
+    return _BACKENDS.get(backend, backend)
 
 
 def number(value: float) -> str:

@@ -4,6 +4,8 @@ from typing import Any
 
 import pandas as pd
 
+from bench.cell import Cell
+
 STRATEGY_AXIS = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 
 
@@ -57,3 +59,27 @@ def compared(
 def table(*entries: dict[str, Any]) -> pd.DataFrame:
     """A comparison table."""
     return pd.DataFrame(list(entries))
+
+
+def ran(status: str = "ok", measurement: dict[str, Any] | None = None, **cell: Any) -> dict[str, Any]:
+    """The row of a cell, with what was measured if it ran through."""
+    made = Cell.model_validate(cell)
+    return {
+        "key": made.key,
+        "cell": made.model_dump(mode="json"),
+        "status": status,
+        "reason": "" if status == "ok" else f"reason of {status}",
+        "measurement": measurement or {} if status == "ok" else {},
+    }
+
+
+def published(row: dict[str, Any], quantity: str, number: float | None, status: str = "ok") -> dict[str, Any]:
+    """A row of a comparison table, of one number of a published table."""
+    return {
+        "claim": f"{quantity} of {row['key']}",
+        "cell": row["key"],
+        "strategy": row["cell"]["strategy"],
+        "quantity": quantity,
+        "published": number,
+        "status_published": status,
+    }

@@ -11,9 +11,11 @@ from bench.cell import Cell
 from bench.compare import as_frame, compare
 from bench.narrowing import Narrowing, declared_cells
 from bench.scenario import load_scenario
+from plots import lasp_convergence
 from plots.convergence import convergence_figure, draw
 from plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
+from tests.plots.rows import ran
 
 Row = dict[str, Any]
 SCENARIO = load_scenario("rsa_convergence")
@@ -76,3 +78,45 @@ def test_files(rows: list[Row], tmp_path: Path) -> None:
     for name, some in (("all", rows), ("one", rows[2:3]), ("none", [])):
         folder = tmp_path / name
         assert_valid(draw(some, pd.DataFrame(), folder), folder, "convergence")
+
+
+def learned(strategy: str, backend: str, off: float, precision: str = "fp32") -> Row:
+    losses = [{"step": step, "language": 7 / step * (1 + off * (step - 1))} for step in range(1, 40)]
+    cell = {
+        "model": "tnl-mini",
+        "strategy": strategy,
+        "sizes": {"sp": 4 if strategy == "lasp" else 1},
+        "precision": precision,
+        "training": {"backend": backend},
+    }
+    return ran(measurement={"losses": losses}, **cell)
+
+
+BACKENDS = {
+    "legacy_ddp": "legacy DDP",
+    "ddp": "DDP",
+    "fsdp_flat": "FSDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+}
+
+
+def test_many_backends_take_turns_on_the_reference() -> None:
+    rows = [learned("lasp", backend, 1e-7 * n) for n, backend in enumerate(BACKENDS)]
+    rows += [learned("single", "legacy_ddp", 0), learned("single", "legacy_ddp", 1e-8, "fp64")]
+    with house_style():
+        figure = convergence_figure(rows, pd.DataFrame())
+        assert_nothing_overlaps(figure)
+    lines = [artists(figure, f"language LASP on 4 ranks, fp32, {name}")[0] for name in BACKENDS.values()]
+    assert len({line.get_color() for line in lines}) == len(BACKENDS)
+    assert all(line.get_linestyle() == "--" for line in lines)
+    below = points(figure, "deviation language LASP on 4 ranks, fp32, ZeRO-3")
+    assert below[1] == (2, pytest.approx(5e-7, rel=0.1))
+    assert len(legend(figure)) == len(BACKENDS) + 2
+    assert figure.axes[0].get_title() == "tnl-mini: Next-token loss"
+
+
+def test_files_of_lasp(tmp_path: Path) -> None:
+    rows = [learned("lasp", "ddp", 1e-7)]
+    assert_valid(lasp_convergence.draw(rows, pd.DataFrame(), tmp_path), tmp_path, "lasp_convergence")

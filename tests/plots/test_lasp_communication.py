@@ -1,0 +1,101 @@
+"""The figure of elements sent by sequence length: lines are metered, markers the formulas."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from plots.lasp_communication import communication_figure, draw
+from plots.style import house_style
+from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
+from tests.plots.rows import ran, table
+
+Row = dict[str, Any]
+LENGTHS = [2048, 65536]
+STATE = 131072.0
+
+
+def at(strategy: str, length: int, count: int = 8, engine: str = "virtual") -> Row:
+    return ran(
+        model="linear-transformer-0.4b",
+        strategy=strategy,
+        sizes={"sp": count},
+        batch=1,
+        seq_len=length,
+        engine=engine,
+        model_options={"layers": 2},
+    )
+
+
+def formula(row: Row, claim: str, number: float, metered: float | None) -> dict[str, Any]:
+    engine, count = row["cell"]["engine"], row["cell"]["sizes"]["sp"]
+    return {
+        "claim": f"{claim}, {count} GPUs, {engine}",
+        "cell": row["key"],
+        "strategy": row["cell"]["strategy"],
+        "quantity": "sent_elements",
+        "published": number,
+        "reproduced": metered,
+        "relative_error": None if metered is None else metered / number - 1,
+        "status_published": "",
+    }
+
+
+LASP = [at("lasp", n) for n in LENGTHS]
+RING = [at("ring_attention", n) for n in LENGTHS]
+SMALL = [at("lasp", 96, 2, engine) for engine in ("virtual", "distributed")]
+COMPARISON = table(
+    *(formula(row, "lasp-table1", STATE, STATE) for row in [*LASP, *SMALL]),
+    *(formula(row, "ring-attention-table1", 7.0, 14.0 * n) for row, n in zip(RING, LENGTHS, strict=True)),
+    *(formula(r, "ring-attention-wire", 14.0 * n, 14.0 * n) for r, n in zip(RING, LENGTHS, strict=True)),
+    {**formula(LASP[0], "closed form of lasp", 1.0, 1.0), "quantity": "sent_bytes"},
+)
+
+
+def drawn(rows: list[Row], comparison: pd.DataFrame) -> Figure:
+    with house_style():
+        figure = communication_figure(rows, comparison)
+        assert_nothing_overlaps(figure)
+    return figure
+
+
+def test_lasp_does_not_grow_and_the_formula_is_what_is_metered() -> None:
+    figure = drawn([*RING, *LASP, *SMALL], COMPARISON)
+    (ax,) = figure.axes[:-1]
+    assert ax.get_title() == "linear-transformer-0.4b, 8 GPUs"
+    assert points(figure, "ours sent_elements LASP") == [(n, STATE) for n in LENGTHS]
+    assert points(figure, "ours sent_elements ring attention") == [(n, 14 * n) for n in LENGTHS]
+    # the exact count, not the paper's
+    assert points(figure, "formula sent_elements ring attention") == [(n, 14 * n) for n in LENGTHS]
+    assert points(figure, "formula sent_elements LASP") == [(n, STATE) for n in LENGTHS]
+    assert legend(figure) == ["ring attention", "LASP", "formula"]
+
+
+def test_other_counts_than_the_formulas_are_told() -> None:
+    (notes,) = artists(drawn([*LASP, *SMALL, *RING], COMPARISON), "notes")
+    assert notes.get_text().splitlines() == [
+        "engine virtual: metered as by the formula in 5 of 5 cells",
+        "engine distributed: metered as by the formula in 1 of 1 cells",
+    ]
+    wrong = pd.concat([COMPARISON, table(formula(at("lasp2", 96), "lasp2-wire", 10.0, 20.0))])
+    (notes,) = artists(drawn(LASP, wrong), "notes")
+    assert "engine virtual: metered as by the formula in 5 of 6 cells" in notes.get_text()
+
+
+def test_rows_that_did_not_run_have_no_number() -> None:
+    lost = table(*(formula(row, "lasp-table1", STATE, None) for row in LASP))
+    figure = drawn(LASP, lost)
+    assert points(figure, "ours sent_elements LASP") == []
+    assert points(figure, "formula sent_elements LASP") == [(n, STATE) for n in LENGTHS]
+
+
+def test_files(tmp_path: Path) -> None:
+    for name, rows, comparison in (
+        ("all", [*LASP, *RING], COMPARISON),
+        ("one", LASP[:1], COMPARISON),
+        ("alone", LASP, pd.DataFrame()),
+        ("none", [], pd.DataFrame()),
+    ):
+        folder = tmp_path / name
+        assert_valid(draw(rows, comparison, folder), folder, "lasp_communication")
