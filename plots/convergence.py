@@ -12,6 +12,7 @@ import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from pandas import DataFrame
 
@@ -131,7 +132,9 @@ def _draw_loss(
         if in_turns and row in runs:
             turn = (_TURN * runs.index(row), (_TURN, _TURN * (len(runs) - 1)))
             curve |= {"linestyle": turn, "linewidth": _TURN_WIDTH}
-        handles += above.plot(steps, values, label=label, gid=f"{loss} {label}", **curve)
+        above.plot(steps, values, label=label, gid=f"{loss} {label}", **curve)
+        # a whole line, also of one that takes turns
+        handles.append(Line2D([], [], label=label, **style, linewidth=curve["linewidth"]))
         if reference is None or row is reference:
             continue
         there = {at["step"]: at[loss] for at in _losses(reference)}

@@ -190,8 +190,10 @@ def _marks(lines: Sequence[Line], published: Published) -> list[_Mark]:
     marks = []
     seen: set[tuple[str, int]] = set()
     for line in lines:
-        for row in line.rows:
-            if row["status"] != "ok":
+        for row, before in zip(line.rows, [None, *line.rows], strict=False):
+            # of lengths that all run out of memory the shortest says it
+            said = before is not None and row["status"] == before["status"] == "oom"
+            if row["status"] != "ok" and not said:
                 marks.append(_Mark(line, row["status"], True, _length(row)))
             if row["key"] in published.out_of_memory and (line.look.color, _length(row)) not in seen:
                 seen.add((line.look.color, _length(row)))
@@ -220,6 +222,8 @@ def _draw_marks(ax: Axes, marks: Sequence[_Mark]) -> list[Artist]:
 def _mark(mark: _Mark, color: str) -> Line2D:
     """A cross, or around it a ring for what was published, still without a place."""
     artist = status_mark(mark.status, color)
+    if mark.status == "oom":
+        artist.set_label("out of memory from here on")
     if mark.ours:
         artist.set_markersize(4.5)
     else:
@@ -266,7 +270,10 @@ def _in_order(handles: Iterable[Artist], theirs: str) -> list[Artist]:
             return 0
         return 1 if handle.get_label() == theirs else 2
 
-    return sorted(handles, key=place)
+    entries: dict[str, Artist] = {}
+    for handle in handles:
+        entries.setdefault(str(handle.get_label()), handle)
+    return sorted(entries.values(), key=place)
 
 
 def _length(row: Row) -> int:

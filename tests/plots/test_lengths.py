@@ -130,10 +130,23 @@ def test_lengths_without_a_number_are_marked_below_the_values() -> None:
         highest = max(ax.transAxes.transform((0, float(mark.get_ydata()[0])))[1] for mark in marks)
         assert highest < min(ax.transData.transform(line.get_xydata())[:, 1].min() for line in lines)
     assert legend(figure) == [
-        *("8 GPUs", "16 GPUs", "published", "out of memory", "out of memory, published", "unsupported")
+        *("8 GPUs", "16 GPUs", "published"),
+        *("out of memory from here on", "out of memory from here on, published", "unsupported"),
     ]
     (notes,) = artists(figure, "notes")
     assert notes.get_text() == "tnl-1b, DDP, 16 GPUs: unsupported at 16K (reason of unsupported)"
+
+
+def test_out_of_memory_is_marked_at_the_shortest_length() -> None:
+    figure = scaling([*SCALED[:3], *(at(n, 8, status="oom") for n in (65536, 32768, 16384))])
+    marks = artists(figure, "ours oom 8 GPUs")
+    assert [list(mark.get_xdata()) for mark in marks] == [[16384], [16384]]
+
+
+def test_a_panel_without_some_line_leaves_the_legend_in_order() -> None:
+    others = [{**row, "cell": {**row["cell"], "model": "tnl-7b"}} for row in SPEED[:3]]
+    names = ["Ulysses, left product", "Ulysses, right product", "LASP"]
+    assert legend(speed([*SPEED, *others], SPEED_PUBLISHED))[:3] == names
 
 
 def test_two_readings_of_one_method_are_two_lines_beside_one_published_marker() -> None:
