@@ -90,6 +90,12 @@ def test_rows_that_did_not_run_have_no_number() -> None:
     assert points(figure, "formula sent_elements LASP") == [(n, STATE) for n in LENGTHS]
 
 
+def test_what_is_sent_is_known_of_runs_out_of_memory() -> None:
+    figure = drawn([LASP[0], {**LASP[1], "status": "oom"}], COMPARISON)
+    assert points(figure, "ours sent_elements LASP") == [(n, STATE) for n in LENGTHS]
+    assert [x for x, _ in points(figure, "ours oom LASP")] == [LENGTHS[1]]
+
+
 def test_files(tmp_path: Path) -> None:
     for name, rows, comparison in (
         ("all", [*LASP, *RING], COMPARISON),
