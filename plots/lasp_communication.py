@@ -28,8 +28,8 @@ def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]
 
 
 def communication_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
-    """A panel for each model and number of GPUs that have several lengths; lines are metered elements,
-    markers the formulas."""
+    """A panel for each model and number of GPUs that have several lengths, and where there are such, several
+    strategies; lines are metered elements, markers the formulas."""
     exact = exact_formulas(comparison)
     metered = {
         entry["cell"]: float(entry["reproduced"])
@@ -50,6 +50,7 @@ def communication_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
         for name, some in _by_size(spoken_of).items()
         if len({row["cell"]["seq_len"] for row in some}) > 1
     }
+    panels = {name: lines for name, lines in panels.items() if len(lines) > 1} or panels
     return lengths_figure(
         rows, panels, [quantity], exact, "Elements sent for a layer", list(_agreement(exact)), "formula"
     )
