@@ -94,10 +94,12 @@ class Recorder(TorchDispatchMode):
         if self._unsettled:
             self._unsettled = False
             time.sleep(self.settle_s)
+        communicates = func.namespace in _COMMUNICATING
+        # before it runs, for one that the meter refuses would be left under way
+        seen = self.communication.see(func, args) if communicates else None
         result = self._run(func, args, kwargs or {})
-        if func.namespace in _COMMUNICATING:
+        if seen is not None:
             self._unsettled = self.settle_s > 0
-            seen = self.communication.see(func, args)
             if func._schema.name.endswith(FILLED_FROM_OTHERS):
                 self._tag_buffers(args[0])
             if self.timeline is not None:
