@@ -17,8 +17,9 @@ _THROUGHPUT = Quantity(
     "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
 )
 
-#: how a baseline computes linear attention -> (name, dashes); LASP has but one way
-_READINGS = {"left_product": ("left product", "--"), "chunked": ("right product", ":")}
+#: how a baseline computes linear attention -> its name; LASP has but one way
+_WAYS = {"left_product": "left product", "chunked": "right product"}
+_DASHES = ("--", ":", "-.")
 _ONE_WAY = ("lasp", "lasp2")
 
 
@@ -41,19 +42,21 @@ def speed_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
 
 
 def _lines(rows: Sequence[Row], look: dict[str, Look]) -> Iterator[Line]:
+    clusters = list(dict.fromkeys(row["cell"]["cluster"] for row in rows))
     for strategy, of_strategy in look.items():
-        mine = [row for row in rows if row["cell"]["strategy"] == strategy]
-        for reading in dict.fromkeys(_reading(row) for row in mine):
-            some = sorted(
-                (r for r in mine if _reading(r) == reading), key=lambda row: int(row["cell"]["seq_len"])
-            )
-            what, dashes = _READINGS.get(reading, (reading, "-"))
-            name = ", ".join(filter(None, (strategy_name(strategy), what)))
-            yield Line(name, of_strategy, tuple(some), dashes)
+        readings: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["cell"]["strategy"] == strategy:
+                readings.setdefault(_reading(row, clusters[0]), []).append(row)
+        for number, (reading, some) in enumerate(readings.items()):
+            name = ", ".join(filter(None, (strategy_name(strategy), reading)))
+            by_length = tuple(sorted(some, key=lambda row: int(row["cell"]["seq_len"])))
+            yield Line(name, of_strategy, by_length, _DASHES[number % len(_DASHES)] if reading else "-")
 
 
-def _reading(row: Row) -> str:
+def _reading(row: Row, cluster: str) -> str:
+    """What of a row others of its strategy may have otherwise; nothing for LASP on the first cluster."""
     cell = row["cell"]
-    if cell["strategy"] in _ONE_WAY:
-        return ""
-    return str((cell.get("model_options") or {}).get("linear_attention", "chunked"))
+    way = str((cell.get("model_options") or {}).get("linear_attention", "chunked"))
+    found = [] if cell["strategy"] in _ONE_WAY else [_WAYS.get(way, way)]
+    return ", ".join([*found, *([cell["cluster"]] if cell["cluster"] != cluster else [])])
