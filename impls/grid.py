@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from impls.layout import Site
+from impls.layout import Site, Unsupported
 
 
 def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -90,11 +90,18 @@ def grid_letters(sizes: Sequence[int]) -> dict[str, int]:
 
 def as_sequences(sites: Iterable[Site], dim: int) -> Iterator[Site]:
     """The sites of grids as those of the sequences (B, L) along one dim, with the other dims as part of the
-    batch; without those where positions meet ``along`` another dim. Other sites stay as they are."""
+    batch; without those where positions meet ``along`` another dim. Other sites stay as they are.
+
+    Raises:
+        Unsupported: a grid has no such dim.
+    """
     for site in sites:
         sizes = grid_of(site)
         if not sizes:
             yield site
+        elif not 0 <= dim < len(sizes):
+            last = len(sizes) - 1
+            raise Unsupported(f"a grid of {len(sizes)} dims has no dim {dim}", f"use grid_dim 0 to {last}")
         elif site.dims.get("along", dim) == dim:
             lines = site.dims["B"] * math.prod(sizes) // sizes[dim]
             yield replace(site, dims={**site.dims, "B": lines, "L": sizes[dim]})

@@ -90,6 +90,10 @@ class GridModel(Model):
     def stages(self) -> Sequence[int]:
         """The grid dim along which positions meet, for each time they do, in order."""
 
+    def plan(self, strategy: Strategy, seq_len: int) -> list[int | None]:
+        """How the strategy lays the grid out for each of :meth:`stages`."""
+        return strategy.plan_grid(self.stages(), self.sizes(seq_len))
+
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         sizes = self.sizes(seq_len)
         shape = (batch, *sizes, self.token_channels)

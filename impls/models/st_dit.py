@@ -137,10 +137,6 @@ class StDitModel(GridModel):
             "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
-    def plan(self, strategy: Strategy, seq_len: int) -> list[int | None]:
-        """How the strategy lays the grid out for each stage."""
-        return strategy.plan_grid(self.stages(), self.sizes(seq_len))
-
 
 class CrossAttention(nn.Module):
     """Attention of all positions x [B, T, S, H] to text [B, W, H] -> [B, T, S, H]. Every rank has the text, so
@@ -158,7 +154,8 @@ class CrossAttention(nn.Module):
         q = self.q(x).unflatten(-1, (-1, self.head_size))  # [B, T, S, Z, A]
         k, v = self.kv(text).unflatten(-1, (-1, 2, self.head_size)).unbind(-2)  # [B, W, Z, A]
         y = whole_attention(*(part.flatten(1, -3).transpose(1, 2) for part in (q, k, v)))
-        return self.out.project(y.transpose(1, 2).reshape(*q.shape[:-2], -1)) + self.bias
+        y = y.transpose(1, 2).flatten(-2).unflatten(1, q.shape[1:-2])  # sizes told, for a part may be empty
+        return self.out.project(y) + self.bias
 
 
 class Block(nn.Module):
@@ -234,8 +231,8 @@ class StDit(nn.Module):
         self.time_modulation = Linear(h, BLOCK_MODULATION * h)
         self.text = TwoLayers(model.text_hidden, h, "gelu")
         plan = model.plan(strategy, seq_len)
-        self.blocks = nn.ModuleList(
-            Block(model, strategy, plan[2 * i : 2 * i + 2]) for i in range(model.layers)
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(model, strategy, plan[2 * i : 2 * i + 2]) for i in range(model.layers)}
         )
         self.modulation = nn.Parameter(torch.zeros(END_MODULATION, h))
         self.norm = LayerNorm(h, model.norm_epsilon, weighted=False)
@@ -248,7 +245,7 @@ class StDit(nn.Module):
         time = self.time(sinusoids(inputs["time_steps"], TIME_FEATURES).to(dtype))
         modulation = self.time_modulation(F.silu(time)).unflatten(-1, (BLOCK_MODULATION, -1))
         text = self.text(inputs["text"].to(dtype))
-        for block in self.blocks:
+        for block in self.blocks.values():
             grid = block(grid, text, modulation)
         grid = self.strategy.restored(grid)
         x = modulated(self.norm(grid.x), *_numbers(self.modulation + time[:, None]))

@@ -1,0 +1,98 @@
+"""Training steps of models on grids: closed form, virtual ranks and real ranks send the same bytes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from bench.cell import Cell
+from bench.engines import virtual
+from bench.engines.pool import RankPool
+from impls.registry import strategy_class
+from tests.bench.test_virtual import on_a_real_rank, seen
+
+STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "tensor_parallel")
+
+
+def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
+    sizes = {strategy_class(strategy).axis: n}
+    options = {"model": "st-dit-tiny", "strategy": strategy, "sizes": sizes, "batch": 2, "seq_len": 24}
+    return Cell.model_validate(options | changes)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_real_ranks_send_what_virtual_ones_do(
+    pool: RankPool, strategy: str, n: int, checkpointing: bool
+) -> None:
+    """Operation by operation, of every rank; 3 and 4 ranks do not divide the 2 places of a frame."""
+    cell = cell_of(strategy, n, precision="bf16", model_options={"checkpointing": checkpointing})
+    really = pool.run(n, on_a_real_rank, cell, 0.0, axis=strategy_class(strategy).axis)
+    for rank, found in enumerate(really):
+        virtually = seen(cell, virtual.trace(cell, rank))
+        assert found.counts == virtually.counts
+        assert found.difference == virtually.difference == []
+        assert found.counts
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "seq_len"),
+    [
+        ("st-dit-tiny", {"temporal": 64, "patch": 4}, 64 * 4 * 64),
+        ("transformer-3d-tiny", {"leading": (64, 64), "layers": 3}, 64**3),
+    ],
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("grid_dim", "n"), [(0, 8), (1, 64)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_formula_is_what_virtual_ranks_send(
+    strategy: str, n: int, grid_dim: int, checkpointing: bool, model: str, options: dict[str, Any], seq_len: int
+) -> None:
+    cell = cell_of(
+        strategy,
+        n,
+        model=model,
+        seq_len=seq_len,
+        precision="fp16",
+        model_options={**options, "heads": 64, "hidden": 128, "checkpointing": checkpointing},
+        strategy_options={} if strategy == "tensor_parallel" else {"grid_dim": grid_dim},
+    )
+    measured = virtual.measure(cell, virtual.trace(cell, rank=n - 1))
+    assert measured.formula_difference == []
+    assert measured.communication
+
+
+@pytest.mark.parametrize("sizes", [(10, 6), (7, 3)])
+@pytest.mark.parametrize("n", [4, 5])
+def test_formula_pays_for_padding(n: int, sizes: tuple[int, int]) -> None:
+    cell = cell_of("dsp", n, seq_len=sizes[0] * sizes[1], model_options={"temporal": sizes[0]})
+    for rank in (0, n - 1):
+        assert virtual.measure(cell, virtual.trace(cell, rank)).formula_difference == []
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_flat"])
+def test_formula_with_replicas(backend: str) -> None:
+    cell = cell_of("dsp", 2, sizes={"sp": 2, "dp": 2}, precision="bf16", training={"backend": backend})
+    assert virtual.run(cell).formula_difference == []
+
+
+@pytest.mark.parametrize("n", [2, 4, 12])
+def test_bytes_are_those_of_the_paper(n: int) -> None:
+    """Section 3.3, of a layer of two dims forward, M elements in a grid: DSP 2 M/N and Ulysses 4 M/N, of
+    which (N-1)/N leave the rank; Megatron-SP 8 M, an all-gather and a reduce-scatter each of attention along
+    two dims, attention to the text and the MLP, of which (N-1)/N; Ring Attention 2 M, of which (N-1)/N."""
+    grid = 2 * 12 * 24 * 48 * 4  # B T S H float32
+    per_layer = {
+        ("dsp", "all_to_all"): Fraction(2 * grid, n) * Fraction(n - 1, n),
+        ("ulysses", "all_to_all"): Fraction(4 * grid, n) * Fraction(n - 1, n),
+        ("ring_attention", "send"): 2 * grid * Fraction(n - 1, n),
+    }
+    for (strategy, collective), expected in per_layer.items():
+        sent = virtual.trace(cell_of(strategy, n, seq_len=12 * 24)).communication.sent_bytes()
+        assert sent["forward", collective] == 2 * expected  # layers
+    sent = virtual.trace(cell_of("megatron_sp", n, seq_len=12 * 24)).communication.sent_bytes()
+    both = sent["forward", "all_gather"] + sent["forward", "reduce_scatter"]
+    assert both == 2 * 8 * grid * Fraction(n - 1, n)
