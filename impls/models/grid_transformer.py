@@ -137,9 +137,9 @@ PRESETS = {
     # for verification: 12 heads and places divide by 1, 2, 3 and 4; of 24 positions 2 remain for the last dim,
     # which 3 and 4 do not divide. So large an epsilon, for half precisions would compare noise of norms otherwise
     "transformer-2d-tiny": GridTransformerModel(
-        layers=2, hidden=48, heads=12, leading=(12,), norm_epsilon=0.1
+        layers=2, hidden=24, heads=12, leading=(12,), norm_epsilon=0.1
     ),
     "transformer-3d-tiny": GridTransformerModel(
-        layers=2, hidden=48, heads=12, leading=(12, 2), norm_epsilon=0.1
+        layers=2, hidden=24, heads=12, leading=(12, 2), norm_epsilon=0.1
     ),
 }

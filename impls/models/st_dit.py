@@ -43,8 +43,6 @@ from impls.strategy import SequenceDim, Site, Strategy
 TEMPORAL, SPATIAL = 0, 1
 #: numbers that a block's time-step modulation has for each feature, and the last layer's
 BLOCK_MODULATION, END_MODULATION = 6, 2
-TIME_FEATURES = 256
-NORM_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class StDitModel(GridModel):
         temporal: frames T; a sequence length counts latent positions, T of them times those of a frame.
         text_tokens, text_hidden: W tokens of the text and their features (120 x 4096: T5-XXL's, as Open-Sora
             cuts them).
+        time_features: sines and cosines that tell the time step.
         norm_epsilon: added to the variance in every norm.
     """
 
@@ -62,7 +61,8 @@ class StDitModel(GridModel):
     temporal: int = 16
     text_tokens: int = 120
     text_hidden: int = 4096
-    norm_epsilon: float = NORM_EPSILON
+    time_features: int = 256
+    norm_epsilon: float = 1e-6
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class StDitModel(GridModel):
         split = self.layers * (20 * h * h + 13 * h)  # matrices and the biases of those that open a block
         elements = split + self.layers * (4 + BLOCK_MODULATION) * h
         elements += channels * h + h  # patches
-        elements += (TIME_FEATURES + h + 2) * h + BLOCK_MODULATION * (h * h + h)  # time steps
+        elements += (self.time_features + h + 2) * h + BLOCK_MODULATION * (h * h + h)  # time steps
         elements += (self.text_hidden + h + 2) * h
         elements += END_MODULATION * h + 2 * channels * (h + 1)
         return {"elements": elements, "split": split}
@@ -227,7 +227,7 @@ class StDit(nn.Module):
         self.model, self.strategy, self.sizes = model, strategy, model.sizes(seq_len)
         h, channels = model.hidden, model.token_channels
         self.patches = Linear(channels, h)
-        self.time = TwoLayers(TIME_FEATURES, h, "silu")
+        self.time = TwoLayers(model.time_features, h, "silu")
         self.time_modulation = Linear(h, BLOCK_MODULATION * h)
         self.text = TwoLayers(model.text_hidden, h, "gelu")
         plan = model.plan(strategy, seq_len)
@@ -242,7 +242,7 @@ class StDit(nn.Module):
         dtype = self.modulation.dtype
         grid = self.strategy.grid(self.patches(inputs["noisy"].to(dtype)), self.sizes)
         grid = with_positions(grid)
-        time = self.time(sinusoids(inputs["time_steps"], TIME_FEATURES).to(dtype))
+        time = self.time(sinusoids(inputs["time_steps"], self.model.time_features).to(dtype))
         modulation = self.time_modulation(F.silu(time)).unflatten(-1, (BLOCK_MODULATION, -1))
         text = self.text(inputs["text"].to(dtype))
         for block in self.blocks.values():
@@ -260,8 +260,17 @@ PRESETS = {
     # as those of the XL, and enough of them for 32 ranks of those strategies that split heads
     "st-dit-3b": StDitModel(layers=36, hidden=2048, heads=32),
     # for verification: head count and frames that divide by 1, 2, 3 and 4, and of 24 positions 2 a frame, which
-    # 3 and 4 do not divide. So large an epsilon, for half precisions would compare noise of norms otherwise
+    # 3 and 4 do not divide. Few features and a large epsilon, for attention to what is not normalised first
+    # soon has no gradient but noise in half precisions
     "st-dit-tiny": StDitModel(
-        layers=2, hidden=48, heads=12, patch=1, temporal=12, text_tokens=5, text_hidden=7, norm_epsilon=0.1
+        layers=2,
+        hidden=24,
+        heads=12,
+        patch=1,
+        temporal=12,
+        text_tokens=5,
+        text_hidden=7,
+        time_features=16,
+        norm_epsilon=0.1,
     ),
 }

@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_paper(n: int) -> None:
     """Section 3.3, of a layer of two dims forward, M elements in a grid: DSP 2 M/N and Ulysses 4 M/N, of
     which (N-1)/N leave the rank; Megatron-SP 8 M, an all-gather and a reduce-scatter each of attention along
     two dims, attention to the text and the MLP, of which (N-1)/N; Ring Attention 2 M, of which (N-1)/N."""
-    grid = 2 * 12 * 24 * 48 * 4  # B T S H float32
+    grid = 2 * 12 * 24 * 24 * 4  # B T S H float32
     per_layer = {
         ("dsp", "all_to_all"): Fraction(2 * grid, n) * Fraction(n - 1, n),
         ("ulysses", "all_to_all"): Fraction(4 * grid, n) * Fraction(n - 1, n),
