@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from impls.composition import ONE_STAGE, Stage
 from impls.grid import Grid
 from impls.kernels.layer_norm import LayerNorm
 from impls.linear import Linear
-from impls.models.grid import Alone, GridAttention, GridModel, Mlp, noise_losses, one_stage_only, with_positions
+from impls.models.grid import GridAttention, GridModel, Mlp, noise_losses, one_stage_only, with_positions
 from impls.models.model import Part
 from impls.models.recomputation import recomputed
 from impls.strategy import SequenceDim, Site, Strategy
@@ -63,22 +63,12 @@ class GridTransformerModel(GridModel):
         return {"elements": split + others + ends, "split": split}
 
     def parts(self) -> Mapping[str, Part]:
-        def hidden(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
-            shape = (batch, *self.sizes(seq_len), self.hidden)
-            return {"x": torch.randn(shape, generator=generator, dtype=torch.float64)}
-
-        dims: dict[str, SequenceDim] = {"x": self.grid_dims}
         outputs: dict[str, SequenceDim] = {"loss": None, "noise_loss": None}
         outputs |= dict.fromkeys(("predicted", "token_loss"), self.grid_dims)
-        return {
-            "block": Part(
-                lambda s, n: Alone(Block(self, s, self.plan(s, n)[: len(self.grid_dims)]), self, s, n),
-                hidden,
-                dims,
-                {"y": self.grid_dims},
-            ),
-            "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
-        }
+        return {"model": Part(self.build, self.inputs, self.sequence_dims, outputs)}
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        return [{"checkpointing": True}]
 
 
 class Block(nn.Module):

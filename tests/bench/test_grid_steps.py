@@ -22,14 +22,16 @@ def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
     return Cell.model_validate(options | changes)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "n", "checkpointing"),
+    [("dsp", 2, False), ("dsp", 3, True), ("dsp", 4, False), *((other, 3, True) for other in STRATEGIES[1:])],
+)
 def test_real_ranks_send_what_virtual_ones_do(
     pool: RankPool, strategy: str, n: int, checkpointing: bool
 ) -> None:
     """Operation by operation, of every rank; 3 and 4 ranks do not divide the 2 places of a frame."""
-    cell = cell_of(strategy, n, precision="bf16", model_options={"checkpointing": checkpointing})
+    options = {"checkpointing": checkpointing, "layers": 1}
+    cell = cell_of(strategy, n, precision="bf16", model_options=options)
     really = pool.run(n, on_a_real_rank, cell, 0.0, axis=strategy_class(strategy).axis)
     for rank, found in enumerate(really):
         virtually = seen(cell, virtual.trace(cell, rank))
@@ -41,12 +43,11 @@ def test_real_ranks_send_what_virtual_ones_do(
 @pytest.mark.parametrize(
     ("model", "options", "seq_len"),
     [
-        ("st-dit-tiny", {"temporal": 64, "patch": 4}, 64 * 4 * 64),
-        ("transformer-3d-tiny", {"leading": (64, 64), "layers": 3}, 64**3),
+        ("st-dit-tiny", {"temporal": 16, "patch": 4}, 16 * 4 * 16),
+        ("transformer-3d-tiny", {"leading": (16, 16)}, 16**3),
     ],
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("grid_dim", "n"), [(0, 8), (1, 64)])
+@pytest.mark.parametrize(("grid_dim", "n", "checkpointing"), [(0, 8, False), (1, 16, True)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_formula_is_what_virtual_ranks_send(
     strategy: str, n: int, grid_dim: int, checkpointing: bool, model: str, options: dict[str, Any], seq_len: int
@@ -57,7 +58,7 @@ def test_formula_is_what_virtual_ranks_send(
         model=model,
         seq_len=seq_len,
         precision="fp16",
-        model_options={**options, "heads": 64, "hidden": 128, "checkpointing": checkpointing},
+        model_options={**options, "heads": 16, "hidden": 32, "checkpointing": checkpointing},
         strategy_options={} if strategy == "tensor_parallel" else {"grid_dim": grid_dim},
     )
     measured = virtual.measure(cell, virtual.trace(cell, rank=n - 1))
@@ -65,12 +66,12 @@ def test_formula_is_what_virtual_ranks_send(
     assert measured.communication
 
 
-@pytest.mark.parametrize("sizes", [(10, 6), (7, 3)])
-@pytest.mark.parametrize("n", [4, 5])
-def test_formula_pays_for_padding(n: int, sizes: tuple[int, int]) -> None:
-    cell = cell_of("dsp", n, seq_len=sizes[0] * sizes[1], model_options={"temporal": sizes[0]})
-    for rank in (0, n - 1):
-        assert virtual.measure(cell, virtual.trace(cell, rank)).formula_difference == []
+@pytest.mark.parametrize(("temporal", "spatial"), [(10, 6), (7, 3)])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_formula_pays_for_padding(rank: int, temporal: int, spatial: int) -> None:
+    options = {"temporal": temporal, "layers": 1}
+    cell = cell_of("dsp", 4, seq_len=temporal * spatial, model_options=options)
+    assert virtual.measure(cell, virtual.trace(cell, rank)).formula_difference == []
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_flat"])
@@ -79,7 +80,7 @@ def test_formula_with_replicas(backend: str) -> None:
     assert virtual.run(cell).formula_difference == []
 
 
-@pytest.mark.parametrize("n", [2, 4, 12])
+@pytest.mark.parametrize("n", [3, 12])
 def test_bytes_are_those_of_the_paper(n: int) -> None:
     """Section 3.3, of a layer of two dims forward, M elements in a grid: DSP 2 M/N and Ulysses 4 M/N, of
     which (N-1)/N leave the rank; Megatron-SP 8 M, an all-gather and a reduce-scatter each of attention along
@@ -91,8 +92,12 @@ def test_bytes_are_those_of_the_paper(n: int) -> None:
         ("ring_attention", "send"): 2 * grid * Fraction(n - 1, n),
     }
     for (strategy, collective), expected in per_layer.items():
-        sent = virtual.trace(cell_of(strategy, n, seq_len=12 * 24)).communication.sent_bytes()
-        assert sent["forward", collective] == 2 * expected  # layers
-    sent = virtual.trace(cell_of("megatron_sp", n, seq_len=12 * 24)).communication.sent_bytes()
-    both = sent["forward", "all_gather"] + sent["forward", "reduce_scatter"]
-    assert both == 2 * 8 * grid * Fraction(n - 1, n)
+        assert sent(strategy, n)["forward", collective] == expected
+    by_blocks = sent("megatron_sp", n)
+    both = by_blocks["forward", "all_gather"] + by_blocks["forward", "reduce_scatter"]
+    assert both == 8 * grid * Fraction(n - 1, n)
+
+
+def sent(strategy: str, n: int) -> dict[tuple[str, str], Fraction]:
+    cell = cell_of(strategy, n, seq_len=12 * 24, model_options={"layers": 1})
+    return virtual.trace(cell).communication.sent_bytes()
