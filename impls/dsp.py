@@ -57,7 +57,9 @@ def plan_switches(
         Unsupported: the grid has one dim only, which no stage leaves alone.
     """
     if len(sizes) < 2:
-        raise Unsupported("a sequence of one dim cannot be cut along another", "use ulysses or ring_attention")
+        raise Unsupported(
+            "a sequence of one dim cannot be cut along another", "use ulysses or ring_attention"
+        )
 
     def cost(before: int | None, after: int | None) -> int:
         if before is None or after is None or before == after:
@@ -128,7 +130,9 @@ class DynamicSequenceParallel(SequenceChunks):
         sizes = grid_of(stages[0])
         plan = self.plan_grid([site.dims["along"] for site in stages], sizes)
         switches: Counter[tuple[str, int]] = Counter()
-        for (before, after), site in zip(pairwise([self.grid_dim, *plan, self.grid_dim]), [*stages, None], strict=True):
+        for (before, after), site in zip(
+            pairwise([self.grid_dim, *plan, self.grid_dim]), [*stages, None], strict=True
+        ):
             if before == after or before is None or after is None:
                 continue
             d = stages[0].dims

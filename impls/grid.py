@@ -51,8 +51,8 @@ class Grid:
             held[self.sharded] = part_of(self.sizes[self.sharded], self.parts, self.index)[1]
         if list(self.x.shape[1:-1]) != held:
             raise ValueError(
-                f"part {self.index} of {self.parts} of a grid {self.sizes}, sharded along dim {self.sharded}, "
-                f"is {held} and not {list(self.x.shape[1:-1])}"
+                f"part {self.index} of {self.parts} of a grid {self.sizes}, sharded along dim {self.sharded}"
+                f", is {held} and not {list(self.x.shape[1:-1])}"
             )
 
     def of(self, x: Tensor) -> Grid:
@@ -120,7 +120,7 @@ class GridHooks:
         return Grid(x, tuple(sizes))
 
     def plan_grid(self, stages: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
-        """For a model whose stages need these dims whole, one after another: along which dim the grid lies cut
+        """For a model whose stages need these dims whole, one after another: along which dim the grid is cut
         during each, for :meth:`along`."""
         return [None] * len(stages)
 

@@ -145,8 +145,8 @@ class MegatronSP(SequenceChunks, TensorParallel):
         return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or so along the dim of
-        a grid that is cut."""
+        """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or so along the dim
+        of a grid that is cut."""
         return reduce_scatter(x, self.cut_dim(x), self.group)
 
     def cut_dim(self, x: Tensor) -> int:

@@ -25,9 +25,7 @@ def _layer_norm(
 
 
 @_layer_norm.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     statistics = torch.float32 if x.dtype in _HALF else x.dtype
     mean = x.new_empty(*x.shape[:-1], 1, dtype=statistics)
     return x.new_empty(x.shape), mean, torch.empty_like(mean)  # contiguous, whatever x is

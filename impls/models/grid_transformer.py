@@ -54,7 +54,7 @@ class GridTransformerModel(GridModel):
         return [*found, Site("parameters", 1, self.parameters())]
 
     def parameters(self) -> dict[str, int]:
-        """Counts of the parameters: all ``elements``, and of them those that can be ``split`` over features."""
+        """Counts of parameters: all ``elements``, and of them those that can be ``split`` over features."""
         h, channels, dims = self.hidden, self.token_channels, len(self.grid_dims)
         # matrices and the biases of those that open a block
         split = self.layers * (dims * (4 * h * h + 3 * h) + 8 * h * h + 4 * h)
@@ -85,7 +85,9 @@ class Block(nn.Module):
         self.mlp = Mlp(model, strategy)
 
     def forward(self, grid: Grid) -> Grid:
-        return recomputed(self._block, self.strategy.random, grid) if self.checkpointing else self._block(grid)
+        return (
+            recomputed(self._block, self.strategy.random, grid) if self.checkpointing else self._block(grid)
+        )
 
     def _block(self, grid: Grid) -> Grid:
         for (dim, planned), norm, attention in zip(self.stages, self.norms, self.attentions, strict=True):
@@ -95,9 +97,9 @@ class Block(nn.Module):
 
 
 class GridTransformer(nn.Module):
-    """``forward(inputs)`` returns ``predicted`` noise [B, n1, .., nK, C] of a token's channels, and where there
-    is ``noise`` in the inputs ``loss``, this rank's share, the same as ``noise_loss``, and ``token_loss``
-    [B, n1, .., nK]."""
+    """``forward(inputs)`` returns ``predicted`` noise [B, n1, .., nK, C] of a token's channels, and where
+    there is ``noise`` in the inputs ``loss``, this rank's share, the same as ``noise_loss``, and
+    ``token_loss`` [B, n1, .., nK]."""
 
     unbatched: frozenset[str] = frozenset()
 
@@ -124,8 +126,8 @@ class GridTransformer(nn.Module):
 PRESETS = {
     # the sizes of st-dit-xl, without text and time
     "transformer-2d": GridTransformerModel(layers=28, hidden=1152, heads=16, patch=4),
-    # for verification: 12 heads and places divide by 1, 2, 3 and 4; of 24 positions 2 remain for the last dim,
-    # which 3 and 4 do not divide. So large an epsilon, for half precisions would compare noise of norms otherwise
+    # for verification: 12 heads and places divide by 1, 2, 3 and 4; of 24 positions the other dims have 2,
+    # which 3 and 4 do not divide. So large an epsilon, or half precisions would compare noise of norms
     "transformer-2d-tiny": GridTransformerModel(
         layers=2, hidden=24, heads=12, leading=(12,), norm_epsilon=0.1
     ),

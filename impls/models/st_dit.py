@@ -97,7 +97,7 @@ class StDitModel(GridModel):
         return found
 
     def parameters(self) -> dict[str, int]:
-        """Counts of the parameters: all ``elements``, and of them those that can be ``split`` over features."""
+        """Counts of parameters: all ``elements``, and of them those that can be ``split`` over features."""
         h, channels = self.hidden, self.token_channels
         split = self.layers * (20 * h * h + 13 * h)  # matrices and the biases of those that open a block
         elements = split + self.layers * (4 + BLOCK_MODULATION) * h
@@ -139,8 +139,8 @@ class StDitModel(GridModel):
 
 
 class CrossAttention(nn.Module):
-    """Attention of all positions x [B, T, S, H] to text [B, W, H] -> [B, T, S, H]. Every rank has the text, so
-    nothing is sent for it; its gradients are partial sums where ranks have positions of their own."""
+    """Attention of all positions x [B, T, S, H] to text [B, W, H] -> [B, T, S, H]. Every rank has the text,
+    so nothing is sent for it; its gradients are partial sums where ranks have positions of their own."""
 
     def __init__(self, model: StDitModel, strategy: Strategy):
         super().__init__()
@@ -256,11 +256,11 @@ class StDit(nn.Module):
 PRESETS = {
     # Open-Sora's STDiT-XL/2; its log tells 724M, which counts 2^20
     "st-dit-xl": StDitModel(layers=28, hidden=1152, heads=16),
-    # the DSP paper tells 3B and no sizes. 20 H^2 a layer: 36 x 2048 is 3.0e9, with heads of 64, about as large
-    # as those of the XL, and enough of them for 32 ranks of those strategies that split heads
+    # the DSP paper tells 3B and no sizes. 20 H^2 a layer: 36 x 2048 is 3.0e9, with heads of 64, about as
+    # large as those of the XL, and enough of them for 32 ranks of those strategies that split heads
     "st-dit-3b": StDitModel(layers=36, hidden=2048, heads=32),
-    # for verification: head count and frames that divide by 1, 2, 3 and 4, and of 24 positions 2 a frame, which
-    # 3 and 4 do not divide. Few features and a large epsilon, for attention to what is not normalised first
+    # for verification: heads and frames that divide by 1, 2, 3 and 4, and of 24 positions 2 a frame, which 3
+    # and 4 do not divide. Few features and a large epsilon, for attention to what is not normalised first
     # soon has no gradient but noise in half precisions
     "st-dit-tiny": StDitModel(
         layers=2,

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from bench.engines.pool import RankPool
 from bench.oracle import Case
 from bench.verify import verify_case
-from impls.communication import all_reduce
 from impls.dsp import DynamicSequenceParallel, plan_switches, switched_elements
 from impls.grid import Grid, part_of
 from impls.models.model import Model, model_preset
@@ -41,7 +40,11 @@ def test_no_way_is_cheaper_than_the_plan(data: st.DataObject) -> None:
     sizes = tuple(data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=4)))
     dims = st.integers(0, len(sizes) - 1)
     stages = data.draw(st.lists(dims, min_size=1, max_size=4))
-    parts, first, last = data.draw(st.integers(2, 5)), data.draw(st.none() | dims), data.draw(st.none() | dims)
+    parts, first, last = (
+        data.draw(st.integers(2, 5)),
+        data.draw(st.none() | dims),
+        data.draw(st.none() | dims),
+    )
     plan = plan_switches(stages, sizes, parts, first, last)
     assert all(cut != needed for cut, needed in zip(plan, stages, strict=True))
     ways = [
@@ -73,7 +76,7 @@ def test_padding_is_paid_for() -> None:
 
 
 def test_one_dim_has_no_plan() -> None:
-    with pytest.raises(Unsupported, match="one dim .* use ulysses or ring_attention"):
+    with pytest.raises(Unsupported, match=r"one dim .* use ulysses or ring_attention"):
         plan_switches([0], (8,), 2)
 
 
@@ -89,7 +92,7 @@ def whole_tensor(seed: int = 0) -> Tensor:
 
 
 def errors_of_switches(mesh: DeviceMesh) -> float:
-    """Largest error of values and gradients: a rank has after each switch what a split would have given it."""
+    """Largest error of values and gradients: after a switch a rank has what a split would have given it."""
     dsp, worst = DynamicSequenceParallel(mesh), 0.0
     for before, after in product(range(len(SIZES)), repeat=2):
         x, gradient = whole_tensor().requires_grad_(), whole_tensor(1)

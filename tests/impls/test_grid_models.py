@@ -44,7 +44,7 @@ def test_a_token_is_a_patch() -> None:
     """A frame of 32 x 32 latent positions is 256 tokens of 2 x 2."""
     model = grid_model("st-dit-xl", temporal=16)
     assert model.sizes(16 * 32 * 32) == (16, 256)
-    with pytest.raises(Unsupported, match="16400 positions .* 16 times patches of 4; use 16384 or 16448"):
+    with pytest.raises(Unsupported, match=r"16400 positions .* 16 times patches of 4; use 16384 or 16448"):
         model.sizes(16400)
 
 
@@ -89,7 +89,10 @@ def test_the_text_and_the_time_matter() -> None:
     with torch.no_grad():
         before = module(inputs)["predicted"]
         for name in ("text", "time_steps"):
-            other = {**inputs, name: inputs[name] + torch.tensor([1, 0]).view(2, *[1] * (inputs[name].ndim - 1))}
+            other = {
+                **inputs,
+                name: inputs[name] + torch.tensor([1, 0]).view(2, *[1] * (inputs[name].ndim - 1)),
+            }
             after = module(other)["predicted"]
             assert not torch.equal(before[0], after[0])
             assert torch.equal(before[1], after[1])  # of another sample
