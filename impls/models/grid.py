@@ -45,6 +45,7 @@ class GridModel(Model):
     fused_bias_gelu: bool = True
 
     losses: ClassVar[tuple[str, ...]] = ("noise",)
+    targets: ClassVar[frozenset[str]] = frozenset({"noise", "loss_weights"})
     plain_options: ClassVar[Mapping[str, Any]] = {"fused_bias_gelu": False, "checkpointing": False}
 
     def __post_init__(self) -> None:

@@ -28,6 +28,8 @@ class Model(ABC):
     sequence_dims: ClassVar[Mapping[str, SequenceDim]]
     #: the inputs whose first dim is not the batch
     unbatched: ClassVar[frozenset[str]] = frozenset()
+    #: the inputs that only the loss needs, which inference does without
+    targets: ClassVar[frozenset[str]] = frozenset()
     #: the parts that the loss is the sum of: where there is ``loss``, a module returns ``NAME_loss`` too
     losses: ClassVar[tuple[str, ...]] = ()
     #: options with which the model is made of torch's own operators only, as verification's oracle is

@@ -11,6 +11,7 @@ from bench.cell import Cell
 from bench.engines import virtual
 from bench.engines.pool import RankPool
 from impls.registry import strategy_class
+from impls.strategy import Unsupported
 from tests.bench.test_virtual import on_a_real_rank, seen
 
 STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "tensor_parallel")
@@ -50,7 +51,13 @@ def test_real_ranks_send_what_virtual_ones_do(
 @pytest.mark.parametrize(("grid_dim", "n", "checkpointing"), [(0, 8, False), (1, 16, True)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_formula_is_what_virtual_ranks_send(
-    strategy: str, n: int, grid_dim: int, checkpointing: bool, model: str, options: dict[str, Any], seq_len: int
+    strategy: str,
+    n: int,
+    grid_dim: int,
+    checkpointing: bool,
+    model: str,
+    options: dict[str, Any],
+    seq_len: int,
 ) -> None:
     cell = cell_of(
         strategy,
@@ -78,6 +85,43 @@ def test_formula_pays_for_padding(rank: int, temporal: int, spatial: int) -> Non
 def test_formula_with_replicas(backend: str) -> None:
     cell = cell_of("dsp", 2, sizes={"sp": 2, "dp": 2}, precision="bf16", training={"backend": backend})
     assert virtual.run(cell).formula_difference == []
+
+
+def inference(strategy: str, n: int, **changes: Any) -> Cell:
+    return cell_of(strategy, n, precision="bf16", training={"step": "inference"}, **changes)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inference_is_the_forward_of_a_training_step(strategy: str) -> None:
+    """It sends what a forward does, and holds the weights and little else."""
+    trained = virtual.run(cell_of(strategy, 4, precision="bf16"))
+    inferred = virtual.run(inference(strategy, 4))
+    assert inferred.formula_difference == []
+    assert inferred.communication == [row for row in trained.communication if row["phase"] == "forward"]
+    assert inferred.peak_memory_bytes is not None
+    assert trained.peak_memory_bytes is not None
+    assert inferred.peak_memory_bytes < trained.peak_memory_bytes / 3
+    assert not inferred.peak_held.get("gradients", 0) + inferred.peak_held.get("optimizer_state", 0)
+
+
+def test_inference_on_real_ranks(pool: RankPool) -> None:
+    cell = inference("dsp", 3)
+    for rank, found in enumerate(pool.run(3, on_a_real_rank, cell, 0.0, axis="sp")):
+        assert found.counts == seen(cell, virtual.trace(cell, rank)).counts
+        assert found.difference == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"micro_batches": 2}, "no micro-batches"),
+        ({"backend": "zero3"}, "no backend zero3"),
+    ],
+)
+def test_inference_refuses_what_is_about_training(changes: dict[str, Any], reason: str) -> None:
+    cell = cell_of("dsp", 2, training={"step": "inference", **changes})
+    with pytest.raises(Unsupported, match=reason):
+        virtual.run(cell)
 
 
 @pytest.mark.parametrize("n", [3, 12])
