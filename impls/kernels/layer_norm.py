@@ -49,8 +49,9 @@ def _layer_norm_backward(
 def _(
     gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    d_x = x.new_empty(x.shape)  # the first to be allocated
     d_weight, d_bias = (x.new_empty(0) if p is None else torch.empty_like(p) for p in (weight, bias))
-    return x.new_empty(x.shape), d_weight, d_bias
+    return d_x, d_weight, d_bias
 
 
 class _LayerNorm(torch.autograd.Function):
