@@ -116,7 +116,8 @@ class StDitModel(GridModel):
             if alone:
                 return x
             text = random(self.text_tokens, self.hidden)
-            return {**x, "text": text, "modulation": random(BLOCK_MODULATION, self.hidden)}
+            # a scale about 1, and gates that leave the attentions something to attend to
+            return {**x, "text": text, "modulation": random(BLOCK_MODULATION, self.hidden) / 5}
 
         dims: dict[str, SequenceDim] = {"x": self.grid_dims}
         outputs: dict[str, SequenceDim] = {"loss": None, "noise_loss": None}
