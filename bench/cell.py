@@ -38,10 +38,12 @@ class Sizes(_Strict):
 class TrainingOptions(_Strict):
     """How the step is run; see :class:`impls.training.Training`.
 
+    ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`impls.inference.Inference`.
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
     parts of a replica's batch that are run one after another.
     """
 
+    step: Literal["training", "inference"] = "training"
     moments: Literal["kept", "later"] = "kept"
     backend: Literal["legacy_ddp", "ddp", "zero1", "zero2", "zero3", "fsdp_flat"] = "legacy_ddp"
     gradients: Literal["contiguous", "stale"] = "contiguous"

@@ -8,6 +8,7 @@ shards, with gradients synchronised by the code that training uses. Dropout is o
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -256,13 +257,19 @@ def _check_positions(whole: _Run, checked: _Run) -> Iterable[Finding]:
     strategy, part = checked.strategy, checked.part
     tensors = [(n, x, part.sequence_dims[n]) for n, x in whole.inputs.items()]
     tensors += [(n, x, part.output_dims[n]) for n, x in whole.outputs.items()]
-    for length in sorted({x.shape[dim] for _, x, dim in tensors if dim is not None}):
-        held = torch.zeros(length, dtype=torch.int64)
-        held[strategy.shard(torch.arange(length), 0)] += 1
+    grids = {tuple(x.shape[d] for d in _several(dim)) for _, x, dim in tensors if dim is not None}
+    for sizes in sorted(grids):
+        places = torch.arange(math.prod(sizes)).view(sizes)
+        held = torch.zeros(places.numel(), dtype=torch.int64)
+        held[strategy.shard(places, tuple(range(len(sizes))) if len(sizes) > 1 else 0).flatten()] += 1
         if strategy.group is not None:
             dist.all_reduce(held, group=strategy.group)
         even = held.min() == held.max() > 0
-        yield Finding(f"positions of {length}", 0.0 if even else float("inf"), 0.0)
+        yield Finding(f"positions of {' x '.join(map(str, sizes))}", 0.0 if even else float("inf"), 0.0)
+
+
+def _several(dim: int | tuple[int, ...]) -> tuple[int, ...]:
+    return dim if isinstance(dim, tuple) else (dim,)
 
 
 def _check_elements(checked: _Run) -> Finding:

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+#: which dim of a tensor holds the positions: one, or several where they lie on a grid, of which a strategy
+#: may choose; None: it has none, or every rank needs all
+SequenceDim = int | tuple[int, ...] | None
+
 MESH_AXES = ("dp", "pp", "tp", "sp")
 
 #: kinds of sites at which positions meet, which a strategy that spreads positions must have a way for
 MEETINGS = {
     "attention": "softmax attention under a mask",
     "causal_attention": "causal softmax attention",
+    "full_attention": "softmax attention of all to all on a grid",
     "linear_attention": "linear attention",
     "project_sequence": "Linformer's projection",
 }

@@ -21,23 +21,29 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from impls.communication import Traffic, joined, reduce_scatter, start_all_gather, start_reduce_scatter
+from impls.grid import as_sequences
+from impls.linear import Linear
 from impls.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
 from impls.strategy import Site, Strategy
-from impls.tensor_parallel import TensorParallel
+from impls.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
 class GatheredProjection(torch.autograd.Function):
-    """x [B, L/N, H] of all ranks, weight [F/N, H], bias [F/N] or None -> [B, L, F/N]."""
+    """x [B, .., L/N, .., H] of all ranks, whose positions lie along ``dim``, weight [F/N, H], bias [F/N] or
+    None -> [B, .., L, .., F/N]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
+        ctx.dim, ctx.group = dim, group
         parts, arrival = start_all_gather(x, group)
         arrival.wait()
-        return F.linear(joined(parts, 1), weight, bias)
+        return F.linear(joined(parts, dim), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -46,23 +52,46 @@ class GatheredProjection(torch.autograd.Function):
         parts, arrival = start_all_gather(x, ctx.group)
         whole_d_x = d_y @ weight
         arrival.wait()
-        d_x, departure = start_reduce_scatter(whole_d_x, 1, ctx.group)
-        d_weight = d_y.flatten(0, 1).mT @ joined(parts, 1).flatten(0, 1)
-        d_bias = d_y.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        d_x, departure = start_reduce_scatter(whole_d_x, ctx.dim, ctx.group)
+        d_rows = d_y.flatten(0, -2)
+        d_weight = d_rows.mT @ joined(parts, ctx.dim).flatten(0, -2)
+        d_bias = d_rows.sum(0) if ctx.needs_input_grad[2] else None
         departure.wait()
-        return d_x, d_weight, d_bias, None
+        return d_x, d_weight, d_bias, None, None
+
+
+class _OfWholeText(ColumnParallelLinear):
+    """Of an input that every rank has whole, and to whose gradient each adds its columns' part alone: nothing
+    to gather, and nothing to scatter, for the gradients of what made the input are summed anyway."""
+
+    forward = Linear.forward
 
 
 class MegatronSP(SequenceChunks, TensorParallel):
     """See the module. Inputs and everything between blocks as :class:`SequenceChunks` has it, the inside of
-    blocks as :class:`TensorParallel` does."""
+    blocks as :class:`TensorParallel` does.
+
+    Args:
+        grid_dim: of a grid, the dim that is cut like a sequence.
+    """
 
     name = "megatron_sp"
     axis = "tp"
     summary = "tensor parallelism, and sequence chunks between its blocks (Megatron-LM)"
     source = "arXiv 2205.05198, section 4.2.2"
-    meets = frozenset({"attention", "causal_attention", "linear_attention"})
+    meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
     split_dims = {"Z": "attention heads", "F": "features"}
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        planned_size: int = 1,
+        seed: int = 0,
+        planned_rank: int = 0,
+        grid_dim: int = 0,
+    ):
+        super().__init__(mesh, planned_size, seed, planned_rank)
+        self.grid_dim = grid_dim
 
     # the vocabulary is whole, and what goes to another stage is a part already
     embedding = Strategy.embedding
@@ -80,7 +109,7 @@ class MegatronSP(SequenceChunks, TensorParallel):
         refuse_masks_of_own_queries(self.name, sites)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        for site in sites:
+        for site in as_sequences(sites, self.grid_dim):
             count = site.count
             forwards = ["forward", "backward"] if site.recomputed else ["forward"]
             if site.kind in ("linear_in", "linear_out"):
@@ -106,12 +135,20 @@ class MegatronSP(SequenceChunks, TensorParallel):
     def block_positions(self, positions: Tensor) -> Tensor:
         return positions
 
+    def linear_in_text(self, in_features: int, out_features: int) -> Linear:
+        return _OfWholeText(in_features, out_features, self)
+
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [B, L/N, H] -> [B, L, F/N]."""
+        """x [B, L/N, H] -> [B, L, F/N], or so along the dim of a grid that is cut."""
         if self.size == 1:
             return F.linear(x, weight, bias)
-        return GatheredProjection.apply(x, weight, bias, self.group)
+        return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum."""
-        return reduce_scatter(x, 1, self.group)
+        """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or so along the dim
+        of a grid that is cut."""
+        return reduce_scatter(x, self.cut_dim(x), self.group)
+
+    def cut_dim(self, x: Tensor) -> int:
+        """The dim of x [B, L, H] or [B, n1, .., nK, H] that is cut."""
+        return 1 + self.grid_dim if x.ndim > 3 else 1

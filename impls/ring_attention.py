@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from impls.communication import Ring, Traffic
+from impls.grid import as_sequences
 from impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
 from impls.sequence_chunks import SequenceChunks
-from impls.strategy import Site, Unsupported
+from impls.strategy import SequenceDim, Site, Unsupported
 
 PLACEMENTS = ("contiguous", "striped", "zigzag")
 ALL = slice(None)
@@ -181,13 +182,15 @@ class RingAttention(SequenceChunks):
     """See the module.
 
     Args:
-        placement: of positions on ranks, one of PLACEMENTS; linear attention takes contiguous chunks only.
+        placement: of positions on ranks, one of PLACEMENTS; linear attention and grids take contiguous chunks
+            only.
+        grid_dim: of a grid, the dim that is cut like a sequence; attention along the others needs no message.
     """
 
     name = "ring_attention"
     summary = "sequence chunks; keys and values travel round a ring, blockwise softmax (Ring Attention)"
     source = "arXiv 2310.01889, section 3; placements: arXiv 2311.09431"
-    meets = frozenset({"attention", "causal_attention", "linear_attention"})
+    meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
 
     def __init__(
         self,
@@ -196,11 +199,12 @@ class RingAttention(SequenceChunks):
         seed: int = 0,
         planned_rank: int = 0,
         placement: str = "contiguous",
+        grid_dim: int = 0,
     ):
         super().__init__(mesh, planned_size, seed, planned_rank)
         if placement not in PLACEMENTS:
             raise ValueError(f"placement is one of {', '.join(PLACEMENTS)}, not {placement!r}")
-        self.placement = placement
+        self.placement, self.grid_dim = placement, grid_dim
 
     @classmethod
     def roles(cls, size: int) -> list[list[int]]:
@@ -213,10 +217,9 @@ class RingAttention(SequenceChunks):
         for site in sites:
             if site.kind == "attention" and "mask_rows" in site.dims:
                 raise Unsupported(f"{self.name} has no masks but the causal one", "use ring_self_attention")
-            if site.kind == "linear_attention" and self.placement != "contiguous":
-                raise Unsupported(
-                    f"linear attention has no {self.placement} placement", "use placement contiguous"
-                )
+            if site.kind in ("linear_attention", "full_attention") and self.placement != "contiguous":
+                what = "linear attention" if site.kind == "linear_attention" else "a grid"
+                raise Unsupported(f"{what} has no {self.placement} placement", "use placement contiguous")
             length = site.dims.get("L", 2 * self.size)
             if self.placement == "zigzag" and length % (2 * self.size):
                 below = length - length % (2 * self.size)
@@ -225,8 +228,8 @@ class RingAttention(SequenceChunks):
                     f"use a sequence length of {below + 2 * self.size}",
                 )
 
-    def shard(self, x: Tensor, dim: int | None) -> Tensor:
-        if dim is None or self.placement == "contiguous":
+    def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
+        if not isinstance(dim, int) or self.placement == "contiguous":
             return super().shard(x, dim)
         if self.placement == "striped":
             return x.unflatten(dim, (-1, self.size)).select(dim + 1, self.rank)
@@ -234,7 +237,7 @@ class RingAttention(SequenceChunks):
         return torch.cat((chunks[self.rank], chunks[2 * self.size - 1 - self.rank]), dim)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        for site in sites:
+        for site in as_sequences(sites, self.grid_dim):
             if site.kind not in self.meets or self.size == 1:
                 continue
             d = site.dims
@@ -262,6 +265,12 @@ class RingAttention(SequenceChunks):
             return super().causal_attention(q, k, v)
         assert self.group is not None
         return _RingAttention.apply(q, k, v, self.group, self.placement)
+
+    def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.size == 1:
+            return super().full_attention(q, k, v)
+        assert self.group is not None
+        return _RingAttention.apply(q, k, v, self.group, None)
 
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
+from impls.grid import Grid
+from impls.strategy import SequenceDim, Shard, Site, Strategy, Unsupported, mark_shard
 
 
 class SequenceChunks(Strategy):
@@ -40,8 +41,15 @@ class SequenceChunks(Strategy):
     def sequence_parts(self) -> int:
         return self.size
 
-    def shard(self, x: Tensor, dim: int | None) -> Tensor:
+    def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
+        if isinstance(dim, tuple):
+            dim = dim[self.grid_dim]
         return x if dim is None else x.chunk(self.size, dim)[self.rank]
+
+    def grid(self, x: Tensor, sizes: Sequence[int]) -> Grid:
+        if self.size == 1:
+            return super().grid(x, sizes)
+        return Grid(x, tuple(sizes), self.grid_dim, self.size, self.rank)
 
     def sequence_parameter(self, *shape: int) -> nn.Parameter:
         *rest, length = shape

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from impls.communication import Traffic
+from impls.grid import GridHooks, as_sequences
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
 from impls.kernels.softmax import masked_softmax
-from impls.layout import MEETINGS, MESH_AXES, Shard, Site, Unsupported, mark_shard, shard_of
+from impls.layout import MEETINGS, MESH_AXES, SequenceDim, Shard, Site, Unsupported, mark_shard, shard_of
 from impls.linear import GroupedLinear, Linear
 from impls.random import DropoutRandom
 
@@ -29,6 +30,7 @@ __all__ = [
     "LINEAR_ATTENTION_WAYS",
     "MEETINGS",
     "MESH_AXES",
+    "SequenceDim",
     "Shard",
     "Site",
     "Strategy",
@@ -48,7 +50,7 @@ LINEAR_ATTENTION_WAYS = {
 }
 
 
-class Strategy:
+class Strategy(GridHooks):
     """The single device, and the interface that every way to parallelize implements.
 
     Args:
@@ -99,7 +101,7 @@ class Strategy:
                     f"{self.name} splits the features, over all of which this model normalises",
                     "set the model's option attention_norm to head",
                 )
-        self.check_sizes(sites)
+        self.check_sizes(list(as_sequences(sites, self.grid_dim)))
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         """The part of :meth:`check` that is about sizes; on more than one rank only."""
@@ -121,8 +123,8 @@ class Strategy:
 
     # -- data ----------------------------------------------------------------------------------
 
-    def shard(self, x: Tensor, dim: int | None) -> Tensor:
-        """This rank's part of a whole input whose sequence dim is ``dim`` (None: it has none)."""
+    def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
+        """This rank's part of a whole input whose sequence dim is ``dim``."""
         return x
 
     def block_positions(self, positions: Tensor) -> Tensor:
@@ -139,6 +141,10 @@ class Strategy:
         """Several projections of one input that open a block, without biases:
         [..., in_features] -> ``groups`` times [..., out_features or the same part of it]."""
         return GroupedLinear(in_features, out_features, groups)
+
+    def linear_in_text(self, in_features: int, out_features: int) -> Linear:
+        """As :meth:`linear_in`, of an input that every rank has whole whoever cuts sequences."""
+        return self.linear_in(in_features, out_features)
 
     def linear_out(self, in_features: int, out_features: int) -> Linear:
         """The projection that closes a block, without bias (whoever closes the block adds it once):

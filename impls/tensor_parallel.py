@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from impls.communication import Traffic, all_gather_flat, copy_to_group, reduce_from_group
 from impls.divisors import nearest_divisors
+from impls.grid import as_sequences
 from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from impls.linear import GroupedLinear, Linear
 from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
@@ -116,12 +117,15 @@ class TensorParallel(Strategy):
                 )
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        for site in sites:
+        for site in as_sequences(sites, self.grid_dim):
             d, count = site.dims, site.count
             forwards = ["forward", "backward"] if site.recomputed else ["forward"]
             hidden = d.get("B", 0) * d.get("L", 0) * d.get("H", 0) * element_bytes
             if site.kind == "linear_in":
                 yield Traffic("backward", "f: gradient of a block's input", "all_reduce", count, hidden)
+            elif site.kind == "linear_in_text":
+                words = d["B"] * d["W"] * d["H"] * element_bytes
+                yield Traffic("backward", "f: gradient of the text", "all_reduce", count, words)
             elif site.kind in ("linear_out", "embedding"):
                 for phase in forwards:
                     yield Traffic(phase, "g: output of a block", "all_reduce", count, hidden)

@@ -111,6 +111,10 @@ class Training:
         """Of the backend."""
         return self.backend.optimizer
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """Of the backend."""
+        return self.backend.held()
+
     def step(
         self,
         inputs: Mapping[str, Tensor],

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impls.communication import Traffic, all_to_all
 from impls.divisors import nearest_divisors
+from impls.grid import Attend, as_sequences
 from impls.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
 from impls.strategy import Site, Unsupported
 
@@ -32,12 +33,13 @@ class Ulysses(SequenceChunks):
         pad_heads: where N does not divide the heads, add heads of zeros up to a multiple of N, which are
             sent and computed like the others and then dropped. Something like it is needed to run on more
             ranks than there are heads, as the LASP paper (arXiv 2404.02882) reports of Ulysses.
+        grid_dim: of a grid, the dim that is cut like a sequence; attention along the others needs no message.
     """
 
     name = "ulysses"
     summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
     source = "arXiv 2309.14509, section 3"
-    meets = frozenset({"attention", "causal_attention", "linear_attention"})
+    meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
 
     def __init__(
         self,
@@ -46,9 +48,10 @@ class Ulysses(SequenceChunks):
         seed: int = 0,
         planned_rank: int = 0,
         pad_heads: bool = False,
+        grid_dim: int = 0,
     ):
         super().__init__(mesh, planned_size, seed, planned_rank)
-        self.pad_heads = pad_heads
+        self.pad_heads, self.grid_dim = pad_heads, grid_dim
 
     def padded(self, heads: int) -> int:
         """``heads`` and those that are added."""
@@ -66,8 +69,7 @@ class Ulysses(SequenceChunks):
                 )
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        sites = list(sites)
-        for site in sites:
+        for site in as_sequences(sites, self.grid_dim):
             if site.kind not in self.meets:
                 continue
             d = site.dims
@@ -97,9 +99,16 @@ class Ulysses(SequenceChunks):
         return self.to_positions(self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax), heads)
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.by_heads(super().causal_attention, q, k, v)
+
+    def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.by_heads(super().full_attention, q, k, v)
+
+    def by_heads(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """An attention of heads each alone, to whole sequences: [B, Z, L/N, A] -> [B, Z, L/N, A]."""
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
-        return self.to_positions(super().causal_attention(q, k, v), heads)
+        return self.to_positions(attend(q, k, v), heads)
 
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from impls.communication import all_reduce, reduce_from_group, ring
 from impls.linear import Linear
 from impls.ring_self_attention import RingOutput, RingScores, RingSelfAttention
+from impls.strategy import SequenceDim
 from impls.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
@@ -151,7 +152,8 @@ class OrderLossOnEveryRank(RingSelfAttention):
 
 
 class SameChunkOnEveryRank(RingSelfAttention):
-    def shard(self, x: Tensor, dim: int | None) -> Tensor:
+    def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
+        assert not isinstance(dim, tuple)
         return x if dim is None else x.chunk(self.size, dim)[0]
 
 

@@ -14,8 +14,8 @@ from bench.engines.pool import RankPool
 from bench.oracle import relative_errors
 from impls.communication import all_reduce
 from impls.composition import Composition, Stage
-from impls.models.bert import Bert, BertModel
-from impls.models.model import model_preset
+from impls.models.bert import Bert
+from impls.models.model import Model, model_preset
 from impls.precision import PRECISIONS, default_dtype
 from impls.registry import strategy_class
 from impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of
@@ -33,12 +33,12 @@ def errors_of_rank(
     schedule: str,
     gradients: str,
     fault: str,
+    model: Model | None = None,
 ) -> dict[str, float]:
     """Relative errors of the loss and of every gradient that this rank holds, in float64."""
     del mesh  # of one axis
     mesh = init_device_mesh("cpu", tuple(sizes.get(a, 1) for a in MESH_AXES), mesh_dim_names=MESH_AXES)
-    model, precision = model_preset("bert-tiny", OPTIONS), PRECISIONS["fp64"]
-    assert isinstance(model, BertModel)
+    model, precision = model or model_preset("bert-tiny", OPTIONS), PRECISIONS["fp64"]
     whole = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(3))
     whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
     strategy, around = strategy_class(name)(mesh), Composition(mesh)
@@ -130,6 +130,15 @@ def test_loss_and_every_gradient(
     for errors in by_rank:
         assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
     assert any("loss" in errors for errors in by_rank)
+
+
+@pytest.mark.parametrize(("name", "axis"), [("dsp", "sp"), ("megatron_sp", "tp")])
+def test_replicas_of_grids(pool: RankPool, name: str, axis: str) -> None:
+    model = model_preset("st-dit-tiny", {"temporal": 6})
+    sizes = {axis: 2, "dp": 2}
+    by_rank = pool.run(4, errors_of_rank, name, sizes, 2, "1f1b", "contiguous", "", model, axis="dp")
+    for errors in by_rank:
+        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
 
 
 @pytest.mark.parametrize(

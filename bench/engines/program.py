@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Cell
+from bench.cell import Cell, TrainingOptions
 from bench.meters.communication import CommunicationMeter, as_number
 from bench.meters.recorder import Recorder
 from impls.backends import BACKENDS
 from impls.backends.backend import PlannedStep, planned_sums
 from impls.communication import Traffic
 from impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
+from impls.inference import Inference
 from impls.models.model import Model, model_preset
 from impls.registry import strategy_class
 from impls.strategy import MESH_AXES, Site, Strategy, Unsupported
@@ -101,6 +102,9 @@ def plan(cell: Cell) -> Plan:
         return asked + training_sites(precision)
 
     strategy.check(sites(ONE_STAGE))
+    forward_only = cell.training.step == "inference"
+    if forward_only:
+        check_inference(cell)
     width = precision.parameters.itemsize
     backend, micro_batches = BACKENDS[cell.training.backend], cell.training.micro_batches
     if cell.sizes.pp > 1 and not backend.pipelined:
@@ -117,8 +121,23 @@ def plan(cell: Cell) -> Plan:
             *composed_traffic(asked, role, alike.stage, micro_batches, width),
             *backend.traffic(PlannedStep(sums, micro_batches, precision, role, build)),
         ]
+        if forward_only:
+            entries = [(t, size) for t, size in entries if t.phase == "forward"]
         traffic.append([(t, size) for t, size in entries if t.sent_bytes(size)])
     return Plan(traffic)
+
+
+def check_inference(cell: Cell) -> None:
+    """Raise :class:`Unsupported` for settings that a forward pass alone has no use for."""
+    training = cell.training
+    for given, what in (
+        (cell.learning is not None, "learning"),
+        (cell.sizes.pp > 1, "pipeline stages"),
+        (training.micro_batches > 1, "micro-batches"),
+        (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
+    ):
+        if given:
+            raise Unsupported(f"an inference step has no {what}", "leave it out")
 
 
 @dataclass(frozen=True)
@@ -175,11 +194,18 @@ def set_up(
     mesh: DeviceMesh,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-) -> tuple[Training, dict[str, Tensor]]:
-    """Build the training of a cell on this rank, and this rank's inputs, with values from the last two."""
-    training, strategy, around = build_training(cell, mesh, set_weights)
+) -> tuple[Training | Inference, dict[str, Tensor]]:
+    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two."""
     model = model_preset(cell.model, cell.model_options)
+    training: Training | Inference
+    left_out: frozenset[str] = frozenset()
+    if cell.training.step == "inference":
+        module, strategy, around = build_module(cell, mesh, set_weights)
+        training, left_out = Inference(module, around), model.targets
+    else:
+        training, strategy, around = build_training(cell, mesh, set_weights)
     inputs = rank_inputs(model, strategy, around, model.inputs(*cell.shape, generator))
+    inputs = {name: part for name, part in inputs.items() if name not in left_out}
     if cell.training.batch_on_device == "part":
         inputs = {name: part.clone() for name, part in inputs.items()}
     return training, inputs
@@ -197,17 +223,11 @@ def build_training(
         set_weights: gives the module its weights, before they are copied or sharded; None: they have none.
         cls: the strategy, instead of the registered one of the cell's name.
     """
-    model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
-    strategy = (cls or strategy_class(cell.strategy))(mesh, **cell.strategy_options)
-    around = Composition(mesh)
-    with default_dtype(precision.parameters):
-        module = model.build(strategy, cell.shape[1], around.stage)
-    if set_weights is not None:
-        set_weights(module)
+    module, strategy, around = build_module(cell, mesh, set_weights, cls)
     training = Training(
         module,
         strategy,
-        precision,
+        PRECISIONS[cell.precision],
         moments=cell.training.moments,
         backend=cell.training.backend,
         gradients=cell.training.gradients,
@@ -216,6 +236,23 @@ def build_training(
         schedule=cell.training.schedule,
     )
     return training, strategy, around
+
+
+def build_module(
+    cell: Cell,
+    mesh: DeviceMesh,
+    set_weights: Callable[[nn.Module], None] | None = None,
+    cls: type[Strategy] | None = None,
+) -> tuple[nn.Module, Strategy, Composition]:
+    """The module alone, with the arguments of :func:`build_training`."""
+    model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
+    strategy = (cls or strategy_class(cell.strategy))(mesh, **cell.strategy_options)
+    around = Composition(mesh)
+    with default_dtype(precision.parameters):
+        module = model.build(strategy, cell.shape[1], around.stage)
+    if set_weights is not None:
+        set_weights(module)
+    return module, strategy, around
 
 
 def rank_inputs(
@@ -237,8 +274,8 @@ def record_step(
     recorder: Recorder,
     generator: torch.Generator | None = None,
     seed: int | None = None,
-) -> tuple[Training, dict[str, Tensor]]:
-    """Set up and run one training step under an entered recorder; returns what further steps need.
+) -> tuple[Training | Inference, dict[str, Tensor]]:
+    """Set up and run one step under an entered recorder; returns what further steps need.
 
     Args:
         seed: give the weights values first, unseen by the recorder; None: there are none (fake tensors).
@@ -252,7 +289,7 @@ def record_step(
     training, inputs = set_up(cell, mesh, generator, set_weights)
     recorder.communication.axes.update(training.around.flattened)
     memory = recorder.memory
-    for category, tensors in training.backend.held().items():
+    for category, tensors in training.held().items():
         memory.tag(tensors, category, keep=True)  # where weights are the masters too, they are parameters
     memory.tag(inputs.values(), "inputs")
     training.step(inputs, recorder.phase)

@@ -15,7 +15,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 @torch.library.custom_op("spbench::layer_norm", mutates_args=())
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
     statistics = torch.float32 if x.dtype in _HALF else x.dtype
     # torch.library forbids outputs that alias each other or an input; these never do
@@ -23,7 +25,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
 
 
 @_layer_norm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     statistics = torch.float32 if x.dtype in _HALF else x.dtype
     mean = x.new_empty(*x.shape[:-1], 1, dtype=statistics)
     return x.new_empty(x.shape), mean, torch.empty_like(mean)  # contiguous, whatever x is
@@ -31,41 +33,51 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tens
 
 @torch.library.custom_op("spbench::layer_norm_backward", mutates_args=())
 def _layer_norm_backward(
-    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor
+    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.device.type == "cpu":
         mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
-    return torch.ops.aten.native_layer_norm_backward(
-        gradient, x, x.shape[-1:], mean, rstd, weight, bias, [True, True, True]
+    weighted = weight is not None
+    d_x, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
+        gradient, x, x.shape[-1:], mean, rstd, weight, bias, [True, weighted, weighted]
     )
+    # an operator returns a tensor or none of its results
+    return (d_x, d_weight, d_bias) if weighted else (d_x, x.new_empty(0), x.new_empty(0))
 
 
 @_layer_norm_backward.register_fake
 def _(
-    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor
+    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(bias)
+    d_x = x.new_empty(x.shape)  # the first to be allocated
+    d_weight, d_bias = (x.new_empty(0) if p is None else torch.empty_like(p) for p in (weight, bias))
+    return d_x, d_weight, d_bias
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         y, mean, rstd = _layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *_layer_norm_backward(gradient.contiguous(), *ctx.saved_tensors), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        d_x, d_weight, d_bias = _layer_norm_backward(gradient.contiguous(), *ctx.saved_tensors)
+        return (d_x, d_weight, d_bias, None) if d_weight.numel() else (d_x, None, None, None)
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last dim, [..., H] -> [..., H]; keeps its input and two numbers a row."""
+    """Layer normalisation over the last dim, [..., H] -> [..., H], with a weight and a bias or without; keeps
+    its input and two numbers a row."""
 
-    def __init__(self, hidden: int, eps: float = 1e-12):
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden: int, eps: float = 1e-12, *, weighted: bool = True):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
-        self.bias = nn.Parameter(torch.zeros(hidden))
+        self.weight = nn.Parameter(torch.ones(hidden)) if weighted else None
+        self.bias = nn.Parameter(torch.zeros(hidden)) if weighted else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from impls.composition import ONE_STAGE, Stage
-from impls.strategy import Site, Strategy, Unsupported
+from impls.strategy import SequenceDim, Site, Strategy, Unsupported
 
 
 class Model(ABC):
@@ -24,10 +24,12 @@ class Model(ABC):
     Subclasses are frozen dataclasses whose fields are the options that a scenario may set.
     """
 
-    #: the sequence dim of each input; None for an input that has none or that every rank needs whole
-    sequence_dims: ClassVar[Mapping[str, int | None]]
+    #: the sequence dim of each input
+    sequence_dims: ClassVar[Mapping[str, SequenceDim]]
     #: the inputs whose first dim is not the batch
     unbatched: ClassVar[frozenset[str]] = frozenset()
+    #: the inputs that only the loss needs, which inference does without
+    targets: ClassVar[frozenset[str]] = frozenset()
     #: the parts that the loss is the sum of: where there is ``loss``, a module returns ``NAME_loss`` too
     losses: ClassVar[tuple[str, ...]] = ()
     #: options with which the model is made of torch's own operators only, as verification's oracle is
@@ -91,8 +93,8 @@ class Part:
 
     build: Callable[[Strategy, int], nn.Module]
     inputs: Callable[[int, int, torch.Generator], dict[str, Tensor]]
-    sequence_dims: Mapping[str, int | None]
-    output_dims: Mapping[str, int | None]
+    sequence_dims: Mapping[str, SequenceDim]
+    output_dims: Mapping[str, SequenceDim]
 
 
 @cache

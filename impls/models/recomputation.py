@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from impls.random import DropoutRandom
 
+Output = TypeVar("Output")
 
-def recomputed(block: Callable[..., Tensor], random: DropoutRandom, *inputs: Any) -> Tensor:
+
+def recomputed(block: Callable[..., Output], random: DropoutRandom, *inputs: Any) -> Output:
     """``block(*inputs)``, of which only the inputs are kept until backward."""
     first = random.number
 
-    def run(*inputs: Any) -> Tensor:
+    def run(*inputs: Any) -> Output:
         random.number = first  # the same dropout masks when backward runs it again
         return block(*inputs)
 
     with set_checkpoint_early_stop(False):  # as the papers' frameworks: the whole block runs again
-        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        output: Output = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return output

@@ -1,0 +1,207 @@
+"""Dynamic sequence parallelism (Zhao et al., arXiv 2403.10266, section 3).
+
+Every rank holds all weights and a part of every grid of positions, cut along one of its dims. A stage that
+mixes along one dim computes lines of the grid that are whole and independent of each other, as long as the
+grid is cut along another dim. So attention is what one device computes, and where the next stage mixes along
+the dim that is cut, one all-to-all switches to another: a rank sends (N-1)/N of its M/N elements. Of two
+dims in turn that is two messages of M/N a layer forward, whatever the number of heads (section 3.3); with
+more dims the grid can stay cut along one that several stages leave alone.
+
+N need not divide a dim: ranks have ceil(n / N) positions each as far as they last, are padded to as many
+for the all-to-all alone, and cut what they received to what is theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from impls.communication import Traffic, all_to_all, joined, start_all_gather, start_reduce_scatter
+from impls.grid import Grid, grid_of, part_of
+from impls.sequence_chunks import SequenceChunks
+from impls.strategy import SequenceDim, Site, Unsupported
+
+
+def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: int) -> int:
+    """Positions that one rank puts into the all-to-all of a switch, padding included."""
+    each_from, each_to = (-(-sizes[dim] // parts) for dim in (from_dim, to_dim))
+    others = math.prod(size for dim, size in enumerate(sizes) if dim not in (from_dim, to_dim))
+    return others * each_from * each_to * parts
+
+
+def plan_switches(
+    stages: Sequence[int], sizes: Sequence[int], parts: int, first: int | None = None, last: int | None = None
+) -> list[int]:
+    """The cheapest way to cut a grid while stages need one dim after another whole.
+
+    Dynamic programming over the dim that is cut during each stage; the cost is what the switches send.
+
+    Args:
+        stages: the dim that each stage needs whole.
+        sizes: n1, .., nK of the grid.
+        parts: ranks.
+        first, last: the dim along which it is cut before and after all stages; None: any.
+
+    Returns the dim that is cut during each stage.
+
+    Raises:
+        Unsupported: the grid has one dim only, which no stage leaves alone.
+    """
+    if len(sizes) < 2:
+        raise Unsupported(
+            "a sequence of one dim cannot be cut along another", "use ulysses or ring_attention"
+        )
+
+    def cost(before: int | None, after: int | None) -> int:
+        if before is None or after is None or before == after:
+            return 0
+        return switched_elements(sizes, parts, before, after)
+
+    # of each dim that may be cut during a stage the cheapest way there, as (cost, dims so far)
+    ways: dict[int | None, tuple[int, list[int]]] = {first: (0, [])}
+    for needed in stages:
+        ways = {
+            dim: min((spent + cost(before, dim), [*cut, dim]) for before, (spent, cut) in ways.items())
+            for dim in range(len(sizes))
+            if dim != needed
+        }
+    return min((spent + cost(dim, last), cut) for dim, (spent, cut) in ways.items())[1]
+
+
+class _AllGather(torch.autograd.Function):
+    """The parts of all ranks along ``dim``; each rank uses the whole in its own way, so backward sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        parts, arrival = start_all_gather(x, group)
+        arrival.wait()
+        return joined(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        chunk, arrival = start_reduce_scatter(gradient, ctx.dim, ctx.group)
+        arrival.wait()
+        return chunk, None, None
+
+
+class DynamicSequenceParallel(SequenceChunks):
+    """See the module.
+
+    Args:
+        grid_dim: the grid dim along which inputs and outputs are cut.
+    """
+
+    name = "dsp"
+    summary = "grids cut along one dim; an all-to-all switches dims where a stage needs that one whole (DSP)"
+    source = "arXiv 2403.10266, section 3"
+    meets = frozenset({"full_attention"})
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        planned_size: int = 1,
+        seed: int = 0,
+        planned_rank: int = 0,
+        grid_dim: int = 0,
+    ):
+        super().__init__(mesh, planned_size, seed, planned_rank)
+        self.grid_dim = grid_dim
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        # no size must be divisible; but a sequence of one dim cannot be run
+        for site in sites:
+            if (sizes := grid_of(site)) and "along" in site.dims:
+                self.plan_grid([site.dims["along"]], sizes)
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        stages = [site for site in sites if "along" in site.dims for _ in range(site.count)]
+        if self.size == 1 or not stages:
+            return
+        sizes = grid_of(stages[0])
+        plan = self.plan_grid([site.dims["along"] for site in stages], sizes)
+        switches: Counter[tuple[str, int]] = Counter()
+        for (before, after), site in zip(
+            pairwise([self.grid_dim, *plan, self.grid_dim]), [*stages, None], strict=True
+        ):
+            if before == after or before is None or after is None:
+                continue
+            d = stages[0].dims
+            elements = d["B"] * d["Z"] * d["A"] * switched_elements(sizes, self.size, before, after)
+            # a block that is run again in backward asks again; what follows the last block is not
+            again = ["backward"] if site is not None and site.recomputed else []
+            switches.update((phase, elements) for phase in ["forward", *again, "backward"])
+        for (phase, elements), count in switches.items():
+            yield Traffic(phase, "switch of dims", "all_to_all", count, elements * element_bytes)
+
+    def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
+        if isinstance(dim, tuple):
+            dim = dim[self.grid_dim]
+        return x if dim is None else x.narrow(dim, *part_of(x.shape[dim], self.size, self.rank))
+
+    def plan_grid(self, stages: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
+        if self.size == 1:
+            return super().plan_grid(stages, sizes)
+        return [*plan_switches(stages, sizes, self.size, self.grid_dim, self.grid_dim)]
+
+    def along(self, grid: Grid, dim: int, planned: int | None) -> Grid:
+        if self.size == 1:
+            return grid
+        if planned is None or planned == dim:
+            raise ValueError(f"a stage along dim {dim} cannot have the grid cut along dim {planned}")
+        return self.switch(grid, grid.sharded, planned)
+
+    def restored(self, grid: Grid) -> Grid:
+        return grid if self.size == 1 else self.switch(grid, grid.sharded, self.grid_dim)
+
+    # -- the primitives of section 3.2 -------------------------------------------------------------
+
+    def split(self, x: Tensor, dim: int) -> Grid:
+        """This rank's part, along a grid dim, of x [B, n1, .., nK, H] that every rank has whole."""
+        sizes = tuple(x.shape[1:-1])
+        if self.size == 1:
+            return Grid(x, sizes)
+        part = x.narrow(dim + 1, *part_of(sizes[dim], self.size, self.rank))
+        return Grid(part, sizes, dim, self.size, self.rank)
+
+    def gather(self, grid: Grid) -> Tensor:
+        """The whole [B, n1, .., nK, H] on every rank."""
+        if grid.sharded is None or self.group is None:
+            return grid.x
+        dim, size = grid.sharded + 1, grid.sizes[grid.sharded]
+        whole = _AllGather.apply(_padded(grid.x, dim, -(-size // self.size)), dim, self.group)
+        return whole.narrow(dim, 0, size)
+
+    def switch(self, grid: Grid, from_dim: int | None, to_dim: int) -> Grid:
+        """The grid, cut along ``from_dim``, cut along ``to_dim``: one all-to-all, or nothing where both are
+        the same.
+
+        Raises:
+            ValueError: the grid is not cut along ``from_dim``.
+        """
+        if from_dim is None or grid.sharded != from_dim:
+            raise ValueError(f"the grid is cut along dim {grid.sharded}, not along dim {from_dim}")
+        if from_dim == to_dim:
+            return grid
+        cut, whole = from_dim + 1, to_dim + 1
+        each_cut, each_whole = (-(-grid.sizes[dim] // self.size) for dim in (from_dim, to_dim))
+        x = _padded(_padded(grid.x, cut, each_cut), whole, each_whole * self.size)
+        x = all_to_all(x, whole, cut, self.group)
+        x = x.narrow(cut, 0, grid.sizes[from_dim])
+        x = x.narrow(whole, 0, part_of(grid.sizes[to_dim], self.size, self.rank)[1])
+        return Grid(x, grid.sizes, to_dim, self.size, self.rank)
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros at the end of ``dim``, up to that size."""
+    missing = size - x.shape[dim]
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x

@@ -1,0 +1,209 @@
+"""Models whose positions lie on a grid (the frames and the places of a video), as single-device code.
+
+Every block mixes positions along one dim of the grid at a time, and asks its strategy for the grid laid out
+for that. What is learned is to tell the noise in a noisy latent.
+
+Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden,
+Z heads (this rank's), A head size.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from impls.composition import ONE_STAGE, Stage
+from impls.grid import Grid, grid_letters
+from impls.kernels.bias_gelu import bias_gelu
+from impls.models.model import Model
+from impls.strategy import SequenceDim, Site, Strategy, Unsupported, full_precision
+
+
+@dataclass(frozen=True)
+class GridModel(Model):
+    """The options that all models on grids have.
+
+    Attributes:
+        channels: of the latent.
+        patch: latent positions that a token covers, which are not counted in the grid.
+        checkpointing: recompute each block in backward.
+        fused_bias_gelu: use the kernel that keeps and allocates less.
+    """
+
+    layers: int = 28
+    hidden: int = 1152
+    heads: int = 16
+    channels: int = 4
+    patch: int = 1
+    checkpointing: bool = False
+    fused_bias_gelu: bool = True
+
+    losses: ClassVar[tuple[str, ...]] = ("noise",)
+    targets: ClassVar[frozenset[str]] = frozenset({"noise", "loss_weights"})
+    plain_options: ClassVar[Mapping[str, Any]] = {"fused_bias_gelu": False, "checkpointing": False}
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def token_channels(self) -> int:
+        """Channels of the latent positions of a token together."""
+        return self.channels * self.patch
+
+    @property
+    @abstractmethod
+    def leading(self) -> tuple[int, ...]:
+        """Sizes of the dims of the grid but the last, for which the rest of a sequence length is."""
+
+    @property
+    def grid_dims(self) -> tuple[int, ...]:
+        """The dims of the grid in a tensor [B, n1, .., nK, ...]."""
+        return tuple(range(1, len(self.leading) + 2))
+
+    def sizes(self, seq_len: int) -> tuple[int, ...]:
+        """The grid of tokens of that many latent positions.
+
+        Raises:
+            Unsupported: they cannot be divided so.
+        """
+        unit = math.prod(self.leading) * self.patch
+        if seq_len % unit:
+            below = seq_len - seq_len % unit
+            raise Unsupported(
+                f"{seq_len} positions cannot be laid on a grid of {' x '.join(map(str, self.leading))} times "
+                f"patches of {self.patch}",
+                f"use {' or '.join(str(n) for n in (below, below + unit) if n)}",
+            )
+        return (*self.leading, seq_len // unit)
+
+    @abstractmethod
+    def stages(self) -> Sequence[int]:
+        """The grid dim along which positions meet, for each time they do, in order."""
+
+    def plan(self, strategy: Strategy, seq_len: int) -> list[int | None]:
+        """How the strategy lays the grid out for each of :meth:`stages`."""
+        return strategy.plan_grid(self.stages(), self.sizes(seq_len))
+
+    def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
+        sizes = self.sizes(seq_len)
+        shape = (batch, *sizes, self.token_channels)
+        return {
+            "noisy": torch.randn(shape, generator=generator),
+            "noise": torch.randn(shape, generator=generator),
+            "loss_weights": torch.full((batch, *sizes), 1 / (batch * math.prod(sizes))),
+        }
+
+    @property
+    def sequence_dims(self) -> Mapping[str, SequenceDim]:  # type: ignore[override]
+        return dict.fromkeys(("noisy", "noise", "loss_weights"), self.grid_dims)
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        # 3 heads cannot be split over 2 or 4 ranks, which matters only to who splits heads
+        return [{"checkpointing": True}, {"fused_bias_gelu": False, "heads": 3}]
+
+    def block_sites(self, batch: int, sizes: Sequence[int], projections: Sequence[int]) -> list[Site]:
+        """What all blocks ask for: projections from H to so many features and back, and attention along the
+        dim of each of :meth:`stages`."""
+        grid, again = {"B": batch, **grid_letters(sizes)}, self.checkpointing
+        found = [
+            Site(kind, self.layers, {**grid, "H": self.hidden, "F": width}, again)
+            for width in projections
+            for kind in ("linear_in", "linear_out")
+        ]
+        heads = {**grid, "Z": self.heads, "A": self.head_size}
+        return found + [Site("full_attention", 1, {**heads, "along": dim}, again) for dim in self.stages()]
+
+
+def one_stage_only(model: str, stage: Stage) -> None:
+    """Raise :class:`Unsupported` for a pipeline: no stage of these models can be built alone."""
+    if stage is not ONE_STAGE and stage.count > 1:
+        raise Unsupported(f"{model} has no pipeline stages", "use pp 1")
+
+
+class GridAttention(nn.Module):
+    """Multi-head attention along one dim: x [B, n1, .., nK, H] -> the same shape."""
+
+    def __init__(self, model: GridModel, strategy: Strategy):
+        super().__init__()
+        self.strategy, self.head_size = strategy, model.head_size
+        self.qkv = strategy.linear_in(model.hidden, 3 * model.hidden)
+        self.out = strategy.linear_out(model.hidden, model.hidden)
+        self.bias = nn.Parameter(torch.zeros(model.hidden))
+
+    def forward(self, x: Tensor, dim: int) -> Tensor:
+        # the rows of the weight are ordered head by head, so that a split of rows is a split of heads
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
+        y = self.strategy.grid_attention(q, k, v, dim)
+        del q, k, v
+        return self.out.project(y.flatten(-2)) + self.bias
+
+
+class Mlp(nn.Module):
+    """x [..., H] -> [..., H] by way of 4 H features and a GELU."""
+
+    def __init__(self, model: GridModel, strategy: Strategy):
+        super().__init__()
+        self.fused = model.fused_bias_gelu
+        self.inner = strategy.linear_in(model.hidden, 4 * model.hidden)
+        self.out = strategy.linear_out(4 * model.hidden, model.hidden)
+        self.bias = nn.Parameter(torch.zeros(model.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.inner.bias is not None
+        inner = bias_gelu(self.inner.project(x), self.inner.bias, fused=self.fused)
+        return self.out.project(inner) + self.bias
+
+
+def sinusoids(places: Tensor, width: int) -> Tensor:
+    """Fixed embeddings (arXiv 1706.03762) of numbers [n] -> [n, width], in float32."""
+    powers = torch.arange(width // 2, device=places.device, dtype=torch.float32) / (width // 2)
+    angle = places.float().unsqueeze(-1) * 10_000.0**-powers
+    return torch.cat((angle.cos(), angle.sin()), -1)
+
+
+def with_positions(grid: Grid) -> Grid:
+    """x [B, n1, .., nK, H] plus fixed embeddings of its place along each dim."""
+    x = grid.x
+    for dim, size in enumerate(grid.sizes):
+        table = grid.rows(sinusoids(torch.arange(size, device=x.device), x.shape[-1]), dim).to(x.dtype)
+        x = x + table.view(-1, *[1] * (len(grid.sizes) - 1 - dim), x.shape[-1])
+    return grid.of(x)
+
+
+def noise_losses(predicted: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Losses of the noise [B, n1, .., nK, C] that is predicted: the mean square over channels of every token,
+    and this rank's share of their weighted sum."""
+    token_loss = (full_precision(predicted) - inputs["noise"]).square().mean(-1)
+    loss = (token_loss * inputs["loss_weights"]).sum()
+    return {"loss": loss, "noise_loss": loss, "token_loss": token_loss}
+
+
+class Alone(nn.Module):
+    """A block, or attention along the first stage's dim, with inputs of its own, for verification."""
+
+    def __init__(self, layer: nn.Module, model: GridModel, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.layer, self.strategy, self.sizes = layer, strategy, model.sizes(seq_len)
+        self.dim = model.stages()[0]
+        self.planned = strategy.plan_grid([self.dim], self.sizes)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        x, *others = inputs.values()
+        grid = self.strategy.grid(x, self.sizes)
+        if isinstance(self.layer, GridAttention):
+            grid = self.strategy.along(grid, self.dim, self.planned[0])
+            grid = grid.of(self.layer(grid.x, self.dim))
+        else:
+            grid = self.layer(grid, *others)
+        return {"y": self.strategy.restored(grid).x}

@@ -1,0 +1,277 @@
+"""ST-DiT, the diffusion transformer of videos of Open-Sora 1.0 (github.com/hpcaitech/Open-Sora), as
+single-device code.
+
+A token is a patch of 2 x 2 latent positions of a frame. A block attends along the places of each frame, then
+along the frames of each place, then to the tokens of the text, and ends with an MLP; the time step of the
+diffusion modulates it (adaLN-single, arXiv 2310.00426). Beside that code: the embeddings of places and frames
+are both sinusoids by number, added at the start; every text has all its tokens; and the loss is the noise's
+mean square alone, so the variances that the last layer predicts too have no gradient.
+
+Shape letters: B batch, T frames and S tokens of a frame (this rank's part of one of them, where a strategy
+cuts it), H hidden, W text tokens, Z heads (this rank's), A head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from impls.composition import ONE_STAGE, Stage
+from impls.grid import Grid, whole_attention
+from impls.kernels.layer_norm import LayerNorm
+from impls.linear import Linear
+from impls.models.grid import (
+    Alone,
+    GridAttention,
+    GridModel,
+    Mlp,
+    noise_losses,
+    one_stage_only,
+    sinusoids,
+    with_positions,
+)
+from impls.models.model import Part
+from impls.models.recomputation import recomputed
+from impls.strategy import SequenceDim, Site, Strategy
+
+#: the dims of the grid
+TEMPORAL, SPATIAL = 0, 1
+#: numbers that a block's time-step modulation has for each feature, and the last layer's
+BLOCK_MODULATION, END_MODULATION = 6, 2
+
+
+@dataclass(frozen=True)
+class StDitModel(GridModel):
+    """The options of an ST-DiT, beside those of all grids.
+
+    Attributes:
+        temporal: frames T; a sequence length counts latent positions, T of them times those of a frame.
+        text_tokens, text_hidden: W tokens of the text and their features (120 x 4096: T5-XXL's, as Open-Sora
+            cuts them).
+        time_features: sines and cosines that tell the time step.
+        norm_epsilon: added to the variance in every norm.
+    """
+
+    patch: int = 4
+    temporal: int = 16
+    text_tokens: int = 120
+    text_hidden: int = 4096
+    time_features: int = 256
+    norm_epsilon: float = 1e-6
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return (self.temporal,)
+
+    def stages(self) -> list[int]:
+        return [SPATIAL, TEMPORAL] * self.layers
+
+    def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
+        one_stage_only("st-dit", stage)
+        return StDit(self, strategy, seq_len)
+
+    @property
+    def sequence_dims(self) -> Mapping[str, SequenceDim]:  # type: ignore[override]
+        return {**super().sequence_dims, "time_steps": None, "text": None}
+
+    def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
+        text = torch.randn(batch, self.text_tokens, self.text_hidden, generator=generator)
+        steps = torch.randint(1000, (batch,), generator=generator)
+        return {**super().inputs(batch, seq_len, generator), "time_steps": steps, "text": text}
+
+    def sites(
+        self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
+    ) -> list[Site]:
+        one_stage_only("st-dit", stage)
+        h = self.hidden
+        # attention in space, in time and to the text, then the MLP
+        found = self.block_sites(batch, self.sizes(seq_len), [h, h, h, 4 * h])
+        text = {"B": batch, "W": self.text_tokens, "H": h, "F": 2 * h}
+        found.append(Site("linear_in_text", self.layers, text, self.checkpointing))
+        found.append(Site("parameters", 1, self.parameters()))
+        return found
+
+    def parameters(self) -> dict[str, int]:
+        """Counts of parameters: all ``elements``, and of them those that can be ``split`` over features."""
+        h, channels = self.hidden, self.token_channels
+        split = self.layers * (20 * h * h + 13 * h)  # matrices and the biases of those that open a block
+        elements = split + self.layers * (4 + BLOCK_MODULATION) * h
+        elements += channels * h + h  # patches
+        elements += (self.time_features + h + 2) * h + BLOCK_MODULATION * (h * h + h)  # time steps
+        elements += (self.text_hidden + h + 2) * h
+        elements += END_MODULATION * h + 2 * channels * (h + 1)
+        return {"elements": elements, "split": split}
+
+    def parts(self) -> Mapping[str, Part]:
+        def hidden(batch: int, seq_len: int, generator: torch.Generator, *, alone: bool) -> dict[str, Tensor]:
+            def random(*shape: int) -> Tensor:
+                return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
+
+            x = {"x": random(*self.sizes(seq_len), self.hidden)}
+            if alone:
+                return x
+            text = random(self.text_tokens, self.hidden)
+            # a scale about 1, and gates that leave the attentions something to attend to
+            return {**x, "text": text, "modulation": random(BLOCK_MODULATION, self.hidden) / 5}
+
+        dims: dict[str, SequenceDim] = {"x": self.grid_dims}
+        outputs: dict[str, SequenceDim] = {"loss": None, "noise_loss": None}
+        outputs |= dict.fromkeys(("predicted", "token_loss"), self.grid_dims)
+        return {
+            "attention": Part(
+                lambda s, n: Alone(GridAttention(self, s), self, s, n),
+                partial(hidden, alone=True),
+                dims,
+                {"y": self.grid_dims},
+            ),
+            "block": Part(
+                lambda s, n: Alone(Block(self, s, self.plan(s, n)[:2]), self, s, n),
+                partial(hidden, alone=False),
+                {**dims, "text": None, "modulation": None},
+                {"y": self.grid_dims},
+            ),
+            "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
+        }
+
+
+class CrossAttention(nn.Module):
+    """Attention of all positions x [B, T, S, H] to text [B, W, H] -> [B, T, S, H]. Every rank has the text,
+    so nothing is sent for it; its gradients are partial sums where ranks have positions of their own."""
+
+    def __init__(self, model: StDitModel, strategy: Strategy):
+        super().__init__()
+        self.head_size = model.head_size
+        self.q = strategy.linear_in(model.hidden, model.hidden)
+        self.kv = strategy.linear_in_text(model.hidden, 2 * model.hidden)
+        self.out = strategy.linear_out(model.hidden, model.hidden)
+        self.bias = nn.Parameter(torch.zeros(model.hidden))
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, self.head_size))  # [B, T, S, Z, A]
+        k, v = self.kv(text).unflatten(-1, (-1, 2, self.head_size)).unbind(-2)  # [B, W, Z, A]
+        y = whole_attention(*(part.flatten(1, -3).transpose(1, 2) for part in (q, k, v)))
+        y = y.transpose(1, 2).flatten(-2).unflatten(1, q.shape[1:-2])  # sizes told, for a part may be empty
+        return self.out.project(y) + self.bias
+
+
+class Block(nn.Module):
+    """The grid [B, T, S, H] -> the grid, as the last stage needs it laid out, recomputed in backward if asked
+    for; text [B, W, H], modulation [B, 6, H]."""
+
+    def __init__(self, model: StDitModel, strategy: Strategy, planned: list[int | None]):
+        super().__init__()
+        self.strategy, self.checkpointing, self.planned = strategy, model.checkpointing, planned
+        self.modulation = nn.Parameter(torch.zeros(BLOCK_MODULATION, model.hidden))
+        self.norm = LayerNorm(model.hidden, model.norm_epsilon, weighted=False)
+        self.spatial = GridAttention(model, strategy)
+        self.temporal = GridAttention(model, strategy)
+        self.text = CrossAttention(model, strategy)
+        self.mlp_norm = LayerNorm(model.hidden, model.norm_epsilon, weighted=False)
+        self.mlp = Mlp(model, strategy)
+
+    def forward(self, grid: Grid, text: Tensor, modulation: Tensor) -> Grid:
+        if self.checkpointing:
+            return recomputed(self._block, self.strategy.random, grid, text, modulation)
+        return self._block(grid, text, modulation)
+
+    def _block(self, grid: Grid, text: Tensor, modulation: Tensor) -> Grid:
+        # each [B, 1, 1, H]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _numbers(self.modulation + modulation)
+        spatial, temporal = self.planned
+        grid = self.strategy.along(grid, SPATIAL, spatial)
+        x = grid.x
+        x = x + gate * self.spatial(modulated(self.norm(x), shift, scale), SPATIAL)
+        grid = self.strategy.along(grid.of(x), TEMPORAL, temporal)
+        x = grid.x
+        x = x + gate * self.temporal(x, TEMPORAL)
+        x = x + self.text(x, text)
+        x = x + mlp_gate * self.mlp(modulated(self.mlp_norm(x), mlp_shift, mlp_scale))
+        return grid.of(x)
+
+
+def _numbers(modulation: Tensor) -> tuple[Tensor, ...]:
+    """[B, n, H] -> n times [B, 1, 1, H]."""
+    return modulation[:, :, None, None].unbind(1)
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
+
+
+class TwoLayers(nn.Module):
+    """[..., in_features] -> [..., H], with a SiLU or a GELU between two linear layers."""
+
+    def __init__(self, in_features: int, hidden: int, activation: str):
+        super().__init__()
+        self.activation = activation
+        self.first, self.second = Linear(in_features, hidden), Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(F.silu(x) if self.activation == "silu" else F.gelu(x, approximate="tanh"))
+
+
+class StDit(nn.Module):
+    """``forward(inputs)`` returns ``predicted`` noise [B, T, S, C] of a token's channels, and where there is
+    ``noise`` in the inputs ``loss``, this rank's share, the same as ``noise_loss``, and ``token_loss``
+    [B, T, S]."""
+
+    unbatched: frozenset[str] = frozenset()
+
+    def __init__(self, model: StDitModel, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.model, self.strategy, self.sizes = model, strategy, model.sizes(seq_len)
+        h, channels = model.hidden, model.token_channels
+        self.patches = Linear(channels, h)
+        self.time = TwoLayers(model.time_features, h, "silu")
+        self.time_modulation = Linear(h, BLOCK_MODULATION * h)
+        self.text = TwoLayers(model.text_hidden, h, "gelu")
+        plan = model.plan(strategy, seq_len)
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(model, strategy, plan[2 * i : 2 * i + 2]) for i in range(model.layers)}
+        )
+        self.modulation = nn.Parameter(torch.zeros(END_MODULATION, h))
+        self.norm = LayerNorm(h, model.norm_epsilon, weighted=False)
+        self.head = Linear(h, 2 * channels)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        dtype = self.modulation.dtype
+        grid = self.strategy.grid(self.patches(inputs["noisy"].to(dtype)), self.sizes)
+        grid = with_positions(grid)
+        time = self.time(sinusoids(inputs["time_steps"], self.model.time_features).to(dtype))
+        modulation = self.time_modulation(F.silu(time)).unflatten(-1, (BLOCK_MODULATION, -1))
+        text = self.text(inputs["text"].to(dtype))
+        for block in self.blocks.values():
+            grid = block(grid, text, modulation)
+        grid = self.strategy.restored(grid)
+        x = modulated(self.norm(grid.x), *_numbers(self.modulation + time[:, None]))
+        predicted, _ = self.head(x).chunk(2, -1)  # and the variances
+        return {"predicted": predicted, **(noise_losses(predicted, inputs) if "noise" in inputs else {})}
+
+
+PRESETS = {
+    # Open-Sora's STDiT-XL/2; its log tells 724M, which counts 2^20
+    "st-dit-xl": StDitModel(layers=28, hidden=1152, heads=16),
+    # the DSP paper tells 3B and no sizes. 20 H^2 a layer: 36 x 2048 is 3.0e9, with heads of 64, about as
+    # large as those of the XL, and enough of them for 32 ranks of those strategies that split heads
+    "st-dit-3b": StDitModel(layers=36, hidden=2048, heads=32),
+    # for verification: heads and frames that divide by 1, 2, 3 and 4, and of 24 positions 2 a frame, which 3
+    # and 4 do not divide. Few features and a large epsilon, for attention to what is not normalised first
+    # soon has no gradient but noise in half precisions
+    "st-dit-tiny": StDitModel(
+        layers=2,
+        hidden=24,
+        heads=12,
+        patch=1,
+        temporal=12,
+        text_tokens=5,
+        text_hidden=7,
+        time_features=16,
+        norm_epsilon=0.1,
+    ),
+}

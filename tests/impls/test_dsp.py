@@ -1,0 +1,234 @@
+"""DSP: its plans, its primitives on real ranks, and steps on grids that ranks do not divide."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from bench.engines.pool import RankPool
+from bench.oracle import Case
+from bench.verify import verify_case
+from impls.dsp import DynamicSequenceParallel, plan_switches, switched_elements
+from impls.grid import Grid, part_of
+from impls.models.model import Model, model_preset
+from impls.registry import strategy_class
+from impls.strategy import Unsupported
+
+# -- plans -------------------------------------------------------------------------------------------
+
+
+def spent(cut: list[int | None], sizes: tuple[int, ...], parts: int) -> int:
+    """Positions that a rank puts into the all-to-alls of a way to cut."""
+    return sum(
+        switched_elements(sizes, parts, before, after)
+        for before, after in pairwise(cut)
+        if before is not None and after is not None and before != after
+    )
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_no_way_is_cheaper_than_the_plan(data: st.DataObject) -> None:
+    sizes = tuple(data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=4)))
+    dims = st.integers(0, len(sizes) - 1)
+    stages = data.draw(st.lists(dims, min_size=1, max_size=4))
+    parts, first, last = (
+        data.draw(st.integers(2, 5)),
+        data.draw(st.none() | dims),
+        data.draw(st.none() | dims),
+    )
+    plan = plan_switches(stages, sizes, parts, first, last)
+    assert all(cut != needed for cut, needed in zip(plan, stages, strict=True))
+    ways = [
+        [*cut]
+        for cut in product(range(len(sizes)), repeat=len(stages))
+        if all(c != needed for c, needed in zip(cut, stages, strict=True))
+    ]
+    cheapest = min(spent([first, *way, last], sizes, parts) for way in ways)
+    assert spent([first, *plan, last], sizes, parts) == cheapest
+
+
+def test_of_two_dims_each_stage_switches() -> None:
+    """Section 3.3 of the paper: a message of M/N before every stage but the first, and one at the end."""
+    plan = plan_switches([1, 0] * 3, (8, 16), 4, 0, 0)
+    assert plan == [0, 1] * 3
+    assert spent([0, *plan, 0], (8, 16), 4) == 6 * 8 * 16 // 4
+
+
+def test_of_three_dims_two_stages_share_a_switch() -> None:
+    plan = plan_switches([2, 1, 0] * 4, (8, 8, 8), 4, 0, 0)
+    switches = sum(before != after for before, after in pairwise([0, *plan, 0]))
+    assert switches == 6
+
+
+def test_padding_is_paid_for() -> None:
+    """Of two dims that would do, the one that ranks divide is cheaper."""
+    assert plan_switches([0], (4, 5, 4), 4, first=0) == [2]
+    assert switched_elements((4, 5, 4), 4, 0, 1) == 4 * 1 * 2 * 4
+
+
+def test_one_dim_has_no_plan() -> None:
+    with pytest.raises(Unsupported, match=r"one dim .* use ulysses or ring_attention"):
+        plan_switches([0], (8,), 2)
+
+
+# -- primitives --------------------------------------------------------------------------------------
+
+#: which 2, 3 and 4 ranks do not divide, and of whose 5 places 4 ranks have 2, 2, 1 and none
+SIZES = (5, 3, 4)
+
+
+def whole_tensor(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, *SIZES, 3, generator=generator, dtype=torch.float64)
+
+
+def errors_of_switches(mesh: DeviceMesh) -> float:
+    """Largest error of values and gradients: after a switch a rank has what a split would have given it."""
+    dsp, worst = DynamicSequenceParallel(mesh), 0.0
+    for before, after in product(range(len(SIZES)), repeat=2):
+        x, gradient = whole_tensor().requires_grad_(), whole_tensor(1)
+        switched = dsp.switch(dsp.split(x, before), before, after)
+        assert (switched.sharded, switched.index) == (after, dsp.rank)
+        worst = max(worst, _difference(switched.x, dsp.split(whole_tensor(), after).x))
+        (switched.x * dsp.split(gradient, after).x).sum().backward()
+        assert x.grad is not None
+        worst = max(worst, _difference(x.grad, _alone(dsp, gradient, before)))
+    return worst
+
+
+def errors_of_gathers(mesh: DeviceMesh) -> float:
+    """The same of a gather, whose whole each rank uses in its own way."""
+    dsp, worst = DynamicSequenceParallel(mesh), 0.0
+    for dim in range(len(SIZES)):
+        x = whole_tensor().requires_grad_()
+        whole = dsp.gather(dsp.split(x, dim))
+        worst = max(worst, _difference(whole, whole_tensor()))
+        uses = [whole_tensor(2 + rank) for rank in range(dsp.size)]
+        (whole * uses[dsp.rank]).sum().backward()
+        assert x.grad is not None
+        worst = max(worst, _difference(x.grad, _alone(dsp, torch.stack(uses).sum(0), dim)))
+    return worst
+
+
+def _alone(dsp: DynamicSequenceParallel, x: Tensor, dim: int) -> Tensor:
+    """x with zeros but for this rank's part along a grid dim."""
+    first, count = part_of(SIZES[dim], dsp.size, dsp.rank)
+    kept = torch.zeros(SIZES[dim], dtype=x.dtype)
+    kept[first : first + count] = 1
+    return x * kept.view(-1, *[1] * (x.ndim - 2 - dim))
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return math.inf
+    return (a - b).abs().max().item() if a.numel() else 0.0
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_switch_and_gather_give_what_a_split_would(pool: RankPool, n: int) -> None:
+    assert max(pool.run(n, errors_of_switches, axis="sp")) == 0
+    assert max(pool.run(n, errors_of_gathers, axis="sp")) < 1e-12
+
+
+def messages_of_wrong_switches(mesh: DeviceMesh) -> list[str]:
+    dsp = DynamicSequenceParallel(mesh)
+    grid, messages = dsp.split(whole_tensor(), 1), []
+    for wrong in (
+        lambda: dsp.switch(grid, 0, 2),
+        lambda: dsp.switch(Grid(whole_tensor(), SIZES), None, 0),
+        lambda: dsp.along(grid, 2, 2),
+        lambda: Grid(grid.x, SIZES, 0, dsp.size, dsp.rank),
+    ):
+        with pytest.raises(ValueError) as raised:
+            wrong()
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_wrong_switches_are_errors(pool: RankPool) -> None:
+    for told in pool.run(2, messages_of_wrong_switches, axis="sp"):
+        wrong_dim, whole, same_dim, wrong_part = told
+        assert wrong_dim == "the grid is cut along dim 1, not along dim 0"
+        assert whole == "the grid is cut along dim None, not along dim None"
+        assert same_dim == "a stage along dim 2 cannot have the grid cut along dim 2"
+        assert "sharded along dim 0, is" in wrong_part
+
+
+def test_one_device_switches_nothing() -> None:
+    dsp = DynamicSequenceParallel()
+    grid = dsp.split(whole_tensor(), 0)
+    assert dsp.along(grid, 0, None) is grid
+    assert dsp.restored(grid) is grid
+    assert torch.equal(dsp.gather(grid), whole_tensor())
+
+
+@pytest.mark.parametrize(("size", "parts"), [(5, 4), (1, 3), (9, 4), (8, 4)])
+def test_parts_are_all_and_no_more(size: int, parts: int) -> None:
+    held = [part_of(size, parts, index) for index in range(parts)]
+    assert [place for first, count in held for place in range(first, first + count)] == [*range(size)]
+
+
+# -- steps -------------------------------------------------------------------------------------------
+
+ST_DIT = {"temporal": 5}
+CUBE = {"leading": (5, 3), "layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "seq_len", "grid_dim"),
+    [
+        ("st-dit-tiny", ST_DIT | {"checkpointing": True}, 15, 0),
+        ("st-dit-tiny", ST_DIT, 30, 1),
+        ("transformer-3d-tiny", CUBE, 60, 0),
+        ("transformer-3d-tiny", CUBE | {"checkpointing": True}, 60, 1),
+        ("transformer-3d-tiny", CUBE, 15, 2),  # one place only
+    ],
+)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_dims_that_ranks_do_not_divide(
+    pool: RankPool, n: int, model: str, options: dict[str, Any], seq_len: int, grid_dim: int
+) -> None:
+    case = case_of("dsp", model_preset(model, options), seq_len, grid_dim=grid_dim)
+    row = verify_case(pool, case, n)
+    assert row.status == "green", row
+
+
+@pytest.mark.parametrize("grid_dim", [0, 1, 2])
+@pytest.mark.parametrize("strategy", ["ulysses", "megatron_sp", "ring_attention"])
+def test_baselines_cut_any_dim(pool: RankPool, strategy: str, grid_dim: int) -> None:
+    model = model_preset("transformer-3d-tiny", {"leading": (4, 4), "layers": 1})
+    row = verify_case(pool, case_of(strategy, model, 64, grid_dim=grid_dim), 4)
+    assert row.status == "green", row
+
+
+@pytest.mark.parametrize("backend", ["ddp", "zero3", "fsdp_flat"])
+def test_backends(pool: RankPool, backend: str) -> None:
+    model = model_preset("st-dit-tiny", ST_DIT)
+    row = verify_case(pool, case_of("dsp", model, 15, backend=backend), 3)
+    assert row.status == "green", row
+
+
+def case_of(strategy: str, model: Model, seq_len: int, backend: str = "legacy_ddp", **options: int) -> Case:
+    cls = strategy_class(strategy)
+    return Case(cls, model, "model", batch=1, seq_len=seq_len, options=options, backend=backend)
+
+
+@pytest.mark.parametrize("strategy", ["dsp", "ulysses", "megatron_sp", "ring_attention"])
+def test_a_dim_that_a_grid_has_not_is_told(strategy: str) -> None:
+    sites = model_preset("st-dit-tiny").sites(1, 24)
+    with pytest.raises(Unsupported, match="a grid of 2 dims has no dim 2; use grid_dim 0 to 1"):
+        strategy_class(strategy)(planned_size=2, grid_dim=2).check(sites)
+
+
+def test_sequences_of_one_dim_are_refused() -> None:
+    with pytest.raises(Unsupported, match="dsp has no causal softmax attention"):
+        DynamicSequenceParallel(planned_size=2).check(model_preset("causal-transformer-tiny").sites(1, 24))
