@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bench.cell import Cell, TrainingOptions
 from bench.meters.communication import CommunicationMeter, as_number
+from bench.meters.memory import MemoryMeter
 from bench.meters.recorder import Recorder
 from impls.backends import BACKENDS
 from impls.backends.backend import PlannedStep, planned_sums
@@ -288,9 +289,13 @@ def record_step(
 
     training, inputs = set_up(cell, mesh, generator, set_weights)
     recorder.communication.axes.update(training.around.flattened)
-    memory = recorder.memory
+    _tag(recorder.memory, training, inputs)
+    training.step(inputs, recorder.phase)
+    return training, inputs
+
+
+def _tag(memory: MemoryMeter, training: Training | Inference, inputs: Mapping[str, Tensor]) -> None:
+    """In a function of its own, for a list of tensors that outlives it would keep them alive in the step."""
     for category, tensors in training.held().items():
         memory.tag(tensors, category, keep=True)  # where weights are the masters too, they are parameters
     memory.tag(inputs.values(), "inputs")
-    training.step(inputs, recorder.phase)
-    return training, inputs
