@@ -226,7 +226,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
 
 
 #: most of its memory is weights and what belongs to them
-HEAVY = {"layers": 8, "hidden": 192, "inner": 512, "vocabulary": 1024}
+HEAVY = {"layers": 4, "hidden": 192, "inner": 512, "vocabulary": 1024}
 
 
 def heavy(backend: str, n: int) -> Cell:
