@@ -77,7 +77,9 @@ class Known:
 def known_cells(
     scenario: Scenario, table: Table, quantity: str, on_trace: Callable[[Cell], None]
 ) -> list[Known]:
-    """The cells of a published table that have a throughput in tokens per second, traced on virtual ranks."""
+    """The cells of a published table that have a throughput, in tokens or in samples per second, traced on
+    virtual ranks."""
+    by_sample = table.quantities[quantity].field == "samples_per_s"
     cells = next(iter(scenario.cells.values()))
     known = []
     for row in rows_of(table, scenario.path.parent):
@@ -87,7 +89,8 @@ def known_cells(
             continue
         on_trace(cell)
         simulator = simulator_of(cell, stage_traces(cell), load_cluster(cell.cluster))
-        known.append(Known(row, cell, math.prod(cell.shape) / throughput, simulator))
+        work = cell.shape[0] if by_sample else math.prod(cell.shape)
+        known.append(Known(row, cell, work / throughput, simulator))
     return known
 
 

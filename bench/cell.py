@@ -143,9 +143,9 @@ class Measurement:
         formula: the strategy's closed form, see :class:`bench.engines.program.Plan`.
         formula_difference: where the closed form and the meter disagree; empty is right.
         step_time_s: median of step_time_samples_s, or simulated.
+        tokens_per_s, samples_per_s: the whole batch's positions, and its samples, over step_time_s.
         breakdown: what a simulated step time is made of; see :attr:`bench.timeline.Timeline.by_rank`.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
-        step_time_s: median of step_time_samples_s.
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
             step's update.
         answer: the largest value that fits, for a search; proof: the probes that show it.
@@ -164,6 +164,7 @@ class Measurement:
     step_time_s: float | None = None
     step_time_samples_s: list[float] = field(default_factory=list)
     tokens_per_s: float | None = None
+    samples_per_s: float | None = None
     breakdown: dict[str, float] = field(default_factory=dict)
     calibration: str = ""
     losses: list[dict[str, float]] = field(default_factory=list)

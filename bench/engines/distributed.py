@@ -61,6 +61,7 @@ def run(cell: Cell) -> Measurement:
         step_time_s=step_time_s,
         step_time_samples_s=samples,
         tokens_per_s=math.prod(cell.shape) / step_time_s,
+        samples_per_s=cell.shape[0] / step_time_s,
     )
 
 

@@ -30,5 +30,6 @@ def add_times(
     timeline = simulate(programs, ranks_of, cluster, cell.precision, parameters=model_parameters(cell))
     measurement.step_time_s = timeline.step_time_s
     measurement.tokens_per_s = prod(cell.shape) / timeline.step_time_s
+    measurement.samples_per_s = cell.shape[0] / timeline.step_time_s
     measurement.breakdown = timeline.breakdown
     measurement.calibration = cluster.calibration.get(cell.precision, Calibration()).label
