@@ -92,7 +92,7 @@ def _entry(table: Table, published: PublishedRow, quantity: str, cell: Cell, row
     """One number of a published table, or the status of a run that has none."""
     theirs = published.number(quantity)
     status = _status(table, published)
-    ours, notes = None, [table.note] * bool(table.note)
+    ours, notes = None, [*filter(None, (table.settings(published), table.note))]
     if row is None:
         notes.append("was not run")
     else:

@@ -101,6 +101,12 @@ class Table(_Strict):
         return f"{self.table}: {quantity}, {where}"
 
 
+    def settings(self, row: PublishedRow) -> str:
+        """The options that a row names; the name of its cell has a hash in their place."""
+        optional = [c for c, field in self.match.items() if field.partition(".")[0] in SECTIONS]
+        return ", ".join(f"{column} {row.text[column]}" for column in optional if row.text[column])
+
+
 @dataclass(frozen=True)
 class PublishedRow:
     """A row of a published file.

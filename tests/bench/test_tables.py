@@ -102,6 +102,15 @@ def test_each_number_has_its_row(tmp_path: Path) -> None:
     assert [c.strategy for c in found[1:3]] == ["tensor_parallel", "ring_self_attention"]
 
 
+def test_options_are_told_which_the_name_of_a_cell_hides(tmp_path: Path) -> None:
+    header, *lines = PUBLISHED.strip().split("\n")
+    published = "\n".join([header + ",data parallel", *(line + ",plain" for line in lines)])
+    match = {**SCENARIO["tables"][0]["match"], "data parallel": "training.backend"}
+    names = {**SCENARIO["tables"][0]["names"], "data parallel": {"plain": "legacy_ddp"}}
+    scenario = load_scenario(written(tmp_path, changed(match=match, names=names), published))
+    assert compared(scenario, "ok", peak_memory_bytes=GIB)[0].note == "data parallel plain; a note"
+
+
 def test_out_of_memory_is_compared_by_status(tmp_path: Path) -> None:
     scenario = load_scenario(written(tmp_path))
     found = compared(scenario, "oom", "oom", "ok", "", peak_memory_bytes=2 * GIB)
