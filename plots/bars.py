@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
+from plots.lines import Value
 from plots.panel import status_mark, value_axis
-from plots.style import GREY, number
+from plots.series import Row
+from plots.style import GREY, Look, number, strategy_name
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,39 @@ def draw_bars(
             fontsize=7,
         )
     ax.grid(axis="x", visible=False)
+
+
+def draw_rows(
+    ax: Axes,
+    places: Mapping[str, Sequence[Row]],
+    look: Mapping[str, Look],
+    value: Value,
+    quantity: str,
+    text: Callable[[float], str] = number,
+) -> None:
+    """Bars of the rows at each place of the x axis, which has a name, in their strategies' colours.
+
+    Args:
+        quantity: stands in the ids of bars, before the place's name and the strategy's.
+        text: what stands above a bar of that value.
+    """
+    widest = max(map(len, places.values()))
+    step = 0.8 / widest if widest > 1 else 0.62
+    bars = []
+    for place, (name, rows) in enumerate(places.items()):
+        for index, row in enumerate(rows):
+            at = place + (index - (len(rows) - 1) / 2) * step
+            strategy = row["cell"]["strategy"]
+            gid = " ".join(f"{quantity} {name} {strategy_name(strategy)}".split())
+            bars.append(Bar(at, value(row), look[strategy].color, gid, status=row["status"]))
+    draw_bars(ax, bars, 0.92 * step if widest > 1 else step, text)
+    ax.set_xticks(range(len(places)), list(places))
+    ax.set_xlim(-0.6, len(places) - 0.4)
+
+
+def lost_notes(named: Iterable[tuple[str, Row]]) -> Iterator[str]:
+    """A note for each named bar that could not be, but for out of memory, with its reason."""
+    for name, row in named:
+        if row["status"] not in ("ok", "oom"):
+            reason = f" ({row['reason']})" if row.get("reason") else ""
+            yield f"{name}: {row['status']}{reason}"

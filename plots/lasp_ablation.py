@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.artist import Artist
@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from pandas import DataFrame
 
-from plots.bars import Bar, draw_bars
-from plots.lengths import length_text
+from plots.along import length_text
+from plots.bars import draw_rows, lost_notes
 from plots.lines import Value, measured
 from plots.panel import mark_handles, note_lines, notes_height_inches, write_notes
 from plots.series import Row, gpus, shared, title
@@ -25,7 +25,6 @@ from plots.style import (
     house_style,
     looks,
     new_figure,
-    number,
     save,
     strategy_name,
 )
@@ -99,7 +98,7 @@ def _draw_combinations(ax: Axes, rows: Sequence[Row], look: dict[str, Look], qua
     axis_label, value = _QUANTITIES[quantity]
     known = {_combination(row): row for row in rows}
     shown = [combination for combination in _COMBINATIONS if combination in known]
-    _draw(ax, [[known[c]] for c in shown], look, value, quantity, [_COMBINATIONS[c] for c in shown], number)
+    draw_rows(ax, {_COMBINATIONS[c]: [known[c]] for c in shown}, look, value, quantity)
     ax.set_ylabel(axis_label)
     ax.set_title(_shared_title(rows))
 
@@ -109,39 +108,19 @@ def _draw_lengths(ax: Axes, rows: Sequence[Row], look: dict[str, Look]) -> list[
     settings = dict.fromkeys(_saving(row) for row in rows)
     present = {row["cell"]["strategy"] for row in rows}
     methods = sorted(present, key=lambda name: (name != "single", name))
-    beside = [
-        [row for name in methods for row in alike if row["cell"]["strategy"] == name]
-        for alike in ([row for row in rows if _saving(row) == setting] for setting in settings)
-    ]
-    _draw(ax, beside, look, _LENGTH, "length", list(settings), lambda value: length_text(int(1024 * value)))
+    beside = {
+        setting: [
+            row
+            for name in methods
+            for row in rows
+            if row["cell"]["strategy"] == name and _saving(row) == setting
+        ]
+        for setting in settings
+    }
+    draw_rows(ax, beside, look, _LENGTH, "length", lambda value: length_text(int(1024 * value)))
     ax.set_ylabel("Longest sequence\n(K tokens, K = 1024)")
     ax.set_title(f"{_shared_title(rows)}: longest sequence that fits")
     return [Patch(facecolor=look[name].color, label=_method(name)) for name in methods]
-
-
-def _draw(
-    ax: Axes,
-    beside: Sequence[Sequence[Row]],
-    look: dict[str, Look],
-    value: Value,
-    quantity: str,
-    names: Sequence[str],
-    text: Callable[[float], str],
-) -> None:
-    """The bars of several rows at each place of the x axis, which has a name."""
-    widest = max(map(len, beside))
-    step = 0.8 / widest if widest > 1 else 0.62
-    bars = []
-    for place, rows in enumerate(beside):
-        for index, row in enumerate(rows):
-            at = place + (index - (len(rows) - 1) / 2) * step
-            color = look[row["cell"]["strategy"]].color
-            name = names[place].replace("\n", " ")
-            gid = f"{quantity} {name} {strategy_name(row['cell']['strategy'])}"
-            bars.append(Bar(at, value(row), color, gid, status=row["status"]))
-    draw_bars(ax, bars, 0.92 * step if widest > 1 else step, text)
-    ax.set_xticks(range(len(names)), names)
-    ax.set_xlim(-0.6, len(names) - 0.4)
 
 
 def _saving(row: Row) -> str:
@@ -161,10 +140,6 @@ def _shared_title(rows: Sequence[Row]) -> str:
 
 
 def _notes(combined: Sequence[Row], searches: Sequence[Row]) -> Iterator[str]:
-    """A note for each bar that could not be, but for out of memory, with its reason."""
     named = [(_COMBINATIONS[_combination(row)].replace("\n", " "), row) for row in combined]
     named += [(f"{_method(row['cell']['strategy'])}, {_saving(row)}", row) for row in searches]
-    for name, row in named:
-        if row["status"] not in ("ok", "oom"):
-            reason = f" ({row['reason']})" if row.get("reason") else ""
-            yield f"{name}: {row['status']}{reason}"
+    return lost_notes(named)

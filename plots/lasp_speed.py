@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from plots.lengths import Line, Quantity, lengths_figure
+from plots.along import LENGTHS
+from plots.line_panels import Quantity, line_panels, lines_of
 from plots.lines import measured
 from plots.series import Row, by_model
-from plots.style import Look, house_style, looks, save, strategy_name
+from plots.style import house_style, looks, save
 
 _THROUGHPUT = Quantity(
     "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
@@ -19,7 +21,6 @@ _THROUGHPUT = Quantity(
 
 #: how a baseline computes linear attention -> its name; LASP has but one way
 _WAYS = {"left_product": "left product", "chunked": "right product"}
-_DASHES = ("--", ":", "-.")
 _ONE_WAY = ("lasp", "lasp2")
 
 
@@ -37,21 +38,11 @@ def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]
 def speed_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
     """A panel for each model, a line for each strategy and reading of the baselines."""
     look = looks(row["cell"]["strategy"] for row in rows)
-    panels = {model: list(_lines(some, look)) for model, some in by_model(rows).items()}
-    return lengths_figure(rows, panels, [_THROUGHPUT], comparison, "Throughput by sequence length")
-
-
-def _lines(rows: Sequence[Row], look: dict[str, Look]) -> Iterator[Line]:
-    clusters = list(dict.fromkeys(row["cell"]["cluster"] for row in rows))
-    for strategy, of_strategy in look.items():
-        readings: dict[str, list[Row]] = {}
-        for row in rows:
-            if row["cell"]["strategy"] == strategy:
-                readings.setdefault(_reading(row, clusters[0]), []).append(row)
-        for number, (reading, some) in enumerate(readings.items()):
-            name = ", ".join(filter(None, (strategy_name(strategy), reading)))
-            by_length = tuple(sorted(some, key=lambda row: int(row["cell"]["seq_len"])))
-            yield Line(name, of_strategy, by_length, _DASHES[number % len(_DASHES)] if reading else "-")
+    panels = {}
+    for model, some in by_model(rows).items():
+        cluster = some[0]["cell"]["cluster"]
+        panels[model] = list(lines_of(some, look, LENGTHS, partial(_reading, cluster=cluster)))
+    return line_panels(rows, panels, [_THROUGHPUT], comparison, "Throughput by sequence length")
 
 
 def _reading(row: Row, cluster: str) -> str:

@@ -8,7 +8,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from plots.lengths import Line, Quantity, lengths_figure
+from plots.line_panels import Line, Quantity, line_panels
 from plots.lines import measured
 from plots.series import Row, by_model, gpu_counts, gpus
 from plots.style import Look, backend_name
@@ -34,7 +34,7 @@ def length_scaling_figure(rows: Sequence[Row], comparison: DataFrame, otherwise:
             panels[f"{model}, {backend_name(backend)}"] = [
                 Line(f"{count} GPUs", look[count], _by_length(mine, count)) for count in gpu_counts(mine)
             ]
-    return lengths_figure(rows, panels, _QUANTITIES, comparison, otherwise)
+    return line_panels(rows, panels, _QUANTITIES, comparison, otherwise)
 
 
 def _looks(counts: Sequence[int]) -> dict[int, Look]:

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FixedFormatter,
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from plots.series import Row, Series, gpus
@@ -23,6 +30,8 @@ _FAILURE = ("v", False, "failed")
 
 #: room under zero for the marks, as a part of the panel's highest value
 _BAND = 0.13
+#: the same of a logarithmic axis, as a part of the whole panel
+_LOG_BAND = 0.115
 _OCTAVE_MARGIN = 0.35
 
 
@@ -57,6 +66,23 @@ def value_axis(ax: Axes, highest: float, *, marks: bool) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     if marks:
         ax.axhline(0, color=GREY, linewidth=0.7)
+
+
+def logarithmic_axis(ax: Axes, lowest: float, highest: float, *, marks: bool) -> None:
+    """A log10 axis whose lowest value stands above the band of the marks."""
+    top, above = math.log10(highest) + 0.1, math.log10(lowest) - 0.1
+    foot = above - (top - above) * _LOG_BAND / (1 - _LOG_BAND) if marks else above
+    ax.set_yscale("log")
+    ax.set_ylim(10**foot, 10**top)
+    first, last = math.ceil(above), math.floor(top)
+    steps = (1,) if last > first else (1, 2, 5)
+    ticks = [m * 10.0**n for n in range(first - 1, last + 1) for m in steps]
+    ax.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if above <= math.log10(tick) <= top]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    ax.yaxis.set_minor_locator(LogLocator(subs=range(2, 10)) if marks is False else NullLocator())
+    ax.yaxis.set_minor_formatter(FixedFormatter([]))
+    if marks:
+        ax.axhline(10**above, color=GREY, linewidth=0.7)
 
 
 def mark_missing(ax: Axes, series: Sequence[tuple[Series, Sequence[Row]]], looks: dict[str, Look]) -> None:

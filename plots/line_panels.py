@@ -1,36 +1,43 @@
-"""Panels over the sequence length: our numbers as lines, published ones as markers, and below them the
-lengths that run out of memory."""
+"""Panels over the sequence length or the number of GPUs: our numbers as lines, published ones as markers, and
+below them the places without a number."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 from pandas import DataFrame, isna
 
+from plots.along import LENGTHS, Along
 from plots.lines import Value
-from plots.panel import note_lines, notes_height_inches, status_mark, value_axis, write_notes
+from plots.panel import (
+    logarithmic_axis,
+    note_lines,
+    notes_height_inches,
+    status_mark,
+    value_axis,
+    write_notes,
+)
 from plots.series import Row, title
-from plots.style import GREY, INK, PAGE_INCHES, Look, add_legend, new_figure, number
+from plots.style import INK, PAGE_INCHES, Look, add_legend, new_figure, strategy_name
 
 _PANEL_INCHES = 2.4
-_LABELS_A_PANEL = 8
+_PANELS_A_LINE = 3
+_DASHES = ("--", ":", "-.")
 
-#: where marks of lengths without a number stand, and how high their band is, as parts of the panel
-_MARKS_AT, _BAND = 0.058, 0.115
+#: where marks of places without a number stand, as a part of the panel
+_MARKS_AT = 0.058
 _APART_POINTS = 5.5
 
 
 @dataclass(frozen=True)
 class Line:
-    """Rows of different lengths, drawn as one line; ``name`` is its entry in the legend."""
+    """Rows along the x axis, drawn as one line; ``name`` is its entry in the legend."""
 
     name: str
     look: Look
@@ -40,11 +47,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is shown over the length.
+    """What is shown.
 
     Attributes:
         column: the quantity's name in a comparison table, and in the ids of what is drawn.
-        logarithmic: for values in proportion to the length, whose relative errors are then seen everywhere.
+        logarithmic: for values in proportion to the x axis, whose relative errors are then seen everywhere.
     """
 
     column: str
@@ -61,16 +68,32 @@ class Published:
     out_of_memory: frozenset[str]
 
 
-def lengths_figure(
+def lines_of(
+    rows: Sequence[Row], look: Mapping[str, Look], along: Along, reading: Callable[[Row], str] = lambda _: ""
+) -> Iterator[Line]:
+    """A line for each strategy, in the order of ``look``, and for each of its readings a dashed one."""
+    for strategy, of_strategy in look.items():
+        readings: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["cell"]["strategy"] == strategy:
+                readings.setdefault(reading(row), []).append(row)
+        for number, (name, some) in enumerate(readings.items()):
+            full = ", ".join(filter(None, (strategy_name(strategy), name)))
+            in_order = tuple(sorted(some, key=along.at))
+            yield Line(full, of_strategy, in_order, _DASHES[number % len(_DASHES)] if name else "-")
+
+
+def line_panels(
     rows: Sequence[Row],
     panels: Mapping[str, Sequence[Line]],
     quantities: Sequence[Quantity],
     comparison: DataFrame,
     otherwise: str,
+    along: Along = LENGTHS,
     remarks: Sequence[str] = (),
     theirs: str = "published",
 ) -> Figure:
-    """A column for each of ``panels`` and a row for each quantity; of a single one of them all in one row.
+    """A column for each of ``panels`` and a row for each quantity; of a single one of them all side by side.
 
     Args:
         panels: lines by the title of their panel.
@@ -79,9 +102,11 @@ def lengths_figure(
         remarks: lines of text below the panels.
         theirs: what the published numbers are called.
     """
-    notes = note_lines([*remarks, *_notes(panels)], PAGE_INCHES)
+    notes = note_lines([*remarks, *_notes(panels, along)], PAGE_INCHES)
     places = [(name, quantity) for quantity in quantities for name in panels]
     columns = len(panels) if len(panels) > 1 else len(quantities)
+    if len(quantities) == 1 and panels:
+        columns = -(-len(panels) // -(-len(panels) // _PANELS_A_LINE))
     heights = [_PANEL_INCHES] * -(-len(places) // max(1, columns)) + [notes_height_inches(notes)] * bool(
         notes
     )
@@ -92,11 +117,12 @@ def lengths_figure(
     handles: list[Artist] = []
     for index, (name, quantity) in enumerate(places):
         ax = figure.add_subplot(grid[index // columns, index % columns])
-        handles += _draw_panel(ax, panels[name], quantity, published_of(comparison, quantity.column), theirs)
+        published = published_of(comparison, quantity.column)
+        handles += _draw_panel(ax, panels[name], quantity, along, published, theirs)
         last = index + columns >= len(places)
-        ax.set_xlabel("Sequence length (tokens)" if last else "")
+        ax.set_xlabel(along.label if last else "")
         ax.set_ylabel(quantity.axis_label if index % columns == 0 or len(panels) == 1 else "")
-        if index < columns:
+        if index < columns or len(quantities) == 1:
             ax.set_title(name)
     if notes:
         write_notes(figure.add_subplot(grid[len(heights) - 1, :]), notes)
@@ -115,34 +141,35 @@ def published_of(comparison: DataFrame, column: str) -> Published:
     )
 
 
-def length_text(tokens: int) -> str:
-    """A length as papers have it: 2K for 2048."""
-    return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"
-
-
 def _draw_panel(
-    ax: Axes, lines: Sequence[Line], quantity: Quantity, published: Published, theirs: str
+    ax: Axes,
+    lines: Sequence[Line],
+    quantity: Quantity,
+    along: Along,
+    published: Published,
+    theirs: str,
 ) -> list[Artist]:
     """Everything of one panel; returns legend entries."""
     handles: list[Artist] = []
     values: list[float] = []
     seen: set[tuple[str, int, float]] = set()
     for line in lines:
-        known = [(_length(row), found) for row in line.rows if (found := quantity.value(row)) is not None]
+        known = [(along.at(row), found) for row in line.rows if (found := quantity.value(row)) is not None]
         values += [value for _, value in known]
         handles += ax.plot(
-            [length for length, _ in known],
+            [at for at, _ in known],
             [value for _, value in known],
             color=line.look.color,
             linestyle=line.linestyle,
-            marker=".",
-            markersize=3,
+            # a number alone has no line to be seen by
+            marker="." if len(known) > 1 else line.look.marker,
+            markersize=3 if len(known) > 1 else 4,
             label=line.name,
             gid=f"ours {quantity.column} {line.name}",
             zorder=2,
         )
         stated = [row for row in line.rows if row["key"] in published.numbers]
-        numbers = [(_length(row), published.numbers[row["key"]]) for row in stated]
+        numbers = [(along.at(row), published.numbers[row["key"]]) for row in stated]
         # two readings of one published run are two lines, but one marker
         numbers = [point for point in numbers if (line.look.color, *point) not in seen]
         seen |= {(line.look.color, *point) for point in numbers}
@@ -152,18 +179,18 @@ def _draw_panel(
             markers.set_gid(f"{theirs} {quantity.column} {line.name}")
             ax.add_line(markers)
             handles.append(_published_markers(Look(INK, "o"), [], theirs))
-    marks = _marks(lines, published)
-    _length_axis(ax, sorted({_length(row) for line in lines for row in line.rows}))
+    marks = _marks(lines, along, published)
+    along.draw_axis(ax, sorted({along.at(row) for line in lines for row in line.rows}))
     if quantity.logarithmic and values:
-        _logarithmic_axis(ax, min(values), max(values), marks=bool(marks))
+        logarithmic_axis(ax, min(values), max(values), marks=bool(marks))
     else:
         value_axis(ax, max(values, default=0.0), marks=bool(marks))
-    return handles + _draw_marks(ax, marks)
+    return handles + _draw_marks(ax, marks, along)
 
 
 def _published_markers(look: Look, points: Sequence[tuple[int, float]], name: str) -> Line2D:
     return Line2D(
-        [length for length, _ in points],
+        [at for at, _ in points],
         [value for _, value in points],
         linestyle="none",
         marker=look.marker,
@@ -178,39 +205,40 @@ def _published_markers(look: Look, points: Sequence[tuple[int, float]], name: st
 
 @dataclass(frozen=True)
 class _Mark:
-    """A length of a line that has no number: ours by its status, or published as out of memory."""
+    """A place of a line that has no number: ours by its status, or published as out of memory."""
 
     line: Line
     status: str
     ours: bool
-    length: int
+    at: int
 
 
-def _marks(lines: Sequence[Line], published: Published) -> list[_Mark]:
+def _marks(lines: Sequence[Line], along: Along, published: Published) -> list[_Mark]:
     marks = []
     seen: set[tuple[str, int]] = set()
     for line in lines:
         for row, before in zip(line.rows, [None, *line.rows], strict=False):
-            # of lengths that all run out of memory the shortest says it
-            said = before is not None and row["status"] == before["status"] == "oom"
+            # where no place further along can fit, the first says it
+            said = along.oom_persists and before is not None and row["status"] == before["status"] == "oom"
+            at = along.at(row)
             if row["status"] != "ok" and not said:
-                marks.append(_Mark(line, row["status"], True, _length(row)))
-            if row["key"] in published.out_of_memory and (line.look.color, _length(row)) not in seen:
-                seen.add((line.look.color, _length(row)))
-                marks.append(_Mark(line, "oom", False, _length(row)))
+                marks.append(_Mark(line, row["status"], True, at))
+            if row["key"] in published.out_of_memory and (line.look.color, at) not in seen:
+                seen.add((line.look.color, at))
+                marks.append(_Mark(line, "oom", False, at))
     return marks
 
 
-def _draw_marks(ax: Axes, marks: Sequence[_Mark]) -> list[Artist]:
-    """Draw them in the band below the values, lines of one length side by side; returns legend entries."""
+def _draw_marks(ax: Axes, marks: Sequence[_Mark], along: Along) -> list[Artist]:
+    """Draw them in the band below the values, lines of one place side by side; returns legend entries."""
     figure = ax.get_figure()
     assert figure is not None
     handles: list[Artist] = []
     for mark in marks:
-        beside = list(dict.fromkeys(other.line.name for other in marks if other.length == mark.length))
+        beside = list(dict.fromkeys(other.line.name for other in marks if other.at == mark.at))
         points = _APART_POINTS * (beside.index(mark.line.name) - (len(beside) - 1) / 2)
-        drawn, entry = (_mark(mark, color) for color in (mark.line.look.color, INK))
-        drawn.set_data([mark.length], [_MARKS_AT])
+        drawn, entry = (_mark(mark, color, along) for color in (mark.line.look.color, INK))
+        drawn.set_data([mark.at], [_MARKS_AT])
         aside = ScaledTranslation(points / 72, 0, figure.dpi_scale_trans)
         drawn.set_transform(blended_transform_factory(ax.transData, ax.transAxes) + aside)
         drawn.set_gid(f"{'ours' if mark.ours else 'published'} {mark.status} {mark.line.name}")
@@ -219,10 +247,10 @@ def _draw_marks(ax: Axes, marks: Sequence[_Mark]) -> list[Artist]:
     return handles
 
 
-def _mark(mark: _Mark, color: str) -> Line2D:
+def _mark(mark: _Mark, color: str, along: Along) -> Line2D:
     """A cross, or around it a ring for what was published, still without a place."""
     artist = status_mark(mark.status, color)
-    if mark.status == "oom":
+    if mark.status == "oom" and along.oom_persists:
         artist.set_label("out of memory from here on")
     if mark.ours:
         artist.set_markersize(4.5)
@@ -230,35 +258,6 @@ def _mark(mark: _Mark, color: str) -> Line2D:
         artist.set(marker="o", markersize=8.5, markeredgewidth=1.0, markerfacecolor="none")
         artist.set_label(f"{artist.get_label()}, published")
     return artist
-
-
-def _length_axis(ax: Axes, lengths: Sequence[int]) -> None:
-    """A log2 axis with a tick for each length, as many of them labelled as there is room for."""
-    every = -(-len(lengths) // _LABELS_A_PANEL)
-    labels = [length_text(n) if i % every == 0 else "" for i, n in enumerate(lengths)]
-    ax.set_xscale("log", base=2)
-    ax.set_xlim(lengths[0] / 2**0.6, lengths[-1] * 2**0.6)
-    ax.xaxis.set_major_locator(FixedLocator(lengths))
-    ax.xaxis.set_major_formatter(FixedFormatter(labels))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.tick_params(length=2.5, width=0.7, bottom=True)
-
-
-def _logarithmic_axis(ax: Axes, lowest: float, highest: float, *, marks: bool) -> None:
-    """A log10 axis whose lowest value stands above the band of the marks."""
-    top, above = math.log10(highest) + 0.1, math.log10(lowest) - 0.1
-    foot = above - (top - above) * _BAND / (1 - _BAND) if marks else above
-    ax.set_yscale("log")
-    ax.set_ylim(10**foot, 10**top)
-    first, last = math.ceil(above), math.floor(top)
-    steps = (1,) if last > first else (1, 2, 5)
-    ticks = [m * 10.0**n for n in range(first - 1, last + 1) for m in steps]
-    ax.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if above <= math.log10(tick) <= top]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    ax.yaxis.set_minor_locator(LogLocator(subs=range(2, 10)) if marks is False else NullLocator())
-    ax.yaxis.set_minor_formatter(FixedFormatter([]))
-    if marks:
-        ax.axhline(10**above, color=GREY, linewidth=0.7)
 
 
 def _in_order(handles: Iterable[Artist], theirs: str) -> list[Artist]:
@@ -276,19 +275,15 @@ def _in_order(handles: Iterable[Artist], theirs: str) -> list[Artist]:
     return sorted(entries.values(), key=place)
 
 
-def _length(row: Row) -> int:
-    return int(row["cell"]["seq_len"])
-
-
-def _notes(panels: Mapping[str, Sequence[Line]]) -> list[str]:
-    """A note for each line with lengths that could not be, but for out of memory: where, and why."""
+def _notes(panels: Mapping[str, Sequence[Line]], along: Along) -> list[str]:
+    """A note for each line with places that could not be, but for out of memory: where, and why."""
     notes = []
     for name, lines in panels.items():
         for line in lines:
             lost = [row for row in line.rows if row["status"] not in ("ok", "oom")]
             for status in dict.fromkeys(row["status"] for row in lost):
                 these = [row for row in lost if row["status"] == status]
-                where = ", ".join(length_text(_length(row)) for row in these)
+                where = along.text([along.at(row) for row in these])
                 reason = f" ({these[0]['reason']})" if these[0].get("reason") else ""
                 notes.append(f"{name}, {line.name}: {status} at {where}{reason}")
     return notes
