@@ -76,7 +76,9 @@ def test_each_strategy_runs_some_model(strategy: type[Strategy]) -> None:
     assert any(cls is strategy for cls, _ in CAN_RUN)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp32", "fp16"))]
+)
 @pytest.mark.parametrize("strategy", PARALLEL)
 def test_lower_precision_is_at_its_noise_floor(pool: RankPool, strategy: type[Strategy], dtype: str) -> None:
     rows = list(verify([strategy.name], TINY, [4], [dtype], ["attention", "model"], pool=pool))
