@@ -100,7 +100,6 @@ class Table(_Strict):
         where = ", ".join(f"{column} {row.text[column]}" for column in self.match)
         return f"{self.table}: {quantity}, {where}"
 
-
     def settings(self, row: PublishedRow) -> str:
         """The options that a row names; the name of its cell has a hash in their place."""
         optional = [c for c, field in self.match.items() if field.partition(".")[0] in SECTIONS]
