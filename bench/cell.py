@@ -137,9 +137,10 @@ class Measurement:
         peak_memory_bytes: largest sum of live bytes over the step, as torch.cuda.max_memory_allocated.
         reserved_memory_bytes: what a caching allocator reserves for it.
         peak_phase: the phase of the step in which the peak falls.
-        peak_rank: the rank that has it; with pipeline stages, the rest of a row is of that rank too.
+        peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak.
-        communication: rows of :meth:`bench.meters.communication.CommunicationMeter.rows`.
+        communication: rows of :meth:`bench.meters.communication.CommunicationMeter.rows`, of a rank of its
+            pipeline stage that sends what most of them do.
         formula: the strategy's closed form, see :class:`bench.engines.program.Plan`.
         formula_difference: where the closed form and the meter disagree; empty is right.
         step_time_s: median of step_time_samples_s, or simulated.

@@ -124,7 +124,7 @@ class _Boundary:
         cell = self.cell.at(value)
         first_ranks = [alike.ranks[0] for alike in alike_ranks(cell)]
         recorders = [virtual.trace(cell, rank, timeline=self.timed) for rank in first_ranks]
-        result = virtual.told([virtual.measure(cell, r, which) for which, r in enumerate(recorders)])
+        result = virtual.told(cell, [virtual.measure(cell, r, which) for which, r in enumerate(recorders)])
         fits = result.status == "ok"
         self.proof.append(
             {

@@ -50,7 +50,7 @@ def write_trace(
         recorders = stage_traces(cell)
     except Unsupported as error:
         raise UserError(f"{cell.key} cannot be run: {error}") from error
-    fits = told([measure(cell, recorder, stage) for stage, recorder in enumerate(recorders)])
+    fits = told(cell, [measure(cell, recorder, which) for which, recorder in enumerate(recorders)])
     if fits.status == "oom":
         report.message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
     timeline = simulator_of(cell, recorders, cluster)()

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bench.cell import Cell, Measurement
-from bench.engines.program import alike_ranks, mesh_axes, plan, record_step
+from bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
 from bench.meters.allocator import replay
 from bench.meters.recorder import Recorder
 from impls.strategy import MESH_AXES
@@ -46,7 +46,7 @@ def run(cell: Cell) -> Measurement:
     planned = plan(cell)
     by_rank = launch(cell, measure_rank)
     rank, worst = max(by_rank.items(), key=lambda item: item[1]["peak_memory_bytes"])
-    told = rank if cell.sizes.pp > 1 else alike_ranks(cell)[0].ranks[0]
+    telling = telling_set(cell, rank)
     samples = by_rank[0]["step_time_samples_s"]
     step_time_s = statistics.median(samples)
     return Measurement(
@@ -55,8 +55,8 @@ def run(cell: Cell) -> Measurement:
         peak_phase=worst["peak_phase"],
         peak_rank=rank,
         peak_held=worst["peak_held"],
-        communication=by_rank[told]["communication"],
-        formula=planned.formula(_set_of(cell, told)),
+        communication=by_rank[alike_ranks(cell)[telling].ranks[0]]["communication"],
+        formula=planned.formula(telling),
         formula_difference=[entry for result in by_rank.values() for entry in result["formula_difference"]],
         step_time_s=step_time_s,
         step_time_samples_s=samples,

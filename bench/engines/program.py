@@ -177,6 +177,13 @@ def alike_ranks(cell: Cell) -> list[Alike]:
     ]
 
 
+def telling_set(cell: Cell, rank: int) -> int:
+    """Which of :func:`alike_ranks` says most of what is sent in the pipeline stage of a rank: its first."""
+    alike = alike_ranks(cell)
+    stage = next(a.stage for a in alike if rank in a.ranks)
+    return next(which for which, a in enumerate(alike) if a.stage == stage)
+
+
 def model_parameters(cell: Cell) -> int:
     """Parameters of the whole model, with the padding of its vocabulary that the strategy asks for."""
     parts = planned_strategy(cell).vocabulary_parts

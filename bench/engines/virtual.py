@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.cell import Cell, Measurement, Sizes
 from bench.cluster import load_cluster
-from bench.engines.program import alike_ranks, mesh_axes, plan, record_step
+from bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
 from bench.engines.timing import add_times, can_time
 from bench.meters.allocator import MIB, replay
 from bench.meters.recorder import Recorder
@@ -72,8 +72,8 @@ def run(cell: Cell) -> Measurement:
     """Measure a cell: peak and reserved memory, whether it fits the card, communication, and the step time
     where the cluster has rates.
 
-    One rank is traced of each set that runs the same program (a pipeline stage, or a role in it). What is
-    told is of the one with the largest peak, or of one that runs out of memory.
+    One rank is traced of each set that runs the same program (a pipeline stage, or a role in it); see
+    :func:`told` for what is told of them.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -81,16 +81,20 @@ def run(cell: Cell) -> Measurement:
     members = [alike.ranks for alike in alike_ranks(cell)]
     timed = can_time(cell)
     recorders = [trace(cell, ranks[0], timeline=timed) for ranks in members]
-    result = told([measure(cell, recorder, which) for which, recorder in enumerate(recorders)])
+    result = told(cell, [measure(cell, recorder, which) for which, recorder in enumerate(recorders)])
     programs = [recorder.timeline.program() for recorder in recorders if recorder.timeline is not None]
     if programs and result.status == "ok":
         add_times(result, cell, programs, members)
     return result
 
 
-def told(measurements: list[Measurement]) -> Measurement:
-    """Of the measurements the one that is told, with what the closed form of any got wrong."""
+def told(cell: Cell, measurements: list[Measurement]) -> Measurement:
+    """Of the measurements of :func:`alike_ranks` the one that is told: that with the largest peak, or one
+    that runs out of memory, with what the most telling ranks of its stage send (the last of a ring may send
+    nothing), and with what the closed form of any got wrong."""
     chosen = max(measurements, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
+    telling = measurements[telling_set(cell, chosen.peak_rank)]
+    chosen.communication, chosen.formula = telling.communication, telling.formula
     chosen.formula_difference = [entry for m in measurements for entry in m.formula_difference]
     return chosen
 

@@ -15,16 +15,11 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-# not exported: different parameters over different groups
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import DTensor, Shard
 
 from impls.backends.backend import Backend, Part, PlannedStep
 from impls.communication import Traffic
@@ -32,6 +27,10 @@ from impls.composition import Composition, is_partial
 from impls.optimizer import Optimizer
 from impls.precision import Precision
 from impls.strategy import Strategy
+
+if TYPE_CHECKING:  # torch's FSDP takes half a second to import, which who does not ask for it need not wait
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+    from torch.distributed.tensor import DTensor
 
 # no output of a model is written in place
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -88,6 +87,8 @@ class FullySharded(Backend):
 
     def _wrap(self) -> None:
         """Shard each block, then what is left of the module."""
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
         if self.precision.master:
             for p in self.module.parameters():
                 p.data = p.data.float()
@@ -108,6 +109,10 @@ class FullySharded(Backend):
 
     def _placement(self, parameter: nn.Parameter) -> Any:
         """Along which dim a parameter is cut, and over which ranks."""
+        # not exported: different parameters over different groups
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+        from torch.distributed.tensor import Shard
+
         mesh = self.meshes[is_partial(parameter, self.strategy)]
         if mesh.get_group() not in self.infos:  # torch knows a group by the object that describes it
             self.infos[mesh.get_group()] = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
@@ -121,8 +126,8 @@ class FullySharded(Backend):
 
     def synchronize(self) -> None:
         for name, p in self.sharded.items():  # reduce-scattered in backward
-            assert isinstance(p.grad, DTensor)
-            self.weights[name].grad = p.grad.to_local()
+            assert p.grad is not None
+            self.weights[name].grad = p.grad.to_local()  # type: ignore[attr-defined]
 
     def step(self) -> None:
         super().step()
@@ -137,9 +142,9 @@ class FullySharded(Backend):
 
     def gradient_parts(self) -> dict[str, Part]:
         return {
-            name: self._part(name, p.grad.to_local())
+            name: self._part(name, p.grad.to_local())  # type: ignore[attr-defined]
             for name, p in self.sharded.items()
-            if isinstance(p.grad, DTensor)
+            if p.grad is not None
         }
 
     def weight_parts(self) -> dict[str, Part]:

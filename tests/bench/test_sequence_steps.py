@@ -72,3 +72,15 @@ def test_formula_between_pipeline_stages_and_replicas(strategy: str, model: str)
     sizes = {STRATEGIES[strategy]: 2, "pp": 2, "dp": 2}
     cell = cell_of(strategy, 2, model, batch=4, sizes=sizes, precision="fp16")
     assert virtual.run(cell).formula_difference == []
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_told_is_of_a_rank_that_sends(n: int) -> None:
+    """The last rank of a ring sends no state forward, and may yet have the largest peak."""
+    options = {"model": "tnl-tiny", "strategy": "lasp", "sizes": {"sp": n}, "batch": 3, "seq_len": 24}
+    told = virtual.run(Cell.model_validate(options))
+    metered, planned = (
+        sum(row["sent_bytes"] for row in rows if (row["phase"], row["collective"]) == ("forward", "send"))
+        for rows in (told.communication, told.formula)
+    )
+    assert metered == planned > 0
