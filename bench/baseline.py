@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from bench import compare, report
-from bench.commands import run_cells
-from bench.declaration import UserError
-from bench.narrowing import Narrowing
-from bench.results import FILE, Row, finite
-from bench.scenario import load_scenario
+from spbench.bench import compare, report
+from spbench.bench.commands import run_cells
+from spbench.bench.declaration import UserError
+from spbench.bench.narrowing import Narrowing
+from spbench.bench.results import FILE, Row, finite
+from spbench.bench.scenario import load_scenario
 
 FOLDER = Path("results", "baseline")
 

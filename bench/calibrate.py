@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.cell import Cell
-from bench.cluster import Calibration, load_cluster
-from bench.declaration import UserError, suggestion
-from bench.scenario import Scenario
-from bench.simulate import Simulator
-from bench.stage_traces import simulator_of, stage_traces
-from bench.tables import PublishedRow, Table, rows_of
+from spbench.bench.cell import Cell
+from spbench.bench.cluster import Calibration, load_cluster
+from spbench.bench.declaration import UserError, suggestion
+from spbench.bench.scenario import Scenario
+from spbench.bench.simulate import Simulator
+from spbench.bench.stage_traces import simulator_of, stage_traces
+from spbench.bench.tables import PublishedRow, Table, rows_of
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
 BOUNDS = {

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from bench import report
-from bench.calibrate import Fit, fitted, known_cells, residuals, summary
-from bench.declaration import UserError, suggestion
-from bench.scenario import load_scenario
+from spbench.bench import report
+from spbench.bench.calibrate import Fit, fitted, known_cells, residuals, summary
+from spbench.bench.declaration import UserError, suggestion
+from spbench.bench.scenario import load_scenario
 
 
 def calibrate_cluster(name: str, table_name: str, quantity: str, fits: Sequence[str], form: str) -> int:

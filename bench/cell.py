@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from impls.strategy import MESH_AXES
+from spbench.impls.strategy import MESH_AXES
 
 Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics"]
 Engine = Literal["virtual", "distributed"]
@@ -36,9 +36,9 @@ class Sizes(_Strict):
 
 
 class TrainingOptions(_Strict):
-    """How the step is run; see :class:`impls.training.Training`.
+    """How the step is run; see :class:`Training`.
 
-    ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`impls.inference.Inference`.
+    ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`Inference`.
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
     parts of a replica's batch that are run one after another.
     """
@@ -139,13 +139,13 @@ class Measurement:
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak.
-        communication: rows of :meth:`bench.meters.communication.CommunicationMeter.rows`, of a rank of its
+        communication: rows of :meth:`CommunicationMeter.rows`, of a rank of its
             pipeline stage that sends what most of them do.
-        formula: the strategy's closed form, see :class:`bench.engines.program.Plan`.
+        formula: the strategy's closed form, see :class:`Plan`.
         formula_difference: where the closed form and the meter disagree; empty is right.
         step_time_s: median of step_time_samples_s, or simulated.
         tokens_per_s, samples_per_s: the whole batch's positions, and its samples, over step_time_s.
-        breakdown: what a simulated step time is made of; see :attr:`bench.timeline.Timeline.by_rank`.
+        breakdown: what a simulated step time is made of; see :attr:`Timeline.by_rank`.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
             step's update.

@@ -20,9 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from bench.declaration import UserError, find_file, merge, packaged, read_yaml, suggestion, validate
+from spbench.bench.declaration import UserError, find_file, merge, packaged, read_yaml, suggestion, validate
 
-PACKAGE = "scenarios.clusters"
+PACKAGE = "spbench.scenarios.clusters"
 
 Number = TypeVar("Number")
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]

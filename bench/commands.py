@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import compare, report
-from bench.cell import Cell
-from bench.declaration import UserError, suggestion
-from bench.narrowing import Narrowing, declared_cells, narrowed_cells
-from bench.provenance import provenance
-from bench.results import FILE, FINAL, ResultsFile, Row, as_frame, breaks_formula, finite, read_rows
-from bench.scenario import Scenario, load_scenario
-from bench.sweep import at_once, sweep, unfinished
-from bench.workers import Crew
-from impls.backends import BACKENDS
-from impls.models.model import models as all_models
-from impls.registry import strategies as all_strategies
-from impls.training import PRECISIONS
+from spbench.bench import compare, report
+from spbench.bench.cell import Cell
+from spbench.bench.declaration import UserError, suggestion
+from spbench.bench.narrowing import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.provenance import provenance
+from spbench.bench.results import FILE, FINAL, ResultsFile, Row, as_frame, breaks_formula, finite, read_rows
+from spbench.bench.scenario import Scenario, load_scenario
+from spbench.bench.sweep import at_once, sweep, unfinished
+from spbench.bench.workers import Crew
+from spbench.impls.backends import BACKENDS
+from spbench.impls.models.model import models as all_models
+from spbench.impls.registry import strategies as all_strategies
+from spbench.impls.training import PRECISIONS
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -192,7 +192,7 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
     if figure is None or not ran.known:
         return [], False
     try:
-        draw = importlib.import_module(f"plots.{figure}").draw
+        draw = importlib.import_module(f"spbench.plots.{figure}").draw
     except (ImportError, AttributeError) as error:
         report.message(f"spbench: warning: no figure drawn, there is no plots.{figure}.draw ({error})")
         return [], False
@@ -259,7 +259,7 @@ def verify_strategies(
         for name in names:
             if name not in known:
                 raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}")
-    from bench.verify import verify
+    from spbench.bench.verify import verify
 
     lines = []
     for row in verify(

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.cell import Cell
-from bench.curves import findings
-from bench.declaration import UserError
-from bench.formula import evaluate, letters, sent_bytes, sent_elements
-from bench.results import Row
-from bench.scenario import Claim, FormulaClaim, Scenario, Selector
-from bench.tables import UNSTATED, PublishedRow, Table, rows_of
+from spbench.bench.cell import Cell
+from spbench.bench.curves import findings
+from spbench.bench.declaration import UserError
+from spbench.bench.formula import evaluate, letters, sent_bytes, sent_elements
+from spbench.bench.results import Row
+from spbench.bench.scenario import Claim, FormulaClaim, Scenario, Selector
+from spbench.bench.tables import UNSTATED, PublishedRow, Table, rows_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.cluster import Calibration, Cluster
-from bench.step_program import KERNEL, PRECISION_NAMES, Program
+from spbench.bench.cluster import Calibration, Cluster
+from spbench.bench.step_program import KERNEL, PRECISION_NAMES, Program
 
 #: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.cell import Cell
-from bench.results import Row
-from bench.scenario import CurveClaim, Selector
+from spbench.bench.cell import Cell
+from spbench.bench.results import Row
+from spbench.bench.scenario import CurveClaim, Selector
 
 Losses = Sequence[Mapping[str, float | None]]
 

@@ -9,12 +9,12 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from bench.cell import Cell
-from bench.cluster import load_cluster
-from bench.declaration import UserError, dotted, first_problem, merge, suggestion
-from impls.models.model import model_preset, models
-from impls.registry import strategies, strategy_options
-from impls.strategy import MESH_AXES
+from spbench.bench.cell import Cell
+from spbench.bench.cluster import load_cluster
+from spbench.bench.declaration import UserError, dotted, first_problem, merge, suggestion
+from spbench.impls.models.model import model_preset, models
+from spbench.impls.registry import strategies, strategy_options
+from spbench.impls.strategy import MESH_AXES
 
 #: keys of a group that may be lists; so may each axis of sizes
 MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")

@@ -7,11 +7,11 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.cell import Cell
-from bench.declaration import UserError
-from bench.results import Row
-from impls.models.model import model_preset
-from impls.training import PRECISIONS
+from spbench.bench.cell import Cell
+from spbench.bench.declaration import UserError
+from spbench.bench.results import Row
+from spbench.impls.models.model import model_preset
+from spbench.impls.training import PRECISIONS
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

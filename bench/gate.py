@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from bench import report
-from bench.cell import Status
-from bench.compare import FILE as COMPARISON
-from bench.declaration import UserError
-from bench.results import FILE, Row, finite, read_rows
+from spbench.bench import report
+from spbench.bench.cell import Status
+from spbench.bench.compare import FILE as COMPARISON
+from spbench.bench.declaration import UserError
+from spbench.bench.results import FILE, Row, finite, read_rows
 
 #: relative, for simulated times; absolute, for relative errors
 TOLERANCE = 1e-6

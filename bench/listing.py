@@ -20,7 +20,7 @@ def list_kind(kind: str) -> None:
 
 
 def _declared(package: str, key: str) -> Iterator[tuple[str, str]]:
-    from bench.declaration import UserError, packaged, read_yaml
+    from spbench.bench.declaration import UserError, packaged, read_yaml
 
     for name, path in packaged(package).items():
         try:
@@ -31,15 +31,15 @@ def _declared(package: str, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _scenarios() -> Iterator[tuple[str, str]]:
-    return _declared("scenarios", "title")
+    return _declared("spbench.scenarios", "title")
 
 
 def _clusters() -> Iterator[tuple[str, str]]:
-    return _declared("scenarios.clusters", "about")
+    return _declared("spbench.scenarios.clusters", "about")
 
 
 def _strategies() -> Iterator[tuple[str, str]]:
-    from impls.registry import strategies
+    from spbench.impls.registry import strategies
 
     for name, cls in sorted(strategies().items()):
         notes = [f"axis {cls.axis}" if cls.axis else "", cls.source]
@@ -49,7 +49,7 @@ def _strategies() -> Iterator[tuple[str, str]]:
 def _models() -> Iterator[tuple[str, str]]:
     from dataclasses import fields
 
-    from impls.models.model import models
+    from spbench.impls.models.model import models
 
     for name, model in sorted(models().items()):
         sizes = {f.name: getattr(model, f.name) for f in fields(model)}  # type: ignore[arg-type]

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Cell, Sizes
-from bench.cluster import Cluster, Figure, load_cluster
-from bench.engines import distributed, virtual
-from bench.engines.program import set_up
-from bench.step_program import KERNEL
-from impls.communication import exchange
-from impls.training import PRECISIONS, initialize
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cluster import Cluster, Figure, load_cluster
+from spbench.bench.engines import distributed, virtual
+from spbench.bench.engines.program import set_up
+from spbench.bench.step_program import KERNEL
+from spbench.impls.communication import exchange
+from spbench.impls.training import PRECISIONS, initialize
 
 #: a matrix of the products, [SIDE, SIDE]; about what a small transformer's layers multiply
 SIDE = 512

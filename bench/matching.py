@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench.step_program import COLLECTIVE, KERNEL, RECV, SEND, WAIT, Group, Program, shifted
+from spbench.bench.step_program import COLLECTIVE, KERNEL, RECV, SEND, WAIT, Group, Program, shifted
 
 
 class Deadlock(ValueError):

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.declaration import UserError, suggestion
-from bench.report import number_or_status
-from bench.tables import UNSTATED
+from spbench.bench.declaration import UserError, suggestion
+from spbench.bench.report import number_or_status
+from spbench.bench.tables import UNSTATED
 
 SUMMARY = "summary"
 _PART = re.compile(

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from bench.cell import Cell, Engine
-from bench.cluster import load_cluster
-from bench.declaration import UserError, suggestion
-from bench.scenario import Scenario
-from impls.models.model import models
-from impls.registry import strategies
+from spbench.bench.cell import Cell, Engine
+from spbench.bench.cluster import load_cluster
+from spbench.bench.declaration import UserError, suggestion
+from spbench.bench.scenario import Scenario
+from spbench.impls.models.model import models
+from spbench.impls.registry import strategies
 
 ALL = "all"
 

@@ -50,7 +50,7 @@ def many(flag: str, kind: click.ParamType[Any], text: str) -> Callable[[Command]
 
 
 def choosing_cells(command: Command) -> Command:
-    """The options that name a scenario and choose among its cells (:class:`bench.narrowing.Narrowing`)."""
+    """The options that name a scenario and choose among its cells (:class:`Narrowing`)."""
     options = [
         click.option(
             "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."

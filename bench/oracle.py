@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impls.backends import BACKENDS
-from impls.communication import all_reduce
-from impls.composition import Composition
-from impls.models.model import Model
-from impls.strategy import Strategy, shard_of
-from impls.training import PRECISIONS, Precision, default_dtype, initialize
+from spbench.impls.backends import BACKENDS
+from spbench.impls.communication import all_reduce
+from spbench.impls.composition import Composition
+from spbench.impls.models.model import Model
+from spbench.impls.strategy import Strategy, shard_of
+from spbench.impls.training import PRECISIONS, Precision, default_dtype, initialize
 
 #: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
 #: flat and the gradients of queries and keys tiny
@@ -42,7 +42,7 @@ class Case:
         dtype: a key of PRECISIONS: of weights, activations and gradients of the checked run.
         batch, seq_len: whole sizes, in samples and positions.
         seed: of weights, inputs and the gradient of the outputs.
-        backend, gradients: that hold and synchronise gradients; see :class:`impls.training.Training`.
+        backend, gradients: that hold and synchronise gradients; see :class:`Training`.
     """
 
     strategy: type[Strategy]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.declaration import UserError, packaged, suggestion
-from bench.published import published_rows
-from bench.scenario import Scenario, load_scenario
+from spbench.bench.declaration import UserError, packaged, suggestion
+from spbench.bench.published import published_rows
+from spbench.bench.scenario import Scenario, load_scenario
 
 FILE = "papers.csv"
 ALL = "all"
@@ -38,7 +38,7 @@ def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
     known = papers()
     if name not in (*known, ALL):
         raise UserError(f"unknown paper {name!r}{suggestion(name, [*known, ALL])}")
-    loaded = [load_scenario(scenario) for scenario in packaged("scenarios")]
+    loaded = [load_scenario(scenario) for scenario in packaged("spbench.scenarios")]
     wanted = list(known.values()) if name == ALL else [known[name]]
     found = [
         (paper, [s for s in loaded if s.document.paper in (paper.name, paper.source)]) for paper in wanted

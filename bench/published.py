@@ -6,9 +6,9 @@ import csv
 from importlib.resources import files
 from pathlib import Path
 
-from bench.declaration import UserError, suggestion
+from spbench.bench.declaration import UserError, suggestion
 
-PACKAGE = "results.papers"
+PACKAGE = "spbench.results.papers"
 
 
 def published_value(file: str, key: str, row: str, column: str, beside: Path) -> float:

@@ -17,9 +17,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.cell import Cell
-from bench.compare import Comparison
-from bench.results import FINAL, Row, flat
+from spbench.bench.cell import Cell
+from spbench.bench.compare import Comparison
+from spbench.bench.results import FINAL, Row, flat
 
 GIB, MIB = 2**30, 2**20
 

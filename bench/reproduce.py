@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import narrative, report
-from bench.commands import Ran, draw_figure, run_cells
-from bench.compare import Comparison, write_whole
-from bench.declaration import UserError
-from bench.engines import run as run_on_engine
-from bench.narrowing import ALL as ALL_VARIANTS
-from bench.narrowing import Narrowing
-from bench.papers import Paper, scenarios_of
-from bench.results import finite
-from bench.scenario import Scenario
-from bench.workers import Crew
+from spbench.bench import narrative, report
+from spbench.bench.commands import Ran, draw_figure, run_cells
+from spbench.bench.compare import Comparison, write_whole
+from spbench.bench.declaration import UserError
+from spbench.bench.engines import run as run_on_engine
+from spbench.bench.narrowing import ALL as ALL_VARIANTS
+from spbench.bench.narrowing import Narrowing
+from spbench.bench.papers import Paper, scenarios_of
+from spbench.bench.results import finite
+from spbench.bench.scenario import Scenario
+from spbench.bench.workers import Crew
 
 FOLDER = Path("results", "reproduction")
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
-from bench.cell import Status
-from bench.declaration import UserError
+from spbench.bench.cell import Status
+from spbench.bench.declaration import UserError
 
 if TYPE_CHECKING:
     from pandas import DataFrame

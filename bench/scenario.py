@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from bench.cell import Cell, Measurement
-from bench.declaration import UserError, find_file, read_yaml, suggestion, validate
-from bench.expansion import Problem, expand
-from bench.formula import LETTERS, evaluate
-from bench.published import published_text, published_value
-from bench.tables import Table, check_tables
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.declaration import UserError, find_file, read_yaml, suggestion, validate
+from spbench.bench.expansion import Problem, expand
+from spbench.bench.formula import LETTERS, evaluate
+from spbench.bench.published import published_text, published_value
+from spbench.bench.tables import Table, check_tables
 
-PACKAGE = "scenarios"
+PACKAGE = "spbench.scenarios"
 
 #: fields of a measurement that are one number
 QUANTITIES = (
@@ -100,7 +100,7 @@ class FormulaClaim(_Strict):
     that it speaks of.
 
     Attributes:
-        published: where the formula stands; see :func:`bench.formula.evaluate`.
+        published: where the formula stands; see :func:`evaluate`.
         cells: any number of cells.
         less: model options of the cell, otherwise the same, whose elements are subtracted, so that what
             is left is one layer's.

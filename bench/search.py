@@ -12,17 +12,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bench.cell import Cell, Measurement
-from bench.cluster import load_cluster
-from bench.engines import virtual
-from bench.engines.program import alike_ranks, planned_strategy
-from bench.engines.timing import add_times, can_time
-from bench.extrapolate import NotOneProgram, Programs
-from bench.meters.allocator import replay
-from bench.meters.memory import MemoryLog
-from bench.meters.timeline import TimelineMeter
-from impls.models.model import model_preset
-from impls.strategy import Unsupported
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cluster import load_cluster
+from spbench.bench.engines import virtual
+from spbench.bench.engines.program import alike_ranks, planned_strategy
+from spbench.bench.engines.timing import add_times, can_time
+from spbench.bench.extrapolate import NotOneProgram, Programs
+from spbench.bench.meters.allocator import replay
+from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.timeline import TimelineMeter
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategy import Unsupported
 
 #: whole traces that a search may take before it is given up as a failure
 MAX_PROBES = 40

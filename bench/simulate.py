@@ -17,11 +17,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from bench.cluster import Calibration, Cluster
-from bench.costs import Costs, check_rates
-from bench.matching import Deadlock, World
-from bench.step_program import COLLECTIVE, KERNEL, SEND, WAIT, Program
-from bench.timeline import Timeline
+from spbench.bench.cluster import Calibration, Cluster
+from spbench.bench.costs import Costs, check_rates
+from spbench.bench.matching import Deadlock, World
+from spbench.bench.step_program import COLLECTIVE, KERNEL, SEND, WAIT, Program
+from spbench.bench.timeline import Timeline
 
 
 class Simulator:
@@ -34,7 +34,7 @@ class Simulator:
         parameters: of the whole model, which a calibration may charge for.
 
     Raises:
-        Deadlock, ValueError: see :class:`bench.matching.World`.
+        Deadlock, ValueError: see :class:`World`.
         RatesUnknown: the profile lacks a figure.
     """
 

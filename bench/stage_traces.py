@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.cell import Cell
-from bench.cluster import Cluster
-from bench.engines import virtual
-from bench.engines.program import alike_ranks, model_parameters
-from bench.meters.recorder import Recorder
-from bench.simulate import Simulator
+from spbench.bench.cell import Cell
+from spbench.bench.cluster import Cluster
+from spbench.bench.engines import virtual
+from spbench.bench.engines.program import alike_ranks, model_parameters
+from spbench.bench.meters.recorder import Recorder
+from spbench.bench.simulate import Simulator
 
 
 def stage_traces(cell: Cell) -> list[Recorder]:

@@ -83,7 +83,7 @@ class Program:
         name: index into ``names``: the operator, or the collective.
         category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT or ATTENTION.
         nbytes: of a kernel, bytes read and written; of communication, bytes of the payload as
-            :data:`impls.communication.WIRE_SHARE` defines it.
+            :data:`WIRE_SHARE` defines it.
         flops: floating-point operations.
         precision: index into PRECISION_NAMES, of a kernel's operands.
         shape: [events, 4]: batch, m, n, k of a matrix product.

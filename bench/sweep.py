@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from bench.cell import Cell
-from bench.engines import run as run_on_engine
-from bench.provenance import provenance
-from bench.results import FINAL, ResultsFile, Row
-from bench.workers import Crew, Outcome, Run
-from impls.models.model import model_preset
+from spbench.bench.cell import Cell
+from spbench.bench.engines import run as run_on_engine
+from spbench.bench.provenance import provenance
+from spbench.bench.results import FINAL, ResultsFile, Row
+from spbench.bench.workers import Crew, Outcome, Run
+from spbench.impls.models.model import model_preset
 
 #: engines that start processes of their own: their cells run one at a time, with nothing beside them
 EXCLUSIVE_ENGINES = ("distributed",)

@@ -27,12 +27,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
-from bench.cell import Cell
-from bench.declaration import UserError, suggestion
-from bench.expansion import Problem
-from bench.published import published_rows
-from impls.registry import strategies
-from impls.strategy import MESH_AXES
+from spbench.bench.cell import Cell
+from spbench.bench.declaration import UserError, suggestion
+from spbench.bench.expansion import Problem
+from spbench.bench.published import published_rows
+from spbench.impls.registry import strategies
+from spbench.impls.strategy import MESH_AXES
 
 #: what a column may be matched to; and, with a dot and a name, an option of SECTIONS
 FIELDS = (

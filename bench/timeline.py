@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.step_program import CATEGORIES, COLLECTIVE, KERNEL, PRECISION_NAMES, SEND, WAIT, shifted
+from spbench.bench.step_program import CATEGORIES, COLLECTIVE, KERNEL, PRECISION_NAMES, SEND, WAIT, shifted
 
 if TYPE_CHECKING:
-    from bench.costs import Costs
-    from bench.matching import World
+    from spbench.bench.costs import Costs
+    from spbench.bench.matching import World
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from itertools import combinations
 
 import pandas as pd
 
-from bench.cell import Cell, Sizes, Timing
-from bench.cluster import Cluster
-from bench.engines import distributed
-from bench.local_rates import measured_cluster
-from bench.provenance import provenance
-from bench.stage_traces import simulator_of, stage_traces
-from impls.models.bert import BertModel
+from spbench.bench.cell import Cell, Sizes, Timing
+from spbench.bench.cluster import Cluster
+from spbench.bench.engines import distributed
+from spbench.bench.local_rates import measured_cluster
+from spbench.bench.provenance import provenance
+from spbench.bench.stage_traces import simulator_of, stage_traces
+from spbench.impls.models.bert import BertModel
 
 #: large enough that a step takes a few times as long as the system's noise, small enough for seconds
 _MODEL = {"hidden": 256, "heads": 4, **BertModel.plain_options}

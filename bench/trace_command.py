@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from bench import report
-from bench.cell import Cell
-from bench.cluster import load_cluster
-from bench.costs import RatesUnknown, check_rates
-from bench.declaration import UserError
-from bench.engines.program import alike_ranks
-from bench.engines.virtual import measure, told
-from bench.narrowing import Narrowing, narrowed_cells
-from bench.scenario import Scenario, load_scenario
-from bench.stage_traces import simulator_of, stage_traces
-from bench.trace_export import export_trace
-from impls.strategy import Unsupported
+from spbench.bench import report
+from spbench.bench.cell import Cell
+from spbench.bench.cluster import load_cluster
+from spbench.bench.costs import RatesUnknown, check_rates
+from spbench.bench.declaration import UserError
+from spbench.bench.engines.program import alike_ranks
+from spbench.bench.engines.virtual import measure, told
+from spbench.bench.narrowing import Narrowing, narrowed_cells
+from spbench.bench.scenario import Scenario, load_scenario
+from spbench.bench.stage_traces import simulator_of, stage_traces
+from spbench.bench.trace_export import export_trace
+from spbench.impls.strategy import Unsupported
 
 #: cells that are named where more than one is left
 _NAMED = 3

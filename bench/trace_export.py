@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.timeline import Event, Timeline
+from spbench.bench.timeline import Event, Timeline
 
 _PHASES, _COMPUTE, _COMMUNICATION = 0, 1, 2
 _MICRO = 1e6

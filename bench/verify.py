@@ -25,15 +25,15 @@ from typing import Any, Literal
 
 import torch
 
-from bench.engines.pool import RankError, RankPool
-from bench.oracle import Case, Finding, check_rank, relative_errors
-from impls.backends import BACKENDS
-from impls.models.model import model_preset
-from impls.models.model import models as all_models
-from impls.registry import strategies as all_strategies
-from impls.registry import strategy_class
-from impls.strategy import Unsupported
-from impls.training import PRECISIONS
+from spbench.bench.engines.pool import RankError, RankPool
+from spbench.bench.oracle import Case, Finding, check_rank, relative_errors
+from spbench.impls.backends import BACKENDS
+from spbench.impls.models.model import model_preset
+from spbench.impls.models.model import models as all_models
+from spbench.impls.registry import strategies as all_strategies
+from spbench.impls.registry import strategy_class
+from spbench.impls.strategy import Unsupported
+from spbench.impls.training import PRECISIONS
 
 __all__ = ["VerifyRow", "relative_errors", "verify", "verify_case"]
 
@@ -48,7 +48,7 @@ class VerifyRow:
     Attributes:
         variant: the model options that differ from the preset, as "name=value", and the strategy's.
         size: ranks.
-        dtype: a key of :data:`impls.training.PRECISIONS`.
+        dtype: a key of :data:`PRECISIONS`.
         batch, seq_len: whole sizes, in samples and positions.
         status: "unsupported" is no fault: the strategy says that it cannot run these sizes.
         error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
@@ -94,9 +94,9 @@ def verify(
         strategies: names; None: all that are registered.
         models: names; None: the registered presets with "-tiny" in their name.
         world_sizes: ranks along the strategy's axis.
-        dtypes: keys of :data:`impls.training.PRECISIONS`.
+        dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
-        backend: a key of :data:`impls.backends.BACKENDS`.
+        backend: a key of :data:`BACKENDS`.
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.

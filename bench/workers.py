@@ -19,8 +19,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from bench.cell import Cell, Measurement, Status
-from impls.strategy import Unsupported
+from spbench.bench.cell import Cell, Measurement, Status
+from spbench.impls.strategy import Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0

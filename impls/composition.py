@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from impls.communication import Traffic, add_from_peer, all_reduce
-from impls.strategy import Site, Strategy, Unsupported, shard_of
+from spbench.impls.communication import Traffic, add_from_peer, all_reduce
+from spbench.impls.strategy import Site, Strategy, Unsupported, shard_of
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def composed_traffic(
     sites: list[Site], strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
 ) -> Iterator[tuple[Traffic, int]]:
     """Closed form of what a rank of a stage sends in a step, with the size of the group it goes to; without
-    what a backend sends to sum gradients (:meth:`impls.backends.backend.Backend.traffic`).
+    what a backend sends to sum gradients (:meth:`Backend.traffic`).
 
     Args:
         sites: what one micro-batch asks of this stage, and (parameters, flags) the step itself.

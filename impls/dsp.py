@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from impls.communication import Traffic, all_to_all, joined, start_all_gather, start_reduce_scatter
-from impls.grid import Grid, grid_of, part_of
-from impls.sequence_chunks import SequenceChunks
-from impls.strategy import SequenceDim, Site, Unsupported
+from spbench.impls.communication import Traffic, all_to_all, joined, start_all_gather, start_reduce_scatter
+from spbench.impls.grid import Grid, grid_of, part_of
+from spbench.impls.sequence_chunks import SequenceChunks
+from spbench.impls.strategy import SequenceDim, Site, Unsupported
 
 
 def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: int) -> int:

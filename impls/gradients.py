@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from impls.composition import Composition, is_partial
-from impls.strategy import Strategy
+from spbench.impls.composition import Composition, is_partial
+from spbench.impls.strategy import Strategy
 
 
 class ContiguousGradients:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from impls.layout import Site, Unsupported
+from spbench.impls.layout import Site, Unsupported
 
 
 def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def as_sequences(sites: Iterable[Site], dim: int) -> Iterator[Site]:
 
 
 class GridHooks:
-    """The part of :class:`impls.strategy.Strategy` that is about grids. The defaults hold for one device, for
+    """The part of :class:`Strategy` that is about grids. The defaults hold for one device, for
     who splits features, and for who cuts one dim of the grid and says in :meth:`full_attention` what to do
     along that one."""
 

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from impls.composition import Composition
+from spbench.impls.composition import Composition
 
 
 class Inference:
-    """A module with what a forward pass needs, which engines run like :class:`impls.training.Training`.
+    """A module with what a forward pass needs, which engines run like :class:`Training`.
 
     Args:
         module: maps a dict of this rank's inputs to a dict of outputs.
@@ -23,7 +23,7 @@ class Inference:
         self.module, self.around = module, around
 
     def held(self) -> dict[str, list[Tensor]]:
-        """What is held between steps, as :meth:`impls.backends.backend.Backend.held` has it."""
+        """What is held between steps, as :meth:`Backend.held` has it."""
         return {"parameters": list(self.module.parameters())}
 
     def step(

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from impls.communication import Traffic, exchange
-from impls.kernels import linear_attention as kernels
-from impls.sequence_chunks import SequenceChunks
-from impls.strategy import Site
+from spbench.impls.communication import Traffic, exchange
+from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.sequence_chunks import SequenceChunks
+from spbench.impls.strategy import Site
 
 
 class _Kernels:

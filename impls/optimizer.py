@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from impls.communication import all_reduce
-from impls.precision import Precision
+from spbench.impls.communication import all_reduce
+from spbench.impls.precision import Precision
 
 
 class Optimizer:

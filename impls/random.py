@@ -13,7 +13,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from impls.kernels.dropout import masked_dropout
+from spbench.impls.kernels.dropout import masked_dropout
 
 
 class DropoutRandom:

@@ -9,18 +9,18 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from impls.strategy import Strategy
+from spbench.impls.strategy import Strategy
 
 
 @cache
 def strategies() -> dict[str, type[Strategy]]:
     """Every strategy by name: the modules of this package, then the entry points `spbench.strategies`."""
-    import impls
+    import spbench.impls
 
     found: dict[str, type[Strategy]] = {Strategy.name: Strategy}
-    for module in pkgutil.iter_modules(impls.__path__):
+    for module in pkgutil.iter_modules(spbench.impls.__path__):
         if not module.ispkg:
-            for value in vars(importlib.import_module(f"impls.{module.name}")).values():
+            for value in vars(importlib.import_module(f"spbench.impls.{module.name}")).values():
                 if inspect.isclass(value) and issubclass(value, Strategy) and "name" in vars(value):
                     found[value.name] = value
     for entry in entry_points(group="spbench.strategies"):

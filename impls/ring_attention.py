@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from impls.communication import Ring, Traffic
-from impls.grid import as_sequences
-from impls.kernels.flash_attention import flash_attention, flash_attention_backward
-from impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
-from impls.sequence_chunks import SequenceChunks
-from impls.strategy import SequenceDim, Site, Unsupported
+from spbench.impls.communication import Ring, Traffic
+from spbench.impls.grid import as_sequences
+from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
+from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
+from spbench.impls.sequence_chunks import SequenceChunks
+from spbench.impls.strategy import SequenceDim, Site, Unsupported
 
 PLACEMENTS = ("contiguous", "striped", "zigzag")
 ALL = slice(None)

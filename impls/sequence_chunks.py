@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from impls.grid import Grid
-from impls.strategy import SequenceDim, Shard, Site, Strategy, Unsupported, mark_shard
+from spbench.impls.grid import Grid
+from spbench.impls.strategy import SequenceDim, Shard, Site, Strategy, Unsupported, mark_shard
 
 
 class SequenceChunks(Strategy):

@@ -17,14 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impls.communication import Traffic
-from impls.grid import GridHooks, as_sequences
-from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
-from impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
-from impls.kernels.softmax import masked_softmax
-from impls.layout import MEETINGS, MESH_AXES, SequenceDim, Shard, Site, Unsupported, mark_shard, shard_of
-from impls.linear import GroupedLinear, Linear
-from impls.random import DropoutRandom
+from spbench.impls.communication import Traffic
+from spbench.impls.grid import GridHooks, as_sequences
+from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
+from spbench.impls.kernels.softmax import masked_softmax
+from spbench.impls.layout import (
+    MEETINGS,
+    MESH_AXES,
+    SequenceDim,
+    Shard,
+    Site,
+    Unsupported,
+    mark_shard,
+    shard_of,
+)
+from spbench.impls.linear import GroupedLinear, Linear
+from spbench.impls.random import DropoutRandom
 
 __all__ = [
     "LINEAR_ATTENTION_WAYS",
@@ -58,7 +67,7 @@ class Strategy(GridHooks):
             come from here and from nowhere else.
         planned_size: without a mesh, the ranks to check and count for; such a strategy cannot run.
         planned_rank: without a mesh, the rank to count for.
-        seed: the seed of dropout; see :class:`impls.random.DropoutRandom`.
+        seed: the seed of dropout; see :class:`DropoutRandom`.
     """
 
     name: ClassVar[str] = "single"
@@ -195,7 +204,7 @@ class Strategy(GridHooks):
 
         ``mask`` is True where a key must not be attended: [B, 1, 1, L], or [B, 1, queries, L]. Its
         key dim is always whole, its query dim this rank's. ``softmax`` is a way of
-        :func:`impls.kernels.softmax.masked_softmax`.
+        :func:`masked_softmax`.
         """
         return self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax)
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from impls.communication import Traffic, all_gather_flat, copy_to_group, reduce_from_group
-from impls.divisors import nearest_divisors
-from impls.grid import as_sequences
-from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
-from impls.linear import GroupedLinear, Linear
-from impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
+from spbench.impls.communication import Traffic, all_gather_flat, copy_to_group, reduce_from_group
+from spbench.impls.divisors import nearest_divisors
+from spbench.impls.grid import as_sequences
+from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from spbench.impls.linear import GroupedLinear, Linear
+from spbench.impls.strategy import Shard, Site, Strategy, Unsupported, mark_shard
 
 
 class ColumnParallelLinear(Linear):

@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from impls.backends import BACKENDS
-from impls.composition import Composition
-from impls.gradients import ContiguousGradients, StaleGradients
-from impls.optimizer import Optimizer
-from impls.pipeline import Pipeline
-from impls.precision import PRECISIONS, Precision, default_dtype
-from impls.strategy import Site, Strategy, shard_of
+from spbench.impls.backends import BACKENDS
+from spbench.impls.composition import Composition
+from spbench.impls.gradients import ContiguousGradients, StaleGradients
+from spbench.impls.optimizer import Optimizer
+from spbench.impls.pipeline import Pipeline
+from spbench.impls.precision import PRECISIONS, Precision, default_dtype
+from spbench.impls.strategy import Site, Strategy, shard_of
 
 __all__ = [
     "PHASES",
@@ -74,7 +74,7 @@ class Training:
         around: data and pipeline parallelism; None for one replica and one stage.
         micro_batches: parts of the batch that are run one after another.
         schedule: of the pipeline; see :mod:`impls.pipeline`.
-        learning_rate: of AdamW; :meth:`impls.optimizer.Optimizer.set_learning_rate` changes it.
+        learning_rate: of AdamW; :meth:`Optimizer.set_learning_rate` changes it.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from plots.panel import gpu_axis
-from plots.series import Row, gpus
+from spbench.plots.panel import gpu_axis
+from spbench.plots.series import Row, gpus
 
 _LABELS_A_PANEL = 8
 

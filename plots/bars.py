@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from plots.lines import Value
-from plots.panel import status_mark, value_axis
-from plots.series import Row
-from plots.style import GREY, Look, number, strategy_name
+from spbench.plots.lines import Value
+from spbench.plots.panel import status_mark, value_axis
+from spbench.plots.series import Row
+from spbench.plots.style import GREY, Look, number, strategy_name
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from pandas import DataFrame, isna
 
-from plots.style import GREY, INK, TIMES, number, shortened
+from spbench.plots.style import GREY, INK, TIMES, number, shortened
 
 _COLUMNS_POINTS = {"published": 46, "ours": 92, "error": 134}
 

@@ -14,9 +14,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from pandas import DataFrame
 
-from plots.claims import claims_of, draw_claims, height_inches
-from plots.lines import LINESTYLES
-from plots.panel import (
+from spbench.plots.claims import claims_of, draw_claims, height_inches
+from spbench.plots.lines import LINESTYLES
+from spbench.plots.panel import (
     gpu_axis,
     mark_handles,
     mark_missing,
@@ -26,8 +26,8 @@ from plots.panel import (
     value_axis,
     write_notes,
 )
-from plots.series import Row, Series, by_model, gpu_counts, gpus, series_of, shared, title
-from plots.style import (
+from spbench.plots.series import Row, Series, by_model, gpu_counts, gpus, series_of, shared, title
+from spbench.plots.style import (
     GREY,
     INK,
     PAGE_INCHES,

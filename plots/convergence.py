@@ -16,9 +16,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from pandas import DataFrame
 
-from plots.panel import missing_notes, note_lines, notes_height_inches, write_notes
-from plots.series import Row, by_model, gpus, series_of, shared, title
-from plots.style import (
+from spbench.plots.panel import missing_notes, note_lines, notes_height_inches, write_notes
+from spbench.plots.series import Row, by_model, gpus, series_of, shared, title
+from spbench.plots.style import (
     INK,
     PAGE_INCHES,
     Look,

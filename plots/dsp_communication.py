@@ -8,11 +8,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from plots.along import GPUS
-from plots.dsp_videos import video
-from plots.sent_elements import sent_elements_figure
-from plots.series import Row
-from plots.style import house_style, save
+from spbench.plots.along import GPUS
+from spbench.plots.dsp_videos import video
+from spbench.plots.sent_elements import sent_elements_figure
+from spbench.plots.series import Row
+from spbench.plots.style import house_style, save
 
 
 def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:

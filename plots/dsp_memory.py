@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from pandas import DataFrame
 
-from plots.bars import draw_rows, lost_notes
-from plots.dsp_videos import video
-from plots.lines import measured
-from plots.panel import mark_handles, note_lines, notes_height_inches, write_notes
-from plots.series import Row, gpus, title
-from plots.style import PAGE_INCHES, add_legend, house_style, looks, new_figure, save, strategy_name
+from spbench.plots.bars import draw_rows, lost_notes
+from spbench.plots.dsp_videos import video
+from spbench.plots.lines import measured
+from spbench.plots.panel import mark_handles, note_lines, notes_height_inches, write_notes
+from spbench.plots.series import Row, gpus, title
+from spbench.plots.style import PAGE_INCHES, add_legend, house_style, looks, new_figure, save, strategy_name
 
 _PANEL_INCHES = 2.4
 _PEAK = measured("peak_memory_bytes", 2**30)

@@ -8,11 +8,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from plots.along import GPUS, length_text
-from plots.line_panels import Quantity, line_panels, lines_of
-from plots.lines import measured
-from plots.series import Row, by_model, gpu_counts, gpus
-from plots.style import house_style, looks, save
+from spbench.plots.along import GPUS, length_text
+from spbench.plots.line_panels import Quantity, line_panels, lines_of
+from spbench.plots.lines import measured
+from spbench.plots.series import Row, by_model, gpu_counts, gpus
+from spbench.plots.style import house_style, looks, save
 
 #: latent positions that one token of ST-DiT covers; lengths and rates of rows count positions
 _A_TOKEN = 4

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from plots.dsp_videos import videos_figure
-from plots.line_panels import Quantity
-from plots.lines import measured
-from plots.series import Row
-from plots.style import house_style, save
+from spbench.plots.dsp_videos import videos_figure
+from spbench.plots.line_panels import Quantity
+from spbench.plots.lines import measured
+from spbench.plots.series import Row
+from spbench.plots.style import house_style, save
 
 _THROUGHPUT = Quantity("throughput_samples_per_s", "Samples per second", measured("samples_per_s"))
 

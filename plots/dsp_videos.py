@@ -8,11 +8,11 @@ from itertools import combinations
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from plots.along import GPUS
-from plots.line_panels import Line, Quantity, line_panels, lines_of
-from plots.lines import Value
-from plots.series import Row, gpus
-from plots.style import looks
+from spbench.plots.along import GPUS
+from spbench.plots.line_panels import Line, Quantity, line_panels, lines_of
+from spbench.plots.lines import Value
+from spbench.plots.series import Row, gpus
+from spbench.plots.style import looks
 
 #: which dim of the grid a method cuts that cuts one throughout
 _CUTS = {0: "frames cut", 1: "places cut"}

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pandas import DataFrame
 
-from plots.bars import Bar, draw_bars
-from plots.claims import Claim, claim_handles, claims_of, draw_claims, height_inches
-from plots.lines import draw_values, highest, measured, without
-from plots.panel import (
+from spbench.plots.bars import Bar, draw_bars
+from spbench.plots.claims import Claim, claim_handles, claims_of, draw_claims, height_inches
+from spbench.plots.lines import draw_values, highest, measured, without
+from spbench.plots.panel import (
     gpu_axis,
     mark_handles,
     mark_missing,
@@ -25,8 +25,8 @@ from plots.panel import (
     value_axis,
     write_notes,
 )
-from plots.series import Row, by_model, gpu_counts, gpus, series_of, shared, title
-from plots.style import (
+from spbench.plots.series import Row, by_model, gpu_counts, gpus, series_of, shared, title
+from spbench.plots.style import (
     COLUMN_INCHES,
     INK,
     PAGE_INCHES,

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from pandas import DataFrame
 
-from plots.along import length_text
-from plots.bars import draw_rows, lost_notes
-from plots.lines import Value, measured
-from plots.panel import mark_handles, note_lines, notes_height_inches, write_notes
-from plots.series import Row, gpus, shared, title
-from plots.style import (
+from spbench.plots.along import length_text
+from spbench.plots.bars import draw_rows, lost_notes
+from spbench.plots.lines import Value, measured
+from spbench.plots.panel import mark_handles, note_lines, notes_height_inches, write_notes
+from spbench.plots.series import Row, gpus, shared, title
+from spbench.plots.style import (
     PAGE_INCHES,
     Look,
     add_legend,

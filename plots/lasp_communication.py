@@ -8,10 +8,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from plots.along import LENGTHS
-from plots.sent_elements import sent_elements_figure
-from plots.series import Row, gpus
-from plots.style import house_style, save
+from spbench.plots.along import LENGTHS
+from spbench.plots.sent_elements import sent_elements_figure
+from spbench.plots.series import Row, gpus
+from spbench.plots.style import house_style, save
 
 
 def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:

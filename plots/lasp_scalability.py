@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from plots.length_scaling import length_scaling_figure
-from plots.series import Row
-from plots.style import house_style, save
+from spbench.plots.length_scaling import length_scaling_figure
+from spbench.plots.series import Row
+from spbench.plots.style import house_style, save
 
 
 def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from plots.along import LENGTHS
-from plots.line_panels import Quantity, line_panels, lines_of
-from plots.lines import measured
-from plots.series import Row, by_model
-from plots.style import house_style, looks, save
+from spbench.plots.along import LENGTHS
+from spbench.plots.line_panels import Quantity, line_panels, lines_of
+from spbench.plots.lines import measured
+from spbench.plots.series import Row, by_model
+from spbench.plots.style import house_style, looks, save
 
 _THROUGHPUT = Quantity(
     "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True

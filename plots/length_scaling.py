@@ -8,10 +8,10 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from plots.line_panels import Line, Quantity, line_panels
-from plots.lines import measured
-from plots.series import Row, by_model, gpu_counts, gpus
-from plots.style import Look, backend_name
+from spbench.plots.line_panels import Line, Quantity, line_panels
+from spbench.plots.lines import measured
+from spbench.plots.series import Row, by_model, gpu_counts, gpus
+from spbench.plots.style import Look, backend_name
 
 _QUANTITIES = (
     Quantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),

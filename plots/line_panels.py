@@ -13,9 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 from pandas import DataFrame, isna
 
-from plots.along import LENGTHS, Along
-from plots.lines import Value
-from plots.panel import (
+from spbench.plots.along import LENGTHS, Along
+from spbench.plots.lines import Value
+from spbench.plots.panel import (
     logarithmic_axis,
     note_lines,
     notes_height_inches,
@@ -23,8 +23,8 @@ from plots.panel import (
     value_axis,
     write_notes,
 )
-from plots.series import Row, title
-from plots.style import INK, PAGE_INCHES, Look, add_legend, new_figure, strategy_name
+from spbench.plots.series import Row, title
+from spbench.plots.style import INK, PAGE_INCHES, Look, add_legend, new_figure, strategy_name
 
 _PANEL_INCHES = 2.4
 _PANELS_A_LINE = 3

@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from plots.series import Row, Series, gpus
-from plots.style import Look
+from spbench.plots.series import Row, Series, gpus
+from spbench.plots.style import Look
 
 LINESTYLES = ("-", "--", ":", "-.")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from plots.largest import Quantity, draw_largest
-from plots.series import Row
+from spbench.plots.largest import Quantity, draw_largest
+from spbench.plots.series import Row
 
 QUANTITY = Quantity(
     figure="max_batch",

@@ -18,8 +18,8 @@ from matplotlib.ticker import (
 )
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
-from plots.series import Row, Series, gpus
-from plots.style import GREY, INK, Look, number, shortened
+from spbench.plots.series import Row, Series, gpus
+from spbench.plots.style import GREY, INK, Look, number, shortened
 
 #: status -> (marker, filled, its name in legends); every other status without a number is a failure
 _MARKS = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from plots.lines import measured
-from plots.rsa_throughput import THROUGHPUT
-from plots.scaling import Quantity, scaling_figure
-from plots.series import Row
-from plots.style import house_style, save
+from spbench.plots.lines import measured
+from spbench.plots.rsa_throughput import THROUGHPUT
+from spbench.plots.scaling import Quantity, scaling_figure
+from spbench.plots.series import Row
+from spbench.plots.style import house_style, save
 
 BATCH = Quantity("batch", "Largest batch (sequences)", measured("answer"))
 

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pandas import DataFrame, isna
 
-from plots.lines import Value, draw_values, highest, measured, without
-from plots.panel import (
+from spbench.plots.lines import Value, draw_values, highest, measured, without
+from spbench.plots.panel import (
     gpu_axis,
     mark_handles,
     mark_missing,
@@ -20,8 +20,8 @@ from plots.panel import (
     value_axis,
     write_notes,
 )
-from plots.series import Row, gpu_counts, gpus, series_of, shared, title
-from plots.style import (
+from spbench.plots.series import Row, gpu_counts, gpus, series_of, shared, title
+from spbench.plots.style import (
     INK,
     PAGE_INCHES,
     add_legend,

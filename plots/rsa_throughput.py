@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from plots.lines import measured
-from plots.scaling import Quantity, scaling_figure
-from plots.series import Row
-from plots.style import house_style, save
+from spbench.plots.lines import measured
+from spbench.plots.scaling import Quantity, scaling_figure
+from spbench.plots.series import Row
+from spbench.plots.style import house_style, save
 
 THROUGHPUT = Quantity("throughput", "Tokens per second", measured("tokens_per_s"))
 

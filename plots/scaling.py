@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
-from plots.lines import Value, draw_values, highest, without
-from plots.panel import (
+from spbench.plots.lines import Value, draw_values, highest, without
+from spbench.plots.panel import (
     gpu_axis,
     mark_handles,
     mark_missing,
@@ -19,8 +19,8 @@ from plots.panel import (
     value_axis,
     write_notes,
 )
-from plots.series import Row, by_model, gpu_counts, series_of, shared, title
-from plots.style import PAGE_INCHES, add_legend, looks, new_figure
+from spbench.plots.series import Row, by_model, gpu_counts, series_of, shared, title
+from spbench.plots.style import PAGE_INCHES, add_legend, looks, new_figure
 
 _PANEL_INCHES = 2.2
 

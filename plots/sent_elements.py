@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from matplotlib.figure import Figure
 from pandas import DataFrame, isna
 
-from plots.along import Along
-from plots.line_panels import Quantity, line_panels, lines_of
-from plots.series import Row
-from plots.style import looks
+from spbench.plots.along import Along
+from spbench.plots.line_panels import Quantity, line_panels, lines_of
+from spbench.plots.series import Row
+from spbench.plots.style import looks
 
 _COLUMN, _EXACT, _BACKWARD = "sent_elements", "-wire", "-backward"
 _AS_PAPERS = ("-table1", "-per-layer")

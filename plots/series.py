@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plots.style import strategy_name
+from spbench.plots.style import strategy_name
 
 Row = Mapping[str, Any]
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from bench.oracle import relative_errors
-from impls.kernels import linear_attention as kernels
+from spbench.bench.oracle import relative_errors
+from spbench.impls.kernels import linear_attention as kernels
 
 HEADS, BATCH = 16, 1
 HEAD_SIZES = (64, 128)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.engines.program import mesh_axes
-from bench.meters.recorder import Recorder
-from impls.composition import ONE_STAGE, Stage
-from impls.models.model import Model, Part
-from impls.strategy import Site, Strategy
+from spbench.bench.engines.program import mesh_axes
+from spbench.bench.meters.recorder import Recorder
+from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.models.model import Model, Part
+from spbench.impls.strategy import Site, Strategy
 
 
 @dataclass(frozen=True)

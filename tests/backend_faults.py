@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from impls.backends import fsdp_flat
-from impls.backends.ddp import DistributedDataParallel
-from impls.backends.flat import FlatShard
-from impls.backends.fsdp_flat import FlatFullySharded
-from impls.backends.fully_shard import FullySharded, KeptAfterForward
-from impls.backends.zero1 import ShardedOptimizer
-from impls.composition import is_partial
+from spbench.impls.backends import fsdp_flat
+from spbench.impls.backends.ddp import DistributedDataParallel
+from spbench.impls.backends.flat import FlatShard
+from spbench.impls.backends.fsdp_flat import FlatFullySharded
+from spbench.impls.backends.fully_shard import FullySharded, KeptAfterForward
+from spbench.impls.backends.zero1 import ShardedOptimizer
+from spbench.impls.composition import is_partial
 
 
 class ReplicasNotSummed(DistributedDataParallel):

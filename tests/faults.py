@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from impls.communication import all_reduce, reduce_from_group, ring
-from impls.linear import Linear
-from impls.ring_self_attention import RingOutput, RingScores, RingSelfAttention
-from impls.strategy import SequenceDim
-from impls.tensor_parallel import ColumnParallelLinear, TensorParallel
+from spbench.impls.communication import all_reduce, reduce_from_group, ring
+from spbench.impls.linear import Linear
+from spbench.impls.ring_self_attention import RingOutput, RingScores, RingSelfAttention
+from spbench.impls.strategy import SequenceDim
+from spbench.impls.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
 class _ScaleGradient(torch.autograd.Function):

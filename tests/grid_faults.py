@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from impls.communication import copy_to_group
-from impls.dsp import DynamicSequenceParallel
-from impls.grid import Grid
-from impls.layout import SequenceDim
-from impls.linear import Linear
+from spbench.impls.communication import copy_to_group
+from spbench.impls.dsp import DynamicSequenceParallel
+from spbench.impls.grid import Grid
+from spbench.impls.layout import SequenceDim
+from spbench.impls.linear import Linear
 
 
 class PartsInWrongOrder(DynamicSequenceParallel):

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impls import ring_attention
-from impls.megatron_sp import MegatronSP
-from impls.ring_attention import RingAttention
-from impls.ulysses import HEADS, Ulysses
+from spbench.impls import ring_attention
+from spbench.impls.megatron_sp import MegatronSP
+from spbench.impls.ring_attention import RingAttention
+from spbench.impls.ulysses import HEADS, Ulysses
 
 
 class HeadsInWrongOrder(Ulysses):

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from impls.kernels import linear_attention as kernels
-from impls.lasp import Lasp
-from impls.lasp2 import Lasp2
+from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.lasp import Lasp
+from spbench.impls.lasp2 import Lasp2
 
 
 class StateNotDecayedAcrossChunks(Lasp):

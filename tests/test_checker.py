@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from bench.engines.pool import RankPool
-from bench.oracle import Case
-from bench.verify import relative_errors, verify_case
-from impls.models.model import model_preset
-from impls.registry import strategies
-from impls.strategy import Strategy
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.oracle import Case
+from spbench.bench.verify import relative_errors, verify_case
+from spbench.impls.models.model import model_preset
+from spbench.impls.registry import strategies
+from spbench.impls.strategy import Strategy
 from tests import faults
 
 # the fault, the part that shows it, and how the name of the worst tensor may begin

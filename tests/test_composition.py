@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.cell import Cell, Sizes, TrainingOptions
-from bench.engines import virtual
-from bench.engines.pool import RankPool
-from bench.oracle import relative_errors
-from impls.communication import all_reduce
-from impls.composition import Composition, Stage
-from impls.models.bert import Bert
-from impls.models.model import Model, model_preset
-from impls.precision import PRECISIONS, default_dtype
-from impls.registry import strategy_class
-from impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of
-from impls.training import Training, initialize
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.engines import virtual
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.oracle import relative_errors
+from spbench.impls.communication import all_reduce
+from spbench.impls.composition import Composition, Stage
+from spbench.impls.models.bert import Bert
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.precision import PRECISIONS, default_dtype
+from spbench.impls.registry import strategy_class
+from spbench.impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of
+from spbench.impls.training import Training, initialize
 
 BATCH, LENGTH = 8, 24
 OPTIONS = {"layers": 4, "vocabulary_multiple": 2}

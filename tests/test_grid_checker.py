@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cell import Cell, Sizes
-from bench.engines import virtual
-from bench.engines.pool import RankPool
-from bench.oracle import Case
-from bench.verify import verify_case
-from impls.megatron_sp import MegatronSP
-from impls.models.model import model_preset
-from impls.strategy import Strategy
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines import virtual
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.oracle import Case
+from spbench.bench.verify import verify_case
+from spbench.impls.megatron_sp import MegatronSP
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategy import Strategy
 from tests import grid_faults as faults
 
 # the fault, the frames of the model that show it, and how the name of the worst tensor may begin

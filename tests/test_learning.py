@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.cell import Cell, Learning
-from bench.compare import compare
-from bench.curves import deviations, final
-from bench.engines import run
-from bench.engines.learning import learning_rate, losses_of_rank
-from bench.engines.pool import RankPool
-from bench.narrowing import Narrowing, declared_cells
-from bench.results import Row
-from bench.scenario import load_scenario
-from bench.sweep import as_row
-from bench.workers import Outcome
-from impls.models.model import model_preset
-from impls.models.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
-from impls.strategy import MESH_AXES, Strategy, Unsupported
+from spbench.bench.cell import Cell, Learning
+from spbench.bench.compare import compare
+from spbench.bench.curves import deviations, final
+from spbench.bench.engines import run
+from spbench.bench.engines.learning import learning_rate, losses_of_rank
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.narrowing import Narrowing, declared_cells
+from spbench.bench.results import Row
+from spbench.bench.scenario import load_scenario
+from spbench.bench.sweep import as_row
+from spbench.bench.workers import Outcome
+from spbench.impls.models.model import model_preset
+from spbench.impls.models.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
+from spbench.impls.strategy import MESH_AXES, Strategy, Unsupported
 from tests.faults import BiasesNotSynchronized, OneNthGradients, OrderLossOnEveryRank
 
 STEPS = 6

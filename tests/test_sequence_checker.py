@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from bench.engines.pool import RankPool
-from bench.oracle import Case
-from bench.verify import verify_case
-from impls.models.model import Model, model_preset
-from impls.strategy import Strategy
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.oracle import Case
+from spbench.bench.verify import verify_case
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.strategy import Strategy
 from tests import sequence_faults as faults
 from tests.attention_model import AttentionModel
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.engines.pool import RankPool
-from bench.oracle import Case
-from bench.verify import VerifyRow, verify, verify_case
-from impls.models.bert import BertModel
-from impls.models.model import model_preset, models
-from impls.registry import strategies
-from impls.ring_self_attention import RingSelfAttention
-from impls.strategy import Strategy, Unsupported
-from impls.tensor_parallel import TensorParallel
-from impls.training import ContiguousGradients, initialize
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.oracle import Case
+from spbench.bench.verify import VerifyRow, verify, verify_case
+from spbench.impls.models.bert import BertModel
+from spbench.impls.models.model import model_preset, models
+from spbench.impls.registry import strategies
+from spbench.impls.ring_self_attention import RingSelfAttention
+from spbench.impls.strategy import Strategy, Unsupported
+from spbench.impls.tensor_parallel import TensorParallel
+from spbench.impls.training import ContiguousGradients, initialize
 
 TINY = [name for name in models() if "-tiny" in name]
 PARALLEL = [cls for cls in strategies().values() if cls.axis]

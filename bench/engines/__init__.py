@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell, Measurement
 
 
 def run(cell: Cell) -> Measurement:
@@ -11,8 +11,8 @@ def run(cell: Cell) -> Measurement:
     Raises:
         Unsupported: the strategy cannot run these sizes, with the reason and the nearest that work.
     """
-    from bench.engines import distributed, learning, virtual
-    from bench.search import largest_that_fits
+    from spbench.bench.engines import distributed, learning, virtual
+    from spbench.bench.search import largest_that_fits
 
     if cell.search is not None:
         return largest_that_fits(cell)

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from bench.cell import Cell, Measurement
-from bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
-from bench.meters.allocator import replay
-from bench.meters.recorder import Recorder
-from impls.strategy import MESH_AXES
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
+from spbench.bench.meters.allocator import replay
+from spbench.bench.meters.recorder import Recorder
+from spbench.impls.strategy import MESH_AXES
 
 #: of weights and data, the same for every strategy and size
 SEED = 1

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Cell, Learning, Measurement
-from bench.engines import distributed
-from bench.engines.program import build_training, plan, rank_inputs
-from impls.communication import all_reduce
-from impls.models.model import model_preset
-from impls.strategy import Strategy, Unsupported
-from impls.training import initialize
+from spbench.bench.cell import Cell, Learning, Measurement
+from spbench.bench.engines import distributed
+from spbench.bench.engines.program import build_training, plan, rank_inputs
+from spbench.impls.communication import all_reduce
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategy import Strategy, Unsupported
+from spbench.impls.training import initialize
 
 
 def run(cell: Cell) -> Measurement:
@@ -42,7 +42,7 @@ def run(cell: Cell) -> Measurement:
 
 
 def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = None) -> list[dict[str, float]]:
-    """Train on this rank; every rank returns the same :attr:`bench.cell.Measurement.losses`.
+    """Train on this rank; every rank returns the same :attr:`Measurement.losses`.
 
     Args:
         cls: the strategy, instead of the registered one of the cell's name.

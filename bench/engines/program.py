@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Cell, TrainingOptions
-from bench.meters.communication import CommunicationMeter, as_number
-from bench.meters.memory import MemoryMeter
-from bench.meters.recorder import Recorder
-from impls.backends import BACKENDS
-from impls.backends.backend import PlannedStep, planned_sums
-from impls.communication import Traffic
-from impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
-from impls.inference import Inference
-from impls.models.model import Model, model_preset
-from impls.registry import strategy_class
-from impls.strategy import MESH_AXES, Site, Strategy, Unsupported
-from impls.training import PRECISIONS, Training, default_dtype, initialize, training_sites
+from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.meters.communication import CommunicationMeter, as_number
+from spbench.bench.meters.memory import MemoryMeter
+from spbench.bench.meters.recorder import Recorder
+from spbench.impls.backends import BACKENDS
+from spbench.impls.backends.backend import PlannedStep, planned_sums
+from spbench.impls.communication import Traffic
+from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
+from spbench.impls.inference import Inference
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.registry import strategy_class
+from spbench.impls.strategy import MESH_AXES, Site, Strategy, Unsupported
+from spbench.impls.training import PRECISIONS, Training, default_dtype, initialize, training_sites
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _without_values(model: Model, strategy: Strategy, seq_len: int, stage: Stage
 
 def alike_ranks(cell: Cell) -> list[Alike]:
     """All ranks of a cell, in sets of those that run the same program: by pipeline stage, and within it by
-    :meth:`impls.strategy.Strategy.roles`. The mesh (dp, pp, tp, sp) is row-major."""
+    :meth:`Strategy.roles`. The mesh (dp, pp, tp, sp) is row-major."""
     sizes = cell.sizes
     each = sizes.tp * sizes.sp  # one of the two is 1
     return [

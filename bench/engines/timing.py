@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from bench.cell import Cell, Measurement
-from bench.cluster import Calibration, load_cluster
-from bench.costs import RatesUnknown, check_rates
-from bench.engines.program import model_parameters
-from bench.simulate import simulate
-from bench.step_program import Program
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cluster import Calibration, load_cluster
+from spbench.bench.costs import RatesUnknown, check_rates
+from spbench.bench.engines.program import model_parameters
+from spbench.bench.simulate import simulate
+from spbench.bench.step_program import Program
 
 
 def can_time(cell: Cell) -> bool:

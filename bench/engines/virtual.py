@@ -16,14 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench.cell import Cell, Measurement, Sizes
-from bench.cluster import load_cluster
-from bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
-from bench.engines.timing import add_times, can_time
-from bench.meters.allocator import MIB, replay
-from bench.meters.recorder import Recorder
-from bench.meters.timeline import TimelineMeter
-from impls.strategy import MESH_AXES
+from spbench.bench.cell import Cell, Measurement, Sizes
+from spbench.bench.cluster import load_cluster
+from spbench.bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
+from spbench.bench.engines.timing import add_times, can_time
+from spbench.bench.meters.allocator import MIB, replay
+from spbench.bench.meters.recorder import Recorder
+from spbench.bench.meters.timeline import TimelineMeter
+from spbench.impls.strategy import MESH_AXES
 
 
 @contextmanager

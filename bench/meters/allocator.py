@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.meters.memory import GRANULE
+from spbench.bench.meters.memory import GRANULE
 
 MIB = 2**20
 SMALL_LIMIT = 1 * MIB
@@ -167,7 +167,7 @@ class Replay:
 
 
 def replay(sizes: Sequence[int], events: Sequence[int], capacity: int | None) -> Replay:
-    """Run a memory log's events (see :class:`bench.meters.memory.MemoryLog`) through the allocator."""
+    """Run a memory log's events (see :class:`MemoryLog`) through the allocator."""
     allocator = CachingAllocator(capacity)
     addresses: dict[int, int] = {}
     failure = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import flop_registry
 
-from bench.step_program import (
+from spbench.bench.step_program import (
     ATTENTION,
     KERNEL,
     MATRIX_PRODUCT,

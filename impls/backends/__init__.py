@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from impls.backends.backend import Backend
-from impls.backends.ddp import DistributedDataParallel
-from impls.backends.fsdp_flat import FlatFullySharded
-from impls.backends.fully_shard import FullySharded, KeptAfterForward
-from impls.backends.legacy_ddp import LegacyDistributedDataParallel
-from impls.backends.zero1 import ShardedOptimizer
+from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.ddp import DistributedDataParallel
+from spbench.impls.backends.fsdp_flat import FlatFullySharded
+from spbench.impls.backends.fully_shard import FullySharded, KeptAfterForward
+from spbench.impls.backends.legacy_ddp import LegacyDistributedDataParallel
+from spbench.impls.backends.zero1 import ShardedOptimizer
 
 __all__ = ["BACKENDS", "Backend"]
 

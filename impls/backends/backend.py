@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impls.communication import Traffic
-from impls.composition import Composition, is_partial
-from impls.optimizer import Optimizer
-from impls.precision import Precision
-from impls.strategy import Site, Strategy, shard_of
+from spbench.impls.communication import Traffic
+from spbench.impls.composition import Composition, is_partial
+from spbench.impls.optimizer import Optimizer
+from spbench.impls.precision import Precision
+from spbench.impls.strategy import Site, Strategy, shard_of
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Backend(ABC):
 
     Args:
         module: with its weights set. A backend that shards them takes its parameters over.
-        precision: one of :data:`impls.precision.PRECISIONS`.
-        moments: "kept" or "later"; see :class:`impls.training.Training`.
+        precision: one of :data:`PRECISIONS`.
+        moments: "kept" or "later"; see :class:`Training`.
         gradients: "contiguous" or "stale", which only ``legacy_ddp`` has a choice of.
         learning_rate: of AdamW.
     """

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impls.backends.backend import Part
-from impls.precision import Precision
+from spbench.impls.backends.backend import Part
+from spbench.impls.precision import Precision
 
 
 def padded(elements: int, size: int) -> int:

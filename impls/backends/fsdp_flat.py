@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from impls.backends.backend import Backend, Part, PlannedStep
-from impls.backends.flat import FlatShard, padded
-from impls.communication import Traffic, all_gather_flat, reduce_scatter_flat
-from impls.composition import Composition
-from impls.optimizer import Optimizer
-from impls.precision import Precision
-from impls.strategy import Strategy
+from spbench.impls.backends.backend import Backend, Part, PlannedStep
+from spbench.impls.backends.flat import FlatShard, padded
+from spbench.impls.communication import Traffic, all_gather_flat, reduce_scatter_flat
+from spbench.impls.composition import Composition
+from spbench.impls.optimizer import Optimizer
+from spbench.impls.precision import Precision
+from spbench.impls.strategy import Strategy
 
 
 class FlatFullySharded(Backend):

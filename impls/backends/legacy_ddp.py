@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from impls.backends.backend import Backend, PlannedStep
-from impls.communication import Traffic
-from impls.composition import Composition
-from impls.gradients import ContiguousGradients, StaleGradients
-from impls.optimizer import Optimizer
-from impls.precision import Precision
-from impls.strategy import Strategy
+from spbench.impls.backends.backend import Backend, PlannedStep
+from spbench.impls.communication import Traffic
+from spbench.impls.composition import Composition
+from spbench.impls.gradients import ContiguousGradients, StaleGradients
+from spbench.impls.optimizer import Optimizer
+from spbench.impls.precision import Precision
+from spbench.impls.strategy import Strategy
 
 
 class LegacyDistributedDataParallel(Backend):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from impls.kernels.linear_attention import state_dtype
+from spbench.impls.kernels.linear_attention import state_dtype
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:

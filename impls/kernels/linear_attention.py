@@ -173,7 +173,7 @@ def _operator(plain: Callable[..., Any], in_triton: str) -> torch.library.Custom
         if find_spec("triton") is None or arguments[0].dtype is torch.float64:
             return plain(*arguments)
         # not before: Triton is not on every machine
-        return getattr(import_module("impls.kernels.linear_attention_triton"), in_triton)(*arguments)
+        return getattr(import_module("spbench.impls.kernels.linear_attention_triton"), in_triton)(*arguments)
 
     operator.register_kernel("cuda")(on_gpu)
     return operator

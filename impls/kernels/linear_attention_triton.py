@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from impls.kernels.linear_attention import TILE
+from spbench.impls.kernels.linear_attention import TILE
 
 #: columns of a result's tile that each warp takes: more, and 255 registers a thread do not hold the sums
 COLUMNS_PER_WARP = 16
@@ -243,7 +243,7 @@ def _at_positions(
 
 
 def states(k: Tensor, v: Tensor, decay: Tensor | None, block: int) -> Tensor:
-    """As :func:`impls.kernels.linear_attention.plain_states`; the others likewise."""
+    """As :func:`plain_states`; the others likewise."""
     return _at_boundaries(k, v, decay, block, backward=False)
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from impls.composition import ONE_STAGE, Stage
-from impls.kernels.layer_norm import LayerNorm
-from impls.linear import Linear
-from impls.models.encoder import Alone, Attention, Block, BlockOptions, attention_mask
-from impls.models.model import Model, PaddedVocabulary, Part
-from impls.models.text import masked_language_batches
-from impls.strategy import Site, Strategy
+from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.linear import Linear
+from spbench.impls.models.encoder import Alone, Attention, Block, BlockOptions, attention_mask
+from spbench.impls.models.model import Model, PaddedVocabulary, Part
+from spbench.impls.models.text import masked_language_batches
+from spbench.impls.strategy import Site, Strategy
 
 
 @dataclass(frozen=True)

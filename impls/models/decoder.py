@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from impls.composition import ONE_STAGE, Stage
-from impls.kernels.rms_norm import RMSNorm
-from impls.models.mixers import DecoderOptions, LinearAttention, Places, SoftmaxAttention
-from impls.models.model import Model, PaddedVocabulary, Part
-from impls.models.recomputation import recomputed
-from impls.models.text import causal_language_batches
-from impls.strategy import Site, Strategy
+from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.kernels.rms_norm import RMSNorm
+from spbench.impls.models.mixers import DecoderOptions, LinearAttention, Places, SoftmaxAttention
+from spbench.impls.models.model import Model, PaddedVocabulary, Part
+from spbench.impls.models.recomputation import recomputed
+from spbench.impls.models.text import causal_language_batches
+from spbench.impls.strategy import Site, Strategy
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": F.silu, "gelu": F.gelu}
 

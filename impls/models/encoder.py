@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impls.kernels.bias_gelu import bias_gelu
-from impls.kernels.dropout import bias_dropout_add
-from impls.kernels.layer_norm import LayerNorm
-from impls.models.recomputation import recomputed
-from impls.strategy import Strategy
+from spbench.impls.kernels.bias_gelu import bias_gelu
+from spbench.impls.kernels.dropout import bias_dropout_add
+from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.models.recomputation import recomputed
+from spbench.impls.strategy import Strategy
 
 _WAYS = {
     "mask_shape": ("keys", "square"),
@@ -38,9 +38,9 @@ class BlockOptions:
             [B, 1, queries, L] from an int64 product of the padding mask with itself.
         linformer: K, or None for full attention.
         checkpointing: recompute each block in backward.
-        softmax: "fused", "plain" or "megatron"; see :func:`impls.kernels.softmax.masked_softmax`.
+        softmax: "fused", "plain" or "megatron"; see :func:`masked_softmax`.
         bias_dropout_add: "fused", "plain", or "torchscript", which keeps dropout's input too; see
-            :func:`impls.kernels.dropout.bias_dropout_add`.
+            :func:`bias_dropout_add`.
         fused_bias_gelu: use the kernel that keeps and allocates less.
     """
 

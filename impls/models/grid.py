@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from impls.composition import ONE_STAGE, Stage
-from impls.grid import Grid, grid_letters
-from impls.kernels.bias_gelu import bias_gelu
-from impls.models.model import Model
-from impls.strategy import SequenceDim, Site, Strategy, Unsupported, full_precision
+from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.grid import Grid, grid_letters
+from spbench.impls.kernels.bias_gelu import bias_gelu
+from spbench.impls.models.model import Model
+from spbench.impls.strategy import SequenceDim, Site, Strategy, Unsupported, full_precision
 
 
 @dataclass(frozen=True)

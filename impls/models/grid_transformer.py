@@ -16,14 +16,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from impls.composition import ONE_STAGE, Stage
-from impls.grid import Grid
-from impls.kernels.layer_norm import LayerNorm
-from impls.linear import Linear
-from impls.models.grid import GridAttention, GridModel, Mlp, noise_losses, one_stage_only, with_positions
-from impls.models.model import Part
-from impls.models.recomputation import recomputed
-from impls.strategy import SequenceDim, Site, Strategy
+from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.grid import Grid
+from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.linear import Linear
+from spbench.impls.models.grid import (
+    GridAttention,
+    GridModel,
+    Mlp,
+    noise_losses,
+    one_stage_only,
+    with_positions,
+)
+from spbench.impls.models.model import Part
+from spbench.impls.models.recomputation import recomputed
+from spbench.impls.strategy import SequenceDim, Site, Strategy
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from impls.models.decoder import TINY_SIZES, DecoderModel
-from impls.models.mixers import LinearAttention, SoftmaxAttention
+from spbench.impls.models.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.mixers import LinearAttention, SoftmaxAttention
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from impls.kernels.rms_norm import rms_norm
-from impls.strategy import LINEAR_ATTENTION_WAYS, Site, Strategy
+from spbench.impls.kernels.rms_norm import rms_norm
+from spbench.impls.strategy import LINEAR_ATTENTION_WAYS, Site, Strategy
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
@@ -40,9 +40,9 @@ class DecoderOptions:
         inner: width of the MLP.
         attention_norm: the output of linear attention is normalised over all features ("hidden"), or over
             those of each head ("head"), which a strategy that splits heads needs.
-        linear_attention: a key of :data:`impls.strategy.LINEAR_ATTENTION_WAYS`.
+        linear_attention: a key of :data:`LINEAR_ATTENTION_WAYS`.
         norm_epsilon: added to the mean square in every norm.
-        rms_norm: "fused" or "plain"; see :func:`impls.kernels.rms_norm.rms_norm`.
+        rms_norm: "fused" or "plain"; see :func:`rms_norm`.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
             works in place.
         checkpointing: recompute each block in backward.

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from impls.composition import ONE_STAGE, Stage
-from impls.strategy import SequenceDim, Site, Strategy, Unsupported
+from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.strategy import SequenceDim, Site, Strategy, Unsupported
 
 
 class Model(ABC):
@@ -42,7 +42,7 @@ class Model(ABC):
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         """The module: ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share; what a
-        stage of a pipeline must do, :class:`impls.pipeline.Pipeline` says."""
+        stage of a pipeline must do, :class:`Pipeline` says."""
 
     @abstractmethod
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Model(ABC):
 
 
 class PaddedVocabulary:
-    """A model with these two options; see :class:`impls.models.bert.BertModel`."""
+    """A model with these two options; see :class:`BertModel`."""
 
     vocabulary: int
     vocabulary_multiple: int
@@ -100,11 +100,11 @@ class Part:
 @cache
 def models() -> dict[str, Model]:
     """Every model by name: the PRESETS of the modules of this package."""
-    import impls.models as package
+    import spbench.impls.models as package
 
     found: dict[str, Model] = {}
     for module in pkgutil.iter_modules(package.__path__):
-        found.update(getattr(importlib.import_module(f"impls.models.{module.name}"), "PRESETS", {}))
+        found.update(getattr(importlib.import_module(f"spbench.impls.models.{module.name}"), "PRESETS", {}))
     return found
 
 

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from impls.composition import ONE_STAGE, Stage
-from impls.grid import Grid, whole_attention
-from impls.kernels.layer_norm import LayerNorm
-from impls.linear import Linear
-from impls.models.grid import (
+from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.grid import Grid, whole_attention
+from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.linear import Linear
+from spbench.impls.models.grid import (
     Alone,
     GridAttention,
     GridModel,
@@ -35,9 +35,9 @@ from impls.models.grid import (
     sinusoids,
     with_positions,
 )
-from impls.models.model import Part
-from impls.models.recomputation import recomputed
-from impls.strategy import SequenceDim, Site, Strategy
+from spbench.impls.models.model import Part
+from spbench.impls.models.recomputation import recomputed
+from spbench.impls.strategy import SequenceDim, Site, Strategy
 
 #: the dims of the grid
 TEMPORAL, SPATIAL = 0, 1

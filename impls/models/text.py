@@ -116,7 +116,7 @@ def corpus(vocabulary: int) -> Corpus:
 def masked_language_batches(
     vocabulary: int, batch: int, seq_len: int, seed: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Endless whole batches with the inputs of :class:`impls.models.bert.BertModel`.
+    """Endless whole batches with the inputs of :class:`BertModel`.
 
     A sequence is [CLS] A [SEP] B [SEP]: runs of sentences that follow each other in a document, in half of
     the sequences in the wrong order (``order_labels`` 1), as ALBERT's sentence-order prediction. The weights
@@ -135,7 +135,7 @@ def masked_language_batches(
 def causal_language_batches(
     vocabulary: int, batch: int, seq_len: int, seed: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Endless whole batches with the inputs of :class:`impls.models.decoder.DecoderModel`.
+    """Endless whole batches with the inputs of :class:`DecoderModel`.
 
     A sequence is a run of the text from anywhere, each document closed by [SEP]; after the last comes the
     first again. The label of a token is the one that follows it.

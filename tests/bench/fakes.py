@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from bench.cell import Cell, Measurement
-from impls.strategy import Unsupported
+from spbench.bench.cell import Cell, Measurement
+from spbench.impls.strategy import Unsupported
 
 #: two strategies at a few sizes, one claim of each kind
 SCENARIO = """

@@ -2,10 +2,10 @@
 
 import functools
 
-import bench.commands
-from bench.cli import main
+import spbench.bench.commands
+from spbench.bench.cli import main
 from tests.bench.fakes import gated
 
 if __name__ == "__main__":
-    bench.commands.sweep = functools.partial(bench.commands.sweep, run=gated)
+    spbench.bench.commands.sweep = functools.partial(spbench.bench.commands.sweep, run=gated)
     main()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.cluster import Calibration, Cluster
-from bench.simulate import simulate
-from bench.step_program import Group, Program, ProgramBuilder
-from bench.timeline import Timeline
+from spbench.bench.cluster import Calibration, Cluster
+from spbench.bench.simulate import simulate
+from spbench.bench.step_program import Group, Program, ProgramBuilder
+from spbench.bench.timeline import Timeline
 
 
 def cluster(

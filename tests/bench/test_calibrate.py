@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench.calibrate import Fit, Known, chosen, fitted, residuals, summary
-from bench.cell import Cell, Sizes
-from bench.cluster import Calibration
-from bench.declaration import UserError
-from bench.tables import PublishedRow, Table
+from spbench.bench.calibrate import Fit, Known, chosen, fitted, residuals, summary
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cluster import Calibration
+from spbench.bench.declaration import UserError
+from spbench.bench.tables import PublishedRow, Table
 
 
 @dataclass(frozen=True)

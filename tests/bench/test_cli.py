@@ -14,14 +14,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import bench.commands
-import bench.verify
-from bench.cell import Cell, Measurement
-from bench.cli import exit_code
-from bench.results import FILE, ResultsFile, Row, read_rows
-from bench.sweep import as_row, unfinished
-from bench.verify import VerifyRow
-from bench.workers import measure
+import spbench.bench.commands
+import spbench.bench.verify
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cli import exit_code
+from spbench.bench.results import FILE, ResultsFile, Row, read_rows
+from spbench.bench.sweep import as_row, unfinished
+from spbench.bench.verify import VerifyRow
+from spbench.bench.workers import measure
 from tests.bench.fakes import SCENARIO, answer
 
 Run = Callable[..., tuple[int, str, str]]
@@ -41,7 +41,7 @@ def sweep_here(cells: list[Cell], results: ResultsFile, **hooks: Any) -> list[Ro
 def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line in an empty folder with small.yaml; gives exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench.commands, "sweep", sweep_here)
+    monkeypatch.setattr(spbench.bench.commands, "sweep", sweep_here)
     monkeypatch.delenv("SPBENCH_DEBUG", raising=False)
     Path("small.yaml").write_text(SCENARIO)
 
@@ -224,7 +224,7 @@ def test_full_disk(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_internal_errors_have_a_code_of_their_own(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.commands, "sweep", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(spbench.bench.commands, "sweep", lambda *_, **__: 1 / 0)
     code, _, err = spbench(*RUN)
     assert code == 70
     assert err.splitlines()[-1].startswith("spbench: internal error: ZeroDivisionError: division by zero")
@@ -245,10 +245,10 @@ def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> list[Path]:
         raise ValueError("no ink")
 
-    monkeypatch.setitem(sys.modules, "plots.a_figure", SimpleNamespace(draw=draw))
+    monkeypatch.setitem(sys.modules, "spbench.plots.a_figure", SimpleNamespace(draw=draw))
     code, out, _ = spbench(*RUN, "--strategy", "tensor_parallel")  # the others are known from before
     assert (code, out.splitlines()[-1]) == (0, "results/runs/small/a_figure.png")
-    monkeypatch.setitem(sys.modules, "plots.a_figure", SimpleNamespace(draw=fail))
+    monkeypatch.setitem(sys.modules, "spbench.plots.a_figure", SimpleNamespace(draw=fail))
     code, out, err = spbench(*RUN)
     assert (code, err.splitlines()[-1]) == (
         *(1, "spbench: the figure a_figure could not be drawn: ValueError: no ink; the results are kept"),
@@ -279,7 +279,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append((*arguments, options))
             return iter(rows)
 
-        monkeypatch.setattr(bench.verify, "verify", verify)
+        monkeypatch.setattr(spbench.bench.verify, "verify", verify)
 
     found(green, replace(green, status="unsupported", error=None, limit=None, rank=None))
     code, out, err = spbench(
@@ -316,7 +316,7 @@ def spawn(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 def test_help_and_listings_do_not_import_torch() -> None:
     code = """
 import sys
-from bench.cli import exit_code
+from spbench.bench.cli import exit_code
 for line in ("--help", "run --help", "list scenarios", "list clusters"):
     assert exit_code(line.split()) == 0
 print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
@@ -328,11 +328,11 @@ print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
 def test_outputs_that_go_away() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    process = spawn("-m", "bench.cli", "list", "clusters", stdout=writer)
+    process = spawn("-m", "spbench.bench.cli", "list", "clusters", stdout=writer)
     os.close(writer)
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 141
     with open("/dev/full", "w") as full:
-        process = spawn("-m", "bench.cli", "list", "clusters", stdout=full)
+        process = spawn("-m", "spbench.bench.cli", "list", "clusters", stdout=full)
         err = process.communicate(timeout=60)[1]
     assert (process.returncode, err) == (2, "spbench: standard output: No space left on device\n")

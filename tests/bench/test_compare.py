@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.cell import Cell
-from bench.compare import as_frame, compare, write
-from bench.declaration import UserError
-from bench.narrowing import Narrowing, declared_cells
-from bench.results import Row
-from bench.scenario import Scenario, load_scenario
-from bench.sweep import as_row
-from bench.workers import measure
+from spbench.bench.cell import Cell
+from spbench.bench.compare import as_frame, compare, write
+from spbench.bench.declaration import UserError
+from spbench.bench.narrowing import Narrowing, declared_cells
+from spbench.bench.results import Row
+from spbench.bench.scenario import Scenario, load_scenario
+from spbench.bench.sweep import as_row
+from spbench.bench.workers import measure
 from tests.bench.fakes import SCENARIO, answer
 
 

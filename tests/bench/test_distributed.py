@@ -11,13 +11,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from bench.cell import Cell, Sizes, Timing
-from bench.engines import distributed, virtual
-from bench.engines.pool import RankPool
-from bench.engines.program import mesh_axes, plan, record_step
-from bench.meters.recorder import Recorder
-from impls.strategy import Unsupported
-from impls.training import initialize
+from spbench.bench.cell import Cell, Sizes, Timing
+from spbench.bench.engines import distributed, virtual
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.program import mesh_axes, plan, record_step
+from spbench.bench.meters.recorder import Recorder
+from spbench.impls.strategy import Unsupported
+from spbench.impls.training import initialize
 
 CELL = Cell(
     model="bert-tiny",

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Cell, Search
-from bench.engines import virtual
-from bench.extrapolate import NotOneProgram, PeakModel, Programs
-from bench.meters.memory import MemoryLog
+from spbench.bench.cell import Cell, Search
+from spbench.bench.engines import virtual
+from spbench.bench.extrapolate import NotOneProgram, PeakModel, Programs
+from spbench.bench.meters.memory import MemoryLog
 from tests.bench.test_virtual import cell_of
 
 

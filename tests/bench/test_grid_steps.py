@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Cell
-from bench.engines import virtual
-from bench.engines.pool import RankPool
-from impls.registry import strategy_class
-from impls.strategy import Unsupported
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.engines.pool import RankPool
+from spbench.impls.registry import strategy_class
+from spbench.impls.strategy import Unsupported
 from tests.bench.test_virtual import on_a_real_rank, seen
 
 STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "tensor_parallel")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import bench.commands
-import bench.papers
-from bench.cli import exit_code
-from bench.declaration import UserError, packaged
-from bench.narrative import Findings, check_document, markdown, read_records, rendered
-from bench.papers import papers, scenarios_of
-from bench.reproduce import RECORDS, RUNS
-from bench.scenario import load_scenario
+import spbench.bench.commands
+import spbench.bench.papers
+from spbench.bench.cli import exit_code
+from spbench.bench.declaration import UserError, packaged
+from spbench.bench.narrative import Findings, check_document, markdown, read_records, rendered
+from spbench.bench.papers import papers, scenarios_of
+from spbench.bench.reproduce import RECORDS, RUNS
+from spbench.bench.scenario import load_scenario
 from tests.bench.fakes import SCENARIO
 from tests.bench.test_cli import sweep_here
 
@@ -56,8 +56,8 @@ Run = Callable[..., tuple[int, str, str]]
 def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line in an empty folder, where small.yaml is the only scenario; its cells are made up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench.commands, "sweep", sweep_here)
-    monkeypatch.setattr(bench.papers, "packaged", lambda package: ["small.yaml"])
+    monkeypatch.setattr(spbench.bench.commands, "sweep", sweep_here)
+    monkeypatch.setattr(spbench.bench.papers, "packaged", lambda package: ["small.yaml"])
     Path("small.yaml").write_text(SCENARIO + TABLE)
     Path("t1.csv").write_text(PUBLISHED)
 
@@ -252,7 +252,7 @@ def test_a_table_of_several_models_names_them() -> None:
 
 def test_scenarios_name_papers_that_are_known() -> None:
     known = {name for paper in papers().values() for name in (paper.name, paper.source)}
-    for name in packaged("scenarios"):
+    for name in packaged("spbench.scenarios"):
         assert load_scenario(name).document.paper in {*known, ""}, name
     names = {s.name for _, scenarios in scenarios_of("rsa") for s in scenarios}
     assert {"max_batch", "max_seqlen", "communication"} <= names

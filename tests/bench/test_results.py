@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Cell, Sizes
-from bench.declaration import UserError
-from bench.results import FILE, ResultsFile, Row, as_frame, read_rows
-from bench.sweep import as_row
-from bench.workers import Outcome, measure
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.declaration import UserError
+from spbench.bench.results import FILE, ResultsFile, Row, as_frame, read_rows
+from spbench.bench.sweep import as_row
+from spbench.bench.workers import Outcome, measure
 from tests.bench.fakes import answer
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.cluster import cluster_names, load_cluster
-from bench.declaration import UserError, packaged
-from bench.narrowing import Narrowing, declared_cells, narrowed_cells
-from bench.scenario import Scenario, load_scenario
+from spbench.bench.cluster import cluster_names, load_cluster
+from spbench.bench.declaration import UserError, packaged
+from spbench.bench.narrowing import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.scenario import Scenario, load_scenario
 from tests.bench.fakes import SCENARIO
 
 
@@ -58,7 +58,7 @@ def test_several_lists(tmp_path: Path) -> None:
 
 
 def test_packaged_scenarios_and_clusters_are_valid() -> None:
-    for name in packaged("scenarios"):
+    for name in packaged("spbench.scenarios"):
         assert load_scenario(name).cells
     assert load_cluster("piz-daint-p100").usable_memory_bytes == 15430 * 2**20
     assert load_cluster("local").usable_memory_bytes is None

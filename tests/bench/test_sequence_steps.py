@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Cell
-from bench.engines import virtual
-from bench.engines.pool import RankPool
-from impls.models.model import models
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.engines.pool import RankPool
+from spbench.impls.models.model import models
 from tests.bench.test_virtual import on_a_real_rank, seen
 
 STRATEGIES = {"ulysses": "sp", "megatron_sp": "tp", "ring_attention": "sp"}

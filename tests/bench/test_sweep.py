@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.cell import Cell, Sizes
-from bench.declaration import UserError
-from bench.results import FILE, ResultsFile, read_rows
-from bench.sweep import sweep, unfinished
-from bench.workers import Crew
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.declaration import UserError
+from spbench.bench.results import FILE, ResultsFile, read_rows
+from spbench.bench.sweep import sweep, unfinished
+from spbench.bench.workers import Crew
 from tests.bench import fakes
 
 ROOT = Path(__file__).parents[2]

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from bench import report
-from bench.cell import Cell
-from bench.compare import Comparison, as_frame, compare
-from bench.declaration import UserError, packaged
-from bench.narrowing import Narrowing, declared_cells
-from bench.published import published_rows
-from bench.results import Row
-from bench.scenario import Scenario, load_scenario
+from spbench.bench import report
+from spbench.bench.cell import Cell
+from spbench.bench.compare import Comparison, as_frame, compare
+from spbench.bench.declaration import UserError, packaged
+from spbench.bench.narrowing import Narrowing, declared_cells
+from spbench.bench.published import published_rows
+from spbench.bench.results import Row
+from spbench.bench.scenario import Scenario, load_scenario
 
 GIB = 2**30
 
@@ -227,7 +227,7 @@ def test_short_rows_are_blank(tmp_path: Path) -> None:
 
 def test_tables_of_the_package_are_whole() -> None:
     """Every packaged scenario loads, so that each of its published rows has a cell."""
-    tables = {name: load_scenario(name).document.tables for name in packaged("scenarios")}
+    tables = {name: load_scenario(name).document.tables for name in packaged("spbench.scenarios")}
     for name in ("rsa_table4", "rsa_throughput", "rsa_pipeline"):
         assert [table.table for table in tables[name]] == [name.replace("_", "-")]
 

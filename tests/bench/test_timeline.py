@@ -12,13 +12,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cell import Cell, Sizes
-from bench.engines import virtual
-from bench.engines.program import mesh_axes
-from bench.meters.recorder import Recorder
-from bench.meters.timeline import TimelineMeter
-from bench.step_program import ATTENTION, COLLECTIVE, KERNEL, MATRIX_PRODUCT, RECV, SEND, WAIT, Program
-from impls.kernels.softmax import masked_softmax
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines import virtual
+from spbench.bench.engines.program import mesh_axes
+from spbench.bench.meters.recorder import Recorder
+from spbench.bench.meters.timeline import TimelineMeter
+from spbench.bench.step_program import (
+    ATTENTION,
+    COLLECTIVE,
+    KERNEL,
+    MATRIX_PRODUCT,
+    RECV,
+    SEND,
+    WAIT,
+    Program,
+)
+from spbench.impls.kernels.softmax import masked_softmax
 
 TINY = {"layers": 2, "dropout": 0.1}
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from bench.cell import Cell, Sizes
-from bench.cluster import load_cluster
-from bench.costs import RatesUnknown, check_rates
-from bench.engines.pool import RankPool
-from bench.local_rates import (
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cluster import load_cluster
+from spbench.bench.costs import RatesUnknown, check_rates
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.local_rates import (
     MESSAGE_BYTES,
     SIDE,
     SMALL,
@@ -20,8 +20,8 @@ from bench.local_rates import (
     cluster_of,
     measure_times,
 )
-from bench.provenance import provenance
-from bench.timeline_order import Compared, agreement, as_frame, cells, compared, rates, simulated
+from spbench.bench.provenance import provenance
+from spbench.bench.timeline_order import Compared, agreement, as_frame, cells, compared, rates, simulated
 
 TIMES = Times(
     product_s=0.5, sum_s=0.25, small_step_s=6.0, small_message_s=0.001, large_message_s=0.001 + MESSAGE_BYTES

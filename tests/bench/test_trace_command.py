@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import exit_code
+from spbench.bench.cli import exit_code
 
 #: one cell of each strategy on two ranks, a search, a step that fits no P100, and a cluster without rates
 SCENARIO = """

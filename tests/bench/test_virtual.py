@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Cell, Sizes
-from bench.engines import virtual
-from bench.engines.pool import RankPool
-from bench.engines.program import mesh_axes, plan, record_step, set_up
-from bench.meters.communication import Operation
-from bench.meters.recorder import Recorder
-from impls.communication import Traffic
-from impls.ring_self_attention import RingSelfAttention
-from impls.strategy import Unsupported
-from impls.tensor_parallel import TensorParallel
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines import virtual
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.program import mesh_axes, plan, record_step, set_up
+from spbench.bench.meters.communication import Operation
+from spbench.bench.meters.recorder import Recorder
+from spbench.impls.communication import Traffic
+from spbench.impls.ring_self_attention import RingSelfAttention
+from spbench.impls.strategy import Unsupported
+from spbench.impls.tensor_parallel import TensorParallel
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 #: Gloo's thread lets go of a tensor a moment after a collective has ended, and on a busy machine later than

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.cell import Cell, Sizes
-from bench.engines import virtual
-from bench.meters.allocator import replay
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines import virtual
+from spbench.bench.meters.allocator import replay
 
 
 def cell(ranks: int) -> Cell:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.cell import Cell, Measurement
-from bench.engines import virtual
-from bench.engines.pool import RankPool
-from bench.engines.program import (
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.engines import virtual
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.program import (
     alike_ranks,
     build_training,
     mesh_axes,
@@ -28,16 +28,16 @@ from bench.engines.program import (
     rank_inputs,
     record_step,
 )
-from bench.meters.communication import Operation
-from bench.meters.recorder import Recorder
-from bench.oracle import Case, relative_errors
-from bench.verify import verify_case
-from impls.backends import BACKENDS, Backend
-from impls.models.model import model_preset
-from impls.precision import PRECISIONS, default_dtype
-from impls.registry import strategy_class
-from impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of
-from impls.training import Training, initialize
+from spbench.bench.meters.communication import Operation
+from spbench.bench.meters.recorder import Recorder
+from spbench.bench.oracle import Case, relative_errors
+from spbench.bench.verify import verify_case
+from spbench.impls.backends import BACKENDS, Backend
+from spbench.impls.models.model import model_preset
+from spbench.impls.precision import PRECISIONS, default_dtype
+from spbench.impls.registry import strategy_class
+from spbench.impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of
+from spbench.impls.training import Training, initialize
 from tests import backend_faults as faults
 
 LENGTH, STEPS = 24, 2

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.engines.pool import RankPool
-from impls.communication import (
+from spbench.bench.engines.pool import RankPool
+from spbench.impls.communication import (
     WIRE_SHARE,
     all_reduce,
     all_to_all,

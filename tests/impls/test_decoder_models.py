@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.cell import Cell
-from bench.engines import virtual
-from impls.composition import ONE_STAGE, Stage
-from impls.models.decoder import DecoderModel
-from impls.models.linear_llama import LinearLlamaModel
-from impls.models.mixers import LinearAttention, Places, SoftmaxAttention, rotated
-from impls.models.model import model_preset, models
-from impls.models.text import SEP, causal_language_batches, corpus
-from impls.models.tnl import decay_rates, slopes
-from impls.strategy import Strategy
-from impls.tensor_parallel import TensorParallel
-from impls.training import initialize
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.models.decoder import DecoderModel
+from spbench.impls.models.linear_llama import LinearLlamaModel
+from spbench.impls.models.mixers import LinearAttention, Places, SoftmaxAttention, rotated
+from spbench.impls.models.model import model_preset, models
+from spbench.impls.models.text import SEP, causal_language_batches, corpus
+from spbench.impls.models.tnl import decay_rates, slopes
+from spbench.impls.strategy import Strategy
+from spbench.impls.tensor_parallel import TensorParallel
+from spbench.impls.training import initialize
 
 DECODERS = [name for name, model in models().items() if isinstance(model, DecoderModel)]
 TINY = [name for name in DECODERS if "-tiny" in name]

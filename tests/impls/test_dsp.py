@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.engines.pool import RankPool
-from bench.oracle import Case
-from bench.verify import verify_case
-from impls.dsp import DynamicSequenceParallel, plan_switches, switched_elements
-from impls.grid import Grid, part_of
-from impls.models.model import Model, model_preset
-from impls.registry import strategy_class
-from impls.strategy import Unsupported
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.oracle import Case
+from spbench.bench.verify import verify_case
+from spbench.impls.dsp import DynamicSequenceParallel, plan_switches, switched_elements
+from spbench.impls.grid import Grid, part_of
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.registry import strategy_class
+from spbench.impls.strategy import Unsupported
 
 # -- plans -------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from impls.kernels.flash_attention import flash_attention, flash_attention_backward
-from impls.ring_attention import merge
+from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
+from spbench.impls.ring_attention import merge
 
 DEVICES = [
     "cpu",

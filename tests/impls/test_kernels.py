@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from impls.kernels.bias_gelu import bias_gelu
-from impls.kernels.cross_entropy import vocab_parallel_cross_entropy
-from impls.kernels.dropout import bias_dropout_add, masked_dropout
-from impls.kernels.flash_attention import flash_attention
-from impls.kernels.layer_norm import LayerNorm
-from impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
-from impls.kernels.rms_norm import plain_rms_norm, rms_norm
-from impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron_fuses
+from spbench.impls.kernels.bias_gelu import bias_gelu
+from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from spbench.impls.kernels.dropout import bias_dropout_add, masked_dropout
+from spbench.impls.kernels.flash_attention import flash_attention
+from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
+from spbench.impls.kernels.rms_norm import plain_rms_norm, rms_norm
+from spbench.impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron_fuses
 
 HALF = [torch.float16, torch.bfloat16]
 OPS = torch.ops.spbench

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.cell import Sizes
-from bench.engines.pool import RankPool
-from bench.engines.virtual import fake_mesh
-from bench.oracle import Case
-from bench.verify import verify_case
-from impls.lasp import Lasp
-from impls.lasp2 import Lasp2
-from impls.strategy import Strategy, Unsupported
+from spbench.bench.cell import Sizes
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.virtual import fake_mesh
+from spbench.bench.oracle import Case
+from spbench.bench.verify import verify_case
+from spbench.impls.lasp import Lasp
+from spbench.impls.lasp2 import Lasp2
+from spbench.impls.strategy import Strategy, Unsupported
 from tests import state_faults
 from tests.attention_model import AttentionModel, Sent, formula, metered
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.oracle import relative_errors
-from impls.kernels import linear_attention as module
-from impls.kernels.linear_attention import (
+from spbench.bench.oracle import relative_errors
+from spbench.impls.kernels import linear_attention as module
+from spbench.impls.kernels.linear_attention import (
     BLOCK,
     TILE,
     chunked_linear_attention,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.oracle import relative_errors
-from impls.kernels import linear_attention as plain
+from spbench.bench.oracle import relative_errors
+from spbench.impls.kernels import linear_attention as plain
 from tests.impls.test_linear_attention import made
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -101,7 +101,7 @@ OPERATORS = ("states", "output", "state_gradients", "input_gradients")
 
 def errors(name: str, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
     """Of the interpreted kernels and of the plain operators, against plain ones in float64."""
-    from impls.kernels import linear_attention_triton
+    from spbench.impls.kernels import linear_attention_triton
 
     kernels = {operator: getattr(linear_attention_triton, operator) for operator in OPERATORS}
     plainly = {operator: getattr(plain, f"plain_{operator}") for operator in OPERATORS}
@@ -156,7 +156,7 @@ def shared_bytes(kernel: str, dtype: torch.dtype, columns: int, backward: bool, 
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from impls.kernels import linear_attention_triton as kernels
+    from spbench.impls.kernels import linear_attention_triton as kernels
 
     function = getattr(kernels, kernel)
     settings = kernels._settings(torch.empty(1, 128, dtype=dtype), 128, columns)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from impls.models.bert import BertModel
-from impls.models.model import Model, model_preset, models
-from impls.strategy import Strategy
+from spbench.impls.models.bert import BertModel
+from spbench.impls.models.model import Model, model_preset, models
+from spbench.impls.strategy import Strategy
 
 
 def built_parameters(model: Model, seq_len: int) -> dict[str, int]:

@@ -9,14 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Sizes
-from bench.engines.pool import RankPool
-from bench.engines.virtual import fake_mesh
-from bench.oracle import Case
-from bench.verify import verify_case
-from impls.communication import Ring
-from impls.ring_attention import PLACEMENTS, RingAttention, meeting
-from impls.strategy import Unsupported
+from spbench.bench.cell import Sizes
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.virtual import fake_mesh
+from spbench.bench.oracle import Case
+from spbench.bench.verify import verify_case
+from spbench.impls.communication import Ring
+from spbench.impls.ring_attention import PLACEMENTS, RingAttention, meeting
+from spbench.impls.strategy import Unsupported
 from tests.attention_model import AttentionModel, formula, metered
 
 CASES: list[tuple[AttentionModel, str]] = [

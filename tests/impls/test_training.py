@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.engines.pool import RankPool
-from impls.kernels.dropout import masked_dropout
-from impls.models.model import Model, model_preset
-from impls.random import DropoutRandom
-from impls.registry import strategy_class
-from impls.strategy import Strategy, shard_of
-from impls.training import PRECISIONS, Precision, Training, default_dtype, initialize
+from spbench.bench.engines.pool import RankPool
+from spbench.impls.kernels.dropout import masked_dropout
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.random import DropoutRandom
+from spbench.impls.registry import strategy_class
+from spbench.impls.strategy import Strategy, shard_of
+from spbench.impls.training import PRECISIONS, Precision, Training, default_dtype, initialize
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 

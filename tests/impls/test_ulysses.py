@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.cell import Sizes
-from bench.engines.pool import RankPool
-from bench.engines.virtual import fake_mesh
-from bench.oracle import Case
-from bench.verify import verify_case
-from impls.strategy import Unsupported
-from impls.ulysses import Ulysses
+from spbench.bench.cell import Sizes
+from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.virtual import fake_mesh
+from spbench.bench.oracle import Case
+from spbench.bench.verify import verify_case
+from spbench.impls.strategy import Unsupported
+from spbench.impls.ulysses import Ulysses
 from tests.attention_model import AttentionModel, formula, metered
 
 MODELS = [

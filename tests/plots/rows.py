@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.cell import Cell
+from spbench.bench.cell import Cell
 
 STRATEGY_AXIS = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 

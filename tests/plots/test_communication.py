@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from bench.cell import Cell
-from bench.engines import virtual
-from plots.communication import communication_figure, draw, sent_bytes
-from plots.style import house_style
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.plots.communication import communication_figure, draw, sent_bytes
+from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 
 Row = dict[str, Any]

@@ -7,13 +7,13 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from bench.cell import Cell
-from bench.compare import as_frame, compare
-from bench.narrowing import Narrowing, declared_cells
-from bench.scenario import load_scenario
-from plots import lasp_convergence
-from plots.convergence import convergence_figure, draw
-from plots.style import house_style
+from spbench.bench.cell import Cell
+from spbench.bench.compare import as_frame, compare
+from spbench.bench.narrowing import Narrowing, declared_cells
+from spbench.bench.scenario import load_scenario
+from spbench.plots import lasp_convergence
+from spbench.plots.convergence import convergence_figure, draw
+from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 from tests.plots.rows import ran
 

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from plots import dsp_communication, dsp_inference, dsp_memory, dsp_scaling, dsp_throughput
-from plots.dsp_videos import videos_figure
-from plots.line_panels import Quantity
-from plots.lines import measured
-from plots.style import house_style
+from spbench.plots import dsp_communication, dsp_inference, dsp_memory, dsp_scaling, dsp_throughput
+from spbench.plots.dsp_videos import videos_figure
+from spbench.plots.line_panels import Quantity
+from spbench.plots.lines import measured
+from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 from tests.plots.rows import published, ran, table
 

@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from plots import max_batch, max_seqlen
-from plots.largest import Quantity, largest_figure
-from plots.style import TIMES, house_style
+from spbench.plots import max_batch, max_seqlen
+from spbench.plots.largest import Quantity, largest_figure
+from spbench.plots.style import TIMES, house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 from tests.plots.rows import compared, searched, table
 
@@ -188,8 +188,9 @@ def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> Non
 
 def test_drawing_needs_neither_torch_nor_the_harness() -> None:
     code = (
-        "import sys, plots.max_seqlen, plots.communication, plots.rsa_pipeline, plots.rsa_table4\n"
-        "print([name for name in ('torch', 'bench', 'impls') if name in sys.modules])"
+        "import sys\n"
+        "from spbench.plots import communication, max_seqlen, rsa_pipeline, rsa_table4\n"
+        "print([name for name in ('torch', 'spbench.bench', 'spbench.impls') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from plots.lasp_ablation import ablation_figure, draw
-from plots.style import house_style
+from spbench.plots.lasp_ablation import ablation_figure, draw
+from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend
 from tests.plots.rows import ran
 

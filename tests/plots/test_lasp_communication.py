@@ -6,8 +6,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from plots.lasp_communication import communication_figure, draw
-from plots.style import house_style
+from spbench.plots.lasp_communication import communication_figure, draw
+from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 from tests.plots.rows import ran, table
 

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from plots import lasp2_scalability, lasp_scalability, lasp_speed
-from plots.along import length_text
-from plots.length_scaling import length_scaling_figure
-from plots.style import house_style
+from spbench.plots import lasp2_scalability, lasp_scalability, lasp_speed
+from spbench.plots.along import length_text
+from spbench.plots.length_scaling import length_scaling_figure
+from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 from tests.plots.rows import published, ran, table
 

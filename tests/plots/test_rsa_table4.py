@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from bench.compare import as_frame, compare
-from bench.narrowing import Narrowing, declared_cells
-from bench.scenario import load_scenario
-from plots.rsa_table4 import draw, table4_figure, weak_scalings
-from plots.style import house_style
+from spbench.bench.compare import as_frame, compare
+from spbench.bench.narrowing import Narrowing, declared_cells
+from spbench.bench.scenario import load_scenario
+from spbench.plots.rsa_table4 import draw, table4_figure, weak_scalings
+from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend
 
 Row = dict[str, Any]

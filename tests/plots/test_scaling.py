@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from plots import rsa_pipeline, rsa_throughput
-from plots.scaling import scaling_figure
-from plots.style import house_style
+from spbench.plots import rsa_pipeline, rsa_throughput
+from spbench.plots.scaling import scaling_figure
+from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 from tests.plots.rows import searched
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.meters.allocator import CachingAllocator, OutOfMemory, replay
+from spbench.bench.meters.allocator import CachingAllocator, OutOfMemory, replay
 
 KIB, MIB = 2**10, 2**20
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.cell import Sizes
-from bench.engines.program import mesh_axes
-from bench.engines.virtual import fake_mesh
-from bench.meters.communication import CommunicationMeter, as_number
-from bench.meters.recorder import Recorder
-from impls.communication import WIRE_SHARE, Traffic, ring, wire_bytes
+from spbench.bench.cell import Sizes
+from spbench.bench.engines.program import mesh_axes
+from spbench.bench.engines.virtual import fake_mesh
+from spbench.bench.meters.communication import CommunicationMeter, as_number
+from spbench.bench.meters.recorder import Recorder
+from spbench.impls.communication import WIRE_SHARE, Traffic, ring, wire_bytes
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.cell import Cell, Sizes
-from bench.engines import virtual
-from bench.engines.program import set_up
-from bench.meters.memory import MemoryLog, rounded
-from bench.meters.recorder import Recorder
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines import virtual
+from spbench.bench.engines.program import set_up
+from spbench.bench.meters.memory import MemoryLog, rounded
+from spbench.bench.meters.recorder import Recorder
 
 
 @pytest.fixture(autouse=True)

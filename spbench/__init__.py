@@ -1,0 +1,1 @@
+"""spbench: a benchmark and reproduction suite for sequence parallelism."""
