@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from spbench.impls.strategy import MESH_AXES
+from spbench.impls.strategies.base import MESH_AXES
 
 Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics"]
 Engine = Literal["virtual", "distributed"]

@@ -23,8 +23,8 @@ from spbench.bench.sweep import at_once, sweep, unfinished
 from spbench.bench.workers import Crew
 from spbench.impls.backends import BACKENDS
 from spbench.impls.models.model import models as all_models
-from spbench.impls.registry import strategies as all_strategies
-from spbench.impls.training import PRECISIONS
+from spbench.impls.strategies.registry import strategies as all_strategies
+from spbench.impls.training.step import PRECISIONS
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -13,8 +13,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.cluster import load_cluster
 from spbench.bench.declaration import UserError, dotted, first_problem, merge, suggestion
 from spbench.impls.models.model import model_preset, models
-from spbench.impls.registry import strategies, strategy_options
-from spbench.impls.strategy import MESH_AXES
+from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.strategies.registry import strategies, strategy_options
 
 #: keys of a group that may be lists; so may each axis of sizes
 MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")

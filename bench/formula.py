@@ -11,7 +11,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.declaration import UserError
 from spbench.bench.results import Row
 from spbench.impls.models.model import model_preset
-from spbench.impls.training import PRECISIONS
+from spbench.impls.training.step import PRECISIONS
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

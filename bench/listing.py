@@ -39,7 +39,7 @@ def _clusters() -> Iterator[tuple[str, str]]:
 
 
 def _strategies() -> Iterator[tuple[str, str]]:
-    from spbench.impls.registry import strategies
+    from spbench.impls.strategies.registry import strategies
 
     for name, cls in sorted(strategies().items()):
         notes = [f"axis {cls.axis}" if cls.axis else "", cls.source]

@@ -23,8 +23,8 @@ from spbench.bench.cluster import Cluster, Figure, load_cluster
 from spbench.bench.engines import distributed, virtual
 from spbench.bench.engines.program import set_up
 from spbench.bench.step_program import KERNEL
-from spbench.impls.communication import exchange
-from spbench.impls.training import PRECISIONS, initialize
+from spbench.impls.collectives import exchange
+from spbench.impls.training.step import PRECISIONS, initialize
 
 #: a matrix of the products, [SIDE, SIDE]; about what a small transformer's layers multiply
 SIDE = 512

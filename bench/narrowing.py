@@ -16,7 +16,7 @@ from spbench.bench.cluster import load_cluster
 from spbench.bench.declaration import UserError, suggestion
 from spbench.bench.scenario import Scenario
 from spbench.impls.models.model import models
-from spbench.impls.registry import strategies
+from spbench.impls.strategies.registry import strategies
 
 ALL = "all"
 

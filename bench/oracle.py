@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.backends import BACKENDS
-from spbench.impls.communication import all_reduce
+from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model
-from spbench.impls.strategy import Strategy, shard_of
-from spbench.impls.training import PRECISIONS, Precision, default_dtype, initialize
+from spbench.impls.strategies.base import Strategy, shard_of
+from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, initialize
 
 #: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
 #: flat and the gradients of queries and keys tiny

@@ -22,7 +22,7 @@ from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.meters.timeline import TimelineMeter
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategy import Unsupported
+from spbench.impls.strategies.base import Unsupported
 
 #: whole traces that a search may take before it is given up as a failure
 MAX_PROBES = 40

@@ -31,8 +31,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.declaration import UserError, suggestion
 from spbench.bench.expansion import Problem
 from spbench.bench.published import published_rows
-from spbench.impls.registry import strategies
-from spbench.impls.strategy import MESH_AXES
+from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.strategies.registry import strategies
 
 #: what a column may be matched to; and, with a dot and a name, an option of SECTIONS
 FIELDS = (

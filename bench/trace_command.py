@@ -18,7 +18,7 @@ from spbench.bench.narrowing import Narrowing, narrowed_cells
 from spbench.bench.scenario import Scenario, load_scenario
 from spbench.bench.stage_traces import simulator_of, stage_traces
 from spbench.bench.trace_export import export_trace
-from spbench.impls.strategy import Unsupported
+from spbench.impls.strategies.base import Unsupported
 
 #: cells that are named where more than one is left
 _NAMED = 3

@@ -30,10 +30,10 @@ from spbench.bench.oracle import Case, Finding, check_rank, relative_errors
 from spbench.impls.backends import BACKENDS
 from spbench.impls.models.model import model_preset
 from spbench.impls.models.model import models as all_models
-from spbench.impls.registry import strategies as all_strategies
-from spbench.impls.registry import strategy_class
-from spbench.impls.strategy import Unsupported
-from spbench.impls.training import PRECISIONS
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.registry import strategies as all_strategies
+from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.training.step import PRECISIONS
 
 __all__ = ["VerifyRow", "relative_errors", "verify", "verify_case"]
 

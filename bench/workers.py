@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement, Status
-from spbench.impls.strategy import Unsupported
+from spbench.impls.strategies.base import Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spbench.impls.communication import Traffic, add_from_peer, all_reduce
-from spbench.impls.strategy import Site, Strategy, Unsupported, shard_of
+from spbench.impls.collectives import Traffic, add_from_peer, all_reduce
+from spbench.impls.strategies.base import Site, Strategy, Unsupported, shard_of
 
 
 @dataclass(frozen=True)

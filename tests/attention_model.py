@@ -16,7 +16,7 @@ from spbench.bench.engines.program import mesh_axes
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.models.model import Model, Part
-from spbench.impls.strategy import Site, Strategy
+from spbench.impls.strategies.base import Site, Strategy
 
 
 @dataclass(frozen=True)

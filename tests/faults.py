@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.communication import all_reduce, reduce_from_group, ring
-from spbench.impls.linear import Linear
-from spbench.impls.ring_self_attention import RingOutput, RingScores, RingSelfAttention
-from spbench.impls.strategy import SequenceDim
-from spbench.impls.tensor_parallel import ColumnParallelLinear, TensorParallel
+from spbench.impls.collectives import all_reduce, reduce_from_group, ring
+from spbench.impls.strategies.base import SequenceDim
+from spbench.impls.strategies.linear import Linear
+from spbench.impls.strategies.ring_self_attention import RingOutput, RingScores, RingSelfAttention
+from spbench.impls.strategies.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
 class _ScaleGradient(torch.autograd.Function):

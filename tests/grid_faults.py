@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spbench.impls.communication import copy_to_group
-from spbench.impls.dsp import DynamicSequenceParallel
-from spbench.impls.grid import Grid
+from spbench.impls.collectives import copy_to_group
 from spbench.impls.layout import SequenceDim
-from spbench.impls.linear import Linear
+from spbench.impls.strategies.dsp import DynamicSequenceParallel
+from spbench.impls.strategies.grid import Grid
+from spbench.impls.strategies.linear import Linear
 
 
 class PartsInWrongOrder(DynamicSequenceParallel):

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls import ring_attention
-from spbench.impls.megatron_sp import MegatronSP
-from spbench.impls.ring_attention import RingAttention
-from spbench.impls.ulysses import HEADS, Ulysses
+from spbench.impls.strategies import ring_attention
+from spbench.impls.strategies.megatron_sp import MegatronSP
+from spbench.impls.strategies.ring_attention import RingAttention
+from spbench.impls.strategies.ulysses import HEADS, Ulysses
 
 
 class HeadsInWrongOrder(Ulysses):

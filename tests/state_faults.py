@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from spbench.impls.kernels import linear_attention as kernels
-from spbench.impls.lasp import Lasp
-from spbench.impls.lasp2 import Lasp2
+from spbench.impls.strategies.lasp import Lasp
+from spbench.impls.strategies.lasp2 import Lasp2
 
 
 class StateNotDecayedAcrossChunks(Lasp):

@@ -9,8 +9,8 @@ from spbench.bench.engines.pool import RankPool
 from spbench.bench.oracle import Case
 from spbench.bench.verify import relative_errors, verify_case
 from spbench.impls.models.model import model_preset
-from spbench.impls.registry import strategies
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.registry import strategies
 from tests import faults
 
 # the fault, the part that shows it, and how the name of the worst tensor may begin

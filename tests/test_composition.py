@@ -12,14 +12,14 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
 from spbench.bench.engines.pool import RankPool
 from spbench.bench.oracle import relative_errors
-from spbench.impls.communication import all_reduce
+from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, Stage
 from spbench.impls.models.bert import Bert
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
-from spbench.impls.registry import strategy_class
-from spbench.impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of
-from spbench.impls.training import Training, initialize
+from spbench.impls.strategies.base import MESH_AXES, Strategy, Unsupported, shard_of
+from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.training.step import Training, initialize
 
 BATCH, LENGTH = 8, 24
 OPTIONS = {"layers": 4, "vocabulary_multiple": 2}

@@ -9,9 +9,9 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.pool import RankPool
 from spbench.bench.oracle import Case
 from spbench.bench.verify import verify_case
-from spbench.impls.megatron_sp import MegatronSP
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.megatron_sp import MegatronSP
 from tests import grid_faults as faults
 
 # the fault, the frames of the model that show it, and how the name of the worst tensor may begin

@@ -19,9 +19,9 @@ from spbench.bench.results import Row
 from spbench.bench.scenario import load_scenario
 from spbench.bench.sweep import as_row
 from spbench.bench.workers import Outcome
+from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
 from spbench.impls.models.model import model_preset
-from spbench.impls.models.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
-from spbench.impls.strategy import MESH_AXES, Strategy, Unsupported
+from spbench.impls.strategies.base import MESH_AXES, Strategy, Unsupported
 from tests.faults import BiasesNotSynchronized, OneNthGradients, OrderLossOnEveryRank
 
 STEPS = 6

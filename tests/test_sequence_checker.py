@@ -10,7 +10,7 @@ from spbench.bench.engines.pool import RankPool
 from spbench.bench.oracle import Case
 from spbench.bench.verify import verify_case
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
 from tests import sequence_faults as faults
 from tests.attention_model import AttentionModel
 

@@ -14,11 +14,11 @@ from spbench.bench.oracle import Case
 from spbench.bench.verify import VerifyRow, verify, verify_case
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import model_preset, models
-from spbench.impls.registry import strategies
-from spbench.impls.ring_self_attention import RingSelfAttention
-from spbench.impls.strategy import Strategy, Unsupported
-from spbench.impls.tensor_parallel import TensorParallel
-from spbench.impls.training import ContiguousGradients, initialize
+from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.registry import strategies
+from spbench.impls.strategies.ring_self_attention import RingSelfAttention
+from spbench.impls.strategies.tensor_parallel import TensorParallel
+from spbench.impls.training.step import ContiguousGradients, initialize
 
 TINY = [name for name in models() if "-tiny" in name]
 PARALLEL = [cls for cls in strategies().values() if cls.axis]

@@ -24,7 +24,7 @@ from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
 from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.strategy import MESH_AXES
+from spbench.impls.strategies.base import MESH_AXES
 
 #: of weights and data, the same for every strategy and size
 SEED = 1

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from spbench.impls.strategy import MESH_AXES
+from spbench.impls.strategies.base import MESH_AXES
 
 _HOST = "127.0.0.1"
 #: after one rank failed, the time that the others have to notice it before they are killed

@@ -19,13 +19,13 @@ from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.backends import BACKENDS
 from spbench.impls.backends.backend import PlannedStep, planned_sums
-from spbench.impls.communication import Traffic
+from spbench.impls.collectives import Traffic
 from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
-from spbench.impls.inference import Inference
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.registry import strategy_class
-from spbench.impls.strategy import MESH_AXES, Site, Strategy, Unsupported
-from spbench.impls.training import PRECISIONS, Training, default_dtype, initialize, training_sites
+from spbench.impls.strategies.base import MESH_AXES, Site, Strategy, Unsupported
+from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.training.inference import Inference
+from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize, training_sites
 
 
 @dataclass(frozen=True)

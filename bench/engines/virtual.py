@@ -23,7 +23,7 @@ from spbench.bench.engines.timing import add_times, can_time
 from spbench.bench.meters.allocator import MIB, replay
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.timeline import TimelineMeter
-from spbench.impls.strategy import MESH_AXES
+from spbench.impls.strategies.base import MESH_AXES
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.communication import wire_bytes
+from spbench.impls.collectives import wire_bytes
 
 
 def _nbytes(tensors: Any) -> int:
@@ -26,7 +26,7 @@ def _argument(index: int) -> Callable[[Sequence[Any]], int]:
 
 
 #: c10d operator -> (collective, bytes of its payload from the operator's arguments). The payload is
-#: the whole tensor of WIRE_SHARE in spbench.impls.communication.
+#: the whole tensor of WIRE_SHARE in spbench.impls.collectives.
 _OPERATORS: dict[str, tuple[str, Callable[[Sequence[Any]], int]]] = {
     "send": ("send", _argument(0)),
     "recv_": ("recv", _argument(0)),

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.communication import Traffic
+from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.collectives import Traffic
 from spbench.impls.composition import Composition, is_partial
-from spbench.impls.optimizer import Optimizer
 from spbench.impls.precision import Precision
-from spbench.impls.strategy import Site, Strategy, shard_of
+from spbench.impls.strategies.base import Site, Strategy, shard_of
 
 
 @dataclass(frozen=True)

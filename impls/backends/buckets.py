@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.communication import all_reduce_async
+from spbench.impls.collectives import all_reduce_async
 
 MIB = 2**20
 #: bytes at which a bucket is full: the first one, so that communication starts early, and the others

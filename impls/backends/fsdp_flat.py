@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, Part, PlannedStep
 from spbench.impls.backends.flat import FlatShard, padded
-from spbench.impls.communication import Traffic, all_gather_flat, reduce_scatter_flat
+from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.collectives import Traffic, all_gather_flat, reduce_scatter_flat
 from spbench.impls.composition import Composition
-from spbench.impls.optimizer import Optimizer
 from spbench.impls.precision import Precision
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
 
 
 class FlatFullySharded(Backend):

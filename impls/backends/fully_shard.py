@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, Part, PlannedStep
-from spbench.impls.communication import Traffic
+from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.collectives import Traffic
 from spbench.impls.composition import Composition, is_partial
-from spbench.impls.optimizer import Optimizer
 from spbench.impls.precision import Precision
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, which who does not ask for it need not wait
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, PlannedStep
-from spbench.impls.communication import Traffic
+from spbench.impls.backends.gradients import ContiguousGradients, StaleGradients
+from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.collectives import Traffic
 from spbench.impls.composition import Composition
-from spbench.impls.gradients import ContiguousGradients, StaleGradients
-from spbench.impls.optimizer import Optimizer
 from spbench.impls.precision import Precision
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
 
 
 class LegacyDistributedDataParallel(Backend):

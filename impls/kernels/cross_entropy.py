@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.communication import all_reduce
+from spbench.impls.collectives import all_reduce
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.linear import Linear
-from spbench.impls.models.encoder import Alone, Attention, Block, BlockOptions, attention_mask
+from spbench.impls.models.blocks.encoder import Alone, Attention, Block, BlockOptions, attention_mask
+from spbench.impls.models.blocks.text import masked_language_batches
 from spbench.impls.models.model import Model, PaddedVocabulary, Part
-from spbench.impls.models.text import masked_language_batches
-from spbench.impls.strategy import Site, Strategy
+from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.linear import Linear
 
 
 @dataclass(frozen=True)

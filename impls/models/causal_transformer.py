@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spbench.impls.models.decoder import TINY_SIZES, DecoderModel
-from spbench.impls.models.mixers import SoftmaxAttention
+from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.blocks.mixers import SoftmaxAttention
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.grid import Grid
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.linear import Linear
-from spbench.impls.models.grid import (
+from spbench.impls.models.blocks.grid_blocks import (
     GridAttention,
     GridModel,
     Mlp,
@@ -28,9 +26,11 @@ from spbench.impls.models.grid import (
     one_stage_only,
     with_positions,
 )
+from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import Part
-from spbench.impls.models.recomputation import recomputed
-from spbench.impls.strategy import SequenceDim, Site, Strategy
+from spbench.impls.strategies.base import SequenceDim, Site, Strategy
+from spbench.impls.strategies.grid import Grid
+from spbench.impls.strategies.linear import Linear
 
 
 @dataclass(frozen=True)

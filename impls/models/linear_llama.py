@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.impls.models.decoder import TINY_SIZES, DecoderModel
-from spbench.impls.models.mixers import LinearAttention, SoftmaxAttention
+from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.blocks.mixers import LinearAttention, SoftmaxAttention
 
 
 @dataclass(frozen=True)

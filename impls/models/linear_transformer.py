@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from spbench.impls.models.decoder import TINY_SIZES, DecoderModel
-from spbench.impls.models.mixers import LinearAttention
+from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.blocks.mixers import LinearAttention
 
 
 @dataclass(frozen=True)

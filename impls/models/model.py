@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.strategy import SequenceDim, Site, Strategy, Unsupported
+from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
 
 
 class Model(ABC):

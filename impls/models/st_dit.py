@@ -22,10 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.grid import Grid, whole_attention
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.linear import Linear
-from spbench.impls.models.grid import (
+from spbench.impls.models.blocks.grid_blocks import (
     Alone,
     GridAttention,
     GridModel,
@@ -35,9 +33,11 @@ from spbench.impls.models.grid import (
     sinusoids,
     with_positions,
 )
+from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import Part
-from spbench.impls.models.recomputation import recomputed
-from spbench.impls.strategy import SequenceDim, Site, Strategy
+from spbench.impls.strategies.base import SequenceDim, Site, Strategy
+from spbench.impls.strategies.grid import Grid, whole_attention
+from spbench.impls.strategies.linear import Linear
 
 #: the dims of the grid
 TEMPORAL, SPATIAL = 0, 1

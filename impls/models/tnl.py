@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spbench.impls.models.decoder import TINY_SIZES, DecoderModel
-from spbench.impls.models.mixers import LinearAttention
+from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.blocks.mixers import LinearAttention
 
 
 def slopes(heads: int) -> list[float]:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.impls.strategy import Unsupported
+from spbench.impls.strategies.base import Unsupported
 
 #: two strategies at a few sizes, one claim of each kind
 SCENARIO = """

@@ -16,8 +16,8 @@ from spbench.bench.engines import distributed, virtual
 from spbench.bench.engines.pool import RankPool
 from spbench.bench.engines.program import mesh_axes, plan, record_step
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.strategy import Unsupported
-from spbench.impls.training import initialize
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.training.step import initialize
 
 CELL = Cell(
     model="bert-tiny",

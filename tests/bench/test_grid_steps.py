@@ -10,8 +10,8 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.pool import RankPool
-from spbench.impls.registry import strategy_class
-from spbench.impls.strategy import Unsupported
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.registry import strategy_class
 from tests.bench.test_virtual import on_a_real_rank, seen
 
 STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "tensor_parallel")

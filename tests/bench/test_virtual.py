@@ -23,10 +23,10 @@ from spbench.bench.engines.pool import RankPool
 from spbench.bench.engines.program import mesh_axes, plan, record_step, set_up
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.communication import Traffic
-from spbench.impls.ring_self_attention import RingSelfAttention
-from spbench.impls.strategy import Unsupported
-from spbench.impls.tensor_parallel import TensorParallel
+from spbench.impls.collectives import Traffic
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.ring_self_attention import RingSelfAttention
+from spbench.impls.strategies.tensor_parallel import TensorParallel
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 #: Gloo's thread lets go of a tensor a moment after a collective has ended, and on a busy machine later than

@@ -35,9 +35,9 @@ from spbench.bench.verify import verify_case
 from spbench.impls.backends import BACKENDS, Backend
 from spbench.impls.models.model import model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
-from spbench.impls.registry import strategy_class
-from spbench.impls.strategy import MESH_AXES, Strategy, Unsupported, shard_of
-from spbench.impls.training import Training, initialize
+from spbench.impls.strategies.base import MESH_AXES, Strategy, Unsupported, shard_of
+from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.training.step import Training, initialize
 from tests import backend_faults as faults
 
 LENGTH, STEPS = 24, 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.engines.pool import RankPool
-from spbench.impls.communication import (
+from spbench.impls.collectives import (
     WIRE_SHARE,
     all_reduce,
     all_to_all,

@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.models.decoder import DecoderModel
+from spbench.impls.models.blocks.decoder import DecoderModel
+from spbench.impls.models.blocks.mixers import LinearAttention, Places, SoftmaxAttention, rotated
+from spbench.impls.models.blocks.text import SEP, causal_language_batches, corpus
 from spbench.impls.models.linear_llama import LinearLlamaModel
-from spbench.impls.models.mixers import LinearAttention, Places, SoftmaxAttention, rotated
 from spbench.impls.models.model import model_preset, models
-from spbench.impls.models.text import SEP, causal_language_batches, corpus
 from spbench.impls.models.tnl import decay_rates, slopes
-from spbench.impls.strategy import Strategy
-from spbench.impls.tensor_parallel import TensorParallel
-from spbench.impls.training import initialize
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.tensor_parallel import TensorParallel
+from spbench.impls.training.step import initialize
 
 DECODERS = [name for name, model in models().items() if isinstance(model, DecoderModel)]
 TINY = [name for name in DECODERS if "-tiny" in name]

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.engines.pool import RankPool
 from spbench.bench.oracle import Case
 from spbench.bench.verify import verify_case
-from spbench.impls.dsp import DynamicSequenceParallel, plan_switches, switched_elements
-from spbench.impls.grid import Grid, part_of
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.registry import strategy_class
-from spbench.impls.strategy import Unsupported
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
+from spbench.impls.strategies.grid import Grid, part_of
+from spbench.impls.strategies.registry import strategy_class
 
 # -- plans -------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.impls.models.grid import GridModel
+from spbench.impls.models.blocks.grid_blocks import GridModel
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategy import Strategy, Unsupported
+from spbench.impls.strategies.base import Strategy, Unsupported
 
 
 def grid_model(name: str, **options: Any) -> GridModel:

@@ -13,9 +13,9 @@ from spbench.bench.engines.pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.oracle import Case
 from spbench.bench.verify import verify_case
-from spbench.impls.lasp import Lasp
-from spbench.impls.lasp2 import Lasp2
-from spbench.impls.strategy import Strategy, Unsupported
+from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.lasp import Lasp
+from spbench.impls.strategies.lasp2 import Lasp2
 from tests import state_faults
 from tests.attention_model import AttentionModel, Sent, formula, metered
 

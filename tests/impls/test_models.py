@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import Model, model_preset, models
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
 
 
 def built_parameters(model: Model, seq_len: int) -> dict[str, int]:

@@ -14,9 +14,9 @@ from spbench.bench.engines.pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.oracle import Case
 from spbench.bench.verify import verify_case
-from spbench.impls.communication import Ring
-from spbench.impls.ring_attention import PLACEMENTS, RingAttention, meeting
-from spbench.impls.strategy import Unsupported
+from spbench.impls.collectives import Ring
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.ring_attention import PLACEMENTS, RingAttention, meeting
 from tests.attention_model import AttentionModel, formula, metered
 
 CASES: list[tuple[AttentionModel, str]] = [

@@ -13,8 +13,8 @@ from spbench.bench.engines.pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.oracle import Case
 from spbench.bench.verify import verify_case
-from spbench.impls.strategy import Unsupported
-from spbench.impls.ulysses import Ulysses
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.ulysses import Ulysses
 from tests.attention_model import AttentionModel, formula, metered
 
 MODELS = [

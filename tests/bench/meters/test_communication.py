@@ -18,7 +18,7 @@ from spbench.bench.engines.program import mesh_axes
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.communication import WIRE_SHARE, Traffic, ring, wire_bytes
+from spbench.impls.collectives import WIRE_SHARE, Traffic, ring, wire_bytes
 
 
 @pytest.fixture

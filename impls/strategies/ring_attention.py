@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.communication import Ring, Traffic
-from spbench.impls.grid import as_sequences
+from spbench.impls.collectives import Ring, Traffic
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
-from spbench.impls.sequence_chunks import SequenceChunks
-from spbench.impls.strategy import SequenceDim, Site, Unsupported
+from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
+from spbench.impls.strategies.grid import as_sequences
+from spbench.impls.strategies.sequence_chunks import SequenceChunks
 
 PLACEMENTS = ("contiguous", "striped", "zigzag")
 ALL = slice(None)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from spbench.impls.kernels.bias_gelu import bias_gelu
 from spbench.impls.kernels.dropout import bias_dropout_add
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.models.recomputation import recomputed
-from spbench.impls.strategy import Strategy
+from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.strategies.base import Strategy
 
 _WAYS = {
     "mask_shape": ("keys", "square"),

@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.communication import exchange
+from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
 
 SCHEDULES = ("1f1b", "gpipe")
 

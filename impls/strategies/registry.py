@@ -9,18 +9,18 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
 
 
 @cache
 def strategies() -> dict[str, type[Strategy]]:
     """Every strategy by name: the modules of this package, then the entry points `spbench.strategies`."""
-    import spbench.impls
+    import spbench.impls.strategies as package
 
     found: dict[str, type[Strategy]] = {Strategy.name: Strategy}
-    for module in pkgutil.iter_modules(spbench.impls.__path__):
+    for module in pkgutil.iter_modules(package.__path__):
         if not module.ispkg:
-            for value in vars(importlib.import_module(f"spbench.impls.{module.name}")).values():
+            for value in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values():
                 if inspect.isclass(value) and issubclass(value, Strategy) and "name" in vars(value):
                     found[value.name] = value
     for entry in entry_points(group="spbench.strategies"):

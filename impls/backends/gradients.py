@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import Composition, is_partial
-from spbench.impls.strategy import Strategy
+from spbench.impls.strategies.base import Strategy
 
 
 class ContiguousGradients:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.grid import Grid, grid_letters
 from spbench.impls.kernels.bias_gelu import bias_gelu
 from spbench.impls.models.model import Model
-from spbench.impls.strategy import SequenceDim, Site, Strategy, Unsupported, full_precision
+from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported, full_precision
+from spbench.impls.strategies.grid import Grid, grid_letters
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.communication import Traffic
-from spbench.impls.grid import GridHooks, as_sequences
+from spbench.impls.collectives import Traffic
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
 from spbench.impls.kernels.softmax import masked_softmax
@@ -32,8 +31,9 @@ from spbench.impls.layout import (
     mark_shard,
     shard_of,
 )
-from spbench.impls.linear import GroupedLinear, Linear
-from spbench.impls.random import DropoutRandom
+from spbench.impls.strategies.dropout_masks import DropoutRandom
+from spbench.impls.strategies.grid import GridHooks, as_sequences
+from spbench.impls.strategies.linear import GroupedLinear, Linear
 
 __all__ = [
     "LINEAR_ATTENTION_WAYS",

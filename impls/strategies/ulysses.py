@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.communication import Traffic, all_to_all
-from spbench.impls.divisors import nearest_divisors
-from spbench.impls.grid import Attend, as_sequences
-from spbench.impls.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
-from spbench.impls.strategy import Site, Unsupported
+from spbench.impls.collectives import Traffic, all_to_all
+from spbench.impls.strategies.base import Site, Unsupported
+from spbench.impls.strategies.divisors import nearest_divisors
+from spbench.impls.strategies.grid import Attend, as_sequences
+from spbench.impls.strategies.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
 
 #: dims of [B, Z, L, A]
 HEADS, POSITIONS = 1, 2

@@ -23,18 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.communication import (
+from spbench.impls.collectives import (
     Traffic,
     joined,
     reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
-from spbench.impls.grid import as_sequences
-from spbench.impls.linear import Linear
-from spbench.impls.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
-from spbench.impls.strategy import Site, Strategy
-from spbench.impls.tensor_parallel import ColumnParallelLinear, TensorParallel
+from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.grid import as_sequences
+from spbench.impls.strategies.linear import Linear
+from spbench.impls.strategies.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
+from spbench.impls.strategies.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
 class GatheredProjection(torch.autograd.Function):

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.communication import Traffic, all_to_all, joined, start_all_gather, start_reduce_scatter
-from spbench.impls.grid import Grid, grid_of, part_of
-from spbench.impls.sequence_chunks import SequenceChunks
-from spbench.impls.strategy import SequenceDim, Site, Unsupported
+from spbench.impls.collectives import Traffic, all_to_all, joined, start_all_gather, start_reduce_scatter
+from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
+from spbench.impls.strategies.grid import Grid, grid_of, part_of
+from spbench.impls.strategies.sequence_chunks import SequenceChunks
 
 
 def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: int) -> int:

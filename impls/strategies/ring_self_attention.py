@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.communication import Traffic, all_reduce, ring, sum_over_group
+from spbench.impls.collectives import Traffic, all_reduce, ring, sum_over_group
 from spbench.impls.kernels.softmax import masked_softmax
-from spbench.impls.sequence_chunks import SequenceChunks
-from spbench.impls.strategy import Site
+from spbench.impls.strategies.base import Site
+from spbench.impls.strategies.sequence_chunks import SequenceChunks
 
 
 class RingScores(torch.autograd.Function):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.grid import Grid
-from spbench.impls.strategy import SequenceDim, Shard, Site, Strategy, Unsupported, mark_shard
+from spbench.impls.strategies.base import SequenceDim, Shard, Site, Strategy, Unsupported, mark_shard
+from spbench.impls.strategies.grid import Grid
 
 
 class SequenceChunks(Strategy):

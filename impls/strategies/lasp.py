@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.communication import Traffic, exchange
+from spbench.impls.collectives import Traffic, exchange
 from spbench.impls.kernels import linear_attention as kernels
-from spbench.impls.sequence_chunks import SequenceChunks
-from spbench.impls.strategy import Site
+from spbench.impls.strategies.base import Site
+from spbench.impls.strategies.sequence_chunks import SequenceChunks
 
 
 class _Kernels:

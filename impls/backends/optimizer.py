@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from spbench.impls.communication import all_reduce
+from spbench.impls.collectives import all_reduce
 from spbench.impls.precision import Precision
 
 

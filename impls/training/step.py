@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.backends import BACKENDS
+from spbench.impls.backends.gradients import ContiguousGradients, StaleGradients
+from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.composition import Composition
-from spbench.impls.gradients import ContiguousGradients, StaleGradients
-from spbench.impls.optimizer import Optimizer
-from spbench.impls.pipeline import Pipeline
 from spbench.impls.precision import PRECISIONS, Precision, default_dtype
-from spbench.impls.strategy import Site, Strategy, shard_of
+from spbench.impls.strategies.base import Site, Strategy, shard_of
+from spbench.impls.training.pipeline import Pipeline
 
 __all__ = [
     "PHASES",
@@ -73,7 +73,7 @@ class Training:
             :class:`StaleGradients`.
         around: data and pipeline parallelism; None for one replica and one stage.
         micro_batches: parts of the batch that are run one after another.
-        schedule: of the pipeline; see :mod:`impls.pipeline`.
+        schedule: of the pipeline; see :mod:`impls.training.pipeline`.
         learning_rate: of AdamW; :meth:`Optimizer.set_learning_rate` changes it.
     """
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.impls.communication import Traffic, start_all_gather
+from spbench.impls.collectives import Traffic, start_all_gather
 from spbench.impls.kernels import linear_attention as kernels
-from spbench.impls.sequence_chunks import SequenceChunks
-from spbench.impls.strategy import Site
+from spbench.impls.strategies.base import Site
+from spbench.impls.strategies.sequence_chunks import SequenceChunks
 
 
 class _Lasp2(torch.autograd.Function):

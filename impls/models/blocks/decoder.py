@@ -1,7 +1,7 @@
 """Pre-norm causal language models without biases, as single-device code.
 
 A layer is x + mixer(norm(x)), then x + mlp(norm(x)); after the last one comes a norm and the head. What
-mixes the tokens of each layer a subclass of :class:`DecoderModel` says; :mod:`impls.models.mixers` has them.
+mixes the tokens of each layer is chosen by a subclass, from :mod:`impls.models.blocks.mixers`.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
 V vocabulary.
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.rms_norm import RMSNorm
-from spbench.impls.models.mixers import DecoderOptions, LinearAttention, Places, SoftmaxAttention
+from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention, Places, SoftmaxAttention
+from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.text import causal_language_batches
 from spbench.impls.models.model import Model, PaddedVocabulary, Part
-from spbench.impls.models.recomputation import recomputed
-from spbench.impls.models.text import causal_language_batches
-from spbench.impls.strategy import Site, Strategy
+from spbench.impls.strategies.base import Site, Strategy
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": F.silu, "gelu": F.gelu}
 

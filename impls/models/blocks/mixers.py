@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.kernels.rms_norm import rms_norm
-from spbench.impls.strategy import LINEAR_ATTENTION_WAYS, Site, Strategy
+from spbench.impls.strategies.base import LINEAR_ATTENTION_WAYS, Site, Strategy
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
