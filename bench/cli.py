@@ -18,14 +18,14 @@ from typing import Any
 
 import click
 
-from spbench.bench.options import FORMATS, Numbers, Words, choosing_cells, many
+from spbench.bench.commands.options import FORMATS, Numbers, Words, choosing_cells, many
 
 KINDS = ("scenarios", "strategies", "models", "clusters")
 
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from spbench.bench.provenance import installed_version
+        from spbench.bench.sweep.provenance import installed_version
 
         click.echo(f"spbench {installed_version('spbench') or '(not installed)'}")
         context.exit()
@@ -84,8 +84,8 @@ def run(
 
     Results are kept cell by cell: a run that was interrupted goes on where it was.
     """
-    from spbench.bench.commands import Request, dry_run_scenario, run_scenario
-    from spbench.bench.narrowing import Narrowing
+    from spbench.bench.commands.run import Request, dry_run_scenario, run_scenario
+    from spbench.bench.config.select import Narrowing
 
     narrowing = Narrowing(strategy, model, cluster, engine, world_size, variant)
     request = Request(scenario, narrowing, jobs, output, fresh, form)
@@ -96,7 +96,7 @@ def run(
 @click.argument("kind", type=click.Choice(KINDS), required=False)
 def list_(kind: str | None) -> int:
     """List scenarios, strategies, models or clusters; all of them if none is named."""
-    from spbench.bench.listing import list_kind
+    from spbench.bench.commands.listing import list_kind
 
     for wanted in [kind] if kind else KINDS:
         list_kind(wanted)
@@ -123,7 +123,7 @@ def verify(
     form: str,
 ) -> int:
     """Check strategies against the single-device model on real ranks: outputs and every gradient."""
-    from spbench.bench.commands import verify_strategies
+    from spbench.bench.commands.run import verify_strategies
 
     sizes, dtypes = world_size or (1, 2, 3, 4), dtype or ("fp64",)
     return verify_strategies(strategy, model, sizes, dtypes, part, backend, form)
@@ -141,7 +141,7 @@ def compare(base: Path, new: Path, subset: bool, form: str) -> int:
     times of virtual ranks, answers of searches, statuses and errors against published numbers are judged;
     times of real ranks are not.
     """
-    from spbench.bench.gate import compare_results
+    from spbench.bench.comparison.regressions import compare_results
 
     return compare_results(base, new, subset, form)
 
@@ -158,7 +158,7 @@ def baseline(
     scenario: tuple[str, ...], variant: str | None, jobs: int | None, output: Path | None, resume: bool
 ) -> int:
     """Run scenarios afresh on virtual ranks, and write the results for spbench compare."""
-    from spbench.bench.baseline import FOLDER, make_baselines
+    from spbench.bench.commands.baseline import FOLDER, make_baselines
 
     if not scenario:
         raise click.UsageError("name at least one --scenario")
@@ -180,7 +180,7 @@ def baseline(
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def calibrate(scenario: str, table: str, quantity: str, fits: tuple[str, ...], form: str) -> int:
     """Fit a cluster's few scalars to published throughputs, and show every row's error."""
-    from spbench.bench.calibrate_command import calibrate_cluster
+    from spbench.bench.commands.calibrate import calibrate_cluster
 
     return calibrate_cluster(scenario, table, quantity, fits, form)
 
@@ -206,8 +206,8 @@ def trace(
     output: Path,
 ) -> int:
     """Write the simulated step of one cell, event by event, as a trace that Perfetto opens."""
-    from spbench.bench.narrowing import Narrowing
-    from spbench.bench.trace_command import write_trace
+    from spbench.bench.commands.trace import write_trace
+    from spbench.bench.config.select import Narrowing
 
     narrowing = Narrowing(strategy, model, cluster, ("virtual",), world_size, variant)
     return write_trace(scenario, narrowing, {"batch": batch, "seq_len": seq_len}, ranks, output)
@@ -236,8 +236,8 @@ def reproduce(
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
-    from spbench.bench.reproduce import FOLDER, Reproduction
-    from spbench.bench.reproduce import reproduce as reproduce_papers
+    from spbench.bench.commands.reproduce import FOLDER, Reproduction
+    from spbench.bench.commands.reproduce import reproduce as reproduce_papers
 
     document = Path("REPRODUCE.md") if write else None
     return reproduce_papers(Reproduction(paper, all_variants, jobs, output or FOLDER, fresh, document, form))
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a command line, tell its errors, and return its exit code."""
-    from spbench.bench.declaration import UserError
+    from spbench.bench.config.files import UserError
 
     try:
         code = cli.main(arguments, prog_name="spbench", standalone_mode=False)

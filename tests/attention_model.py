@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.program import mesh_axes
+from spbench.bench.engines.setup import mesh_axes
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.models.model import Model, Part

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.rank_pool import RankPool
 
 torch.set_num_threads(1)
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.oracle import Case
-from spbench.bench.verify import relative_errors, verify_case
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.verification.cases import relative_errors, verify_case
+from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.registry import strategies

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.oracle import relative_errors
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.verification.oracle import relative_errors
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, Stage
 from spbench.impls.models.bert import Bert

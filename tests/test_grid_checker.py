@@ -6,9 +6,9 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.oracle import Case
-from spbench.bench.verify import verify_case
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.megatron_sp import MegatronSP

@@ -9,16 +9,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spbench.bench.cell import Cell, Learning
-from spbench.bench.compare import compare
-from spbench.bench.curves import deviations, final
+from spbench.bench.comparison.claims import compare
+from spbench.bench.comparison.curves import deviations, final
+from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines import run
 from spbench.bench.engines.learning import learning_rate, losses_of_rank
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.narrowing import Narrowing, declared_cells
-from spbench.bench.results import Row
-from spbench.bench.scenario import load_scenario
-from spbench.bench.sweep import as_row
-from spbench.bench.workers import Outcome
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.sweep.results import Row
+from spbench.bench.sweep.sweep import as_row
+from spbench.bench.sweep.workers import Outcome
 from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import MESH_AXES, Strategy, Unsupported

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.oracle import Case
-from spbench.bench.verify import verify_case
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 from tests import sequence_faults as faults

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.oracle import Case
-from spbench.bench.verify import VerifyRow, verify, verify_case
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.verification.cases import VerifyRow, verify, verify_case
+from spbench.bench.verification.oracle import Case
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.strategies.base import Strategy, Unsupported

@@ -12,7 +12,7 @@ def run(cell: Cell) -> Measurement:
         Unsupported: the strategy cannot run these sizes, with the reason and the nearest that work.
     """
     from spbench.bench.engines import distributed, learning, virtual
-    from spbench.bench.search import largest_that_fits
+    from spbench.bench.search.boundary import largest_that_fits
 
     if cell.search is not None:
         return largest_that_fits(cell)

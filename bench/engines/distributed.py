@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
+from spbench.bench.engines.setup import alike_ranks, mesh_axes, plan, record_step, telling_set
 from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.strategies.base import MESH_AXES

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Learning, Measurement
 from spbench.bench.engines import distributed
-from spbench.bench.engines.program import build_training, plan, rank_inputs
+from spbench.bench.engines.setup import build_training, plan, rank_inputs
 from spbench.impls.collectives import all_reduce
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from math import prod
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.cluster import Calibration, load_cluster
-from spbench.bench.costs import RatesUnknown, check_rates
-from spbench.bench.engines.program import model_parameters
-from spbench.bench.simulate import simulate
-from spbench.bench.step_program import Program
+from spbench.bench.config.cluster import Calibration, load_cluster
+from spbench.bench.engines.setup import model_parameters
+from spbench.bench.simulator.costs import RatesUnknown, check_rates
+from spbench.bench.simulator.program import Program
+from spbench.bench.simulator.simulate import simulate
 
 
 def can_time(cell: Cell) -> bool:

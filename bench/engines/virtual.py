@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spbench.bench.cell import Cell, Measurement, Sizes
-from spbench.bench.cluster import load_cluster
-from spbench.bench.engines.program import alike_ranks, mesh_axes, plan, record_step, telling_set
+from spbench.bench.config.cluster import load_cluster
+from spbench.bench.engines.setup import alike_ranks, mesh_axes, plan, record_step, telling_set
 from spbench.bench.engines.timing import add_times, can_time
 from spbench.bench.meters.allocator import MIB, replay
+from spbench.bench.meters.event_log import TimelineMeter
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.meters.timeline import TimelineMeter
 from spbench.impls.strategies.base import MESH_AXES
 
 

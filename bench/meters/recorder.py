@@ -14,8 +14,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spbench.bench.meters.communication import FILLED_FROM_OTHERS, CommunicationMeter
+from spbench.bench.meters.event_log import TimelineMeter
 from spbench.bench.meters.memory import MemoryMeter
-from spbench.bench.meters.timeline import TimelineMeter
 
 #: where operators that communicate live: c10d, and what DTensor and torch.compile use in its place
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")

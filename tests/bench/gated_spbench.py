@@ -2,10 +2,10 @@
 
 import functools
 
-import spbench.bench.commands
+import spbench.bench.commands.run
 from spbench.bench.cli import main
 from tests.bench.fakes import gated
 
 if __name__ == "__main__":
-    spbench.bench.commands.sweep = functools.partial(spbench.bench.commands.sweep, run=gated)
+    spbench.bench.commands.run.sweep = functools.partial(spbench.bench.commands.run.sweep, run=gated)
     main()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spbench.bench.cluster import Calibration, Cluster
-from spbench.bench.simulate import simulate
-from spbench.bench.step_program import Group, Program, ProgramBuilder
-from spbench.bench.timeline import Timeline
+from spbench.bench.config.cluster import Calibration, Cluster
+from spbench.bench.simulator.program import Group, Program, ProgramBuilder
+from spbench.bench.simulator.simulate import simulate
+from spbench.bench.simulator.timeline import Timeline
 
 
 def cluster(

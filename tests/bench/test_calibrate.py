@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.calibrate import Fit, Known, chosen, fitted, residuals, summary
+from spbench.bench.calibration.fit import Fit, Known, chosen, fitted, residuals, summary
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.cluster import Calibration
-from spbench.bench.declaration import UserError
-from spbench.bench.tables import PublishedRow, Table
+from spbench.bench.comparison.tables import PublishedRow, Table
+from spbench.bench.config.cluster import Calibration
+from spbench.bench.config.files import UserError
 
 
 @dataclass(frozen=True)

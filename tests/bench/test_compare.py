@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.compare import as_frame, compare, write
-from spbench.bench.declaration import UserError
-from spbench.bench.narrowing import Narrowing, declared_cells
-from spbench.bench.results import Row
-from spbench.bench.scenario import Scenario, load_scenario
-from spbench.bench.sweep import as_row
-from spbench.bench.workers import measure
+from spbench.bench.comparison.claims import as_frame, compare, write
+from spbench.bench.config.files import UserError
+from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.sweep.results import Row
+from spbench.bench.sweep.sweep import as_row
+from spbench.bench.sweep.workers import measure
 from tests.bench.fakes import SCENARIO, answer
 
 

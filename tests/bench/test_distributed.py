@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from spbench.bench.cell import Cell, Sizes, Timing
 from spbench.bench.engines import distributed, virtual
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.engines.program import mesh_axes, plan, record_step
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.setup import mesh_axes, plan, record_step
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.training.step import initialize

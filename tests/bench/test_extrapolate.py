@@ -8,8 +8,8 @@ import pytest
 
 from spbench.bench.cell import Cell, Search
 from spbench.bench.engines import virtual
-from spbench.bench.extrapolate import NotOneProgram, PeakModel, Programs
 from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
 from tests.bench.test_virtual import cell_of
 
 

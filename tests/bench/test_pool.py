@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.pool import RankError, RankPool
+from spbench.bench.engines.rank_pool import RankError, RankPool
 
 
 def sum_of_ranks(mesh: DeviceMesh, axis: str, offset: int) -> tuple[int, int, list[int]]:
@@ -99,7 +99,7 @@ def test_dead_and_silent_workers_are_replaced() -> None:
 
 
 PROGRAM = """
-from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.rank_pool import RankPool
 from tests.bench.test_pool import says_so_and_waits
 if __name__ == "__main__":
     RankPool(1).run(1, says_so_and_waits)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import spbench.bench.commands
-import spbench.bench.papers
+import spbench.bench.commands.run
+import spbench.bench.comparison.papers
 from spbench.bench.cli import exit_code
-from spbench.bench.declaration import UserError, packaged
-from spbench.bench.narrative import Findings, check_document, markdown, read_records, rendered
-from spbench.bench.papers import papers, scenarios_of
-from spbench.bench.reproduce import RECORDS, RUNS
-from spbench.bench.scenario import load_scenario
+from spbench.bench.commands.reproduce import RECORDS, RUNS
+from spbench.bench.comparison.document import Findings, check_document, markdown, read_records, rendered
+from spbench.bench.comparison.papers import papers, scenarios_of
+from spbench.bench.config.files import UserError, packaged
+from spbench.bench.config.scenario import load_scenario
 from tests.bench.fakes import SCENARIO
 from tests.bench.test_cli import sweep_here
 
@@ -56,8 +56,8 @@ Run = Callable[..., tuple[int, str, str]]
 def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line in an empty folder, where small.yaml is the only scenario; its cells are made up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(spbench.bench.commands, "sweep", sweep_here)
-    monkeypatch.setattr(spbench.bench.papers, "packaged", lambda package: ["small.yaml"])
+    monkeypatch.setattr(spbench.bench.commands.run, "sweep", sweep_here)
+    monkeypatch.setattr(spbench.bench.comparison.papers, "packaged", lambda package: ["small.yaml"])
     Path("small.yaml").write_text(SCENARIO + TABLE)
     Path("t1.csv").write_text(PUBLISHED)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.declaration import UserError
-from spbench.bench.results import FILE, ResultsFile, Row, as_frame, read_rows
-from spbench.bench.sweep import as_row
-from spbench.bench.workers import Outcome, measure
+from spbench.bench.config.files import UserError
+from spbench.bench.sweep.results import FILE, ResultsFile, Row, as_frame, read_rows
+from spbench.bench.sweep.sweep import as_row
+from spbench.bench.sweep.workers import Outcome, measure
 from tests.bench.fakes import answer
 
 

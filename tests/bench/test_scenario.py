@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench.cluster import cluster_names, load_cluster
-from spbench.bench.declaration import UserError, packaged
-from spbench.bench.narrowing import Narrowing, declared_cells, narrowed_cells
-from spbench.bench.scenario import Scenario, load_scenario
+from spbench.bench.config.cluster import cluster_names, load_cluster
+from spbench.bench.config.files import UserError, packaged
+from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
 from tests.bench.fakes import SCENARIO
 
 

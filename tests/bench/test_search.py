@@ -9,7 +9,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Measurement, Search, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
-from spbench.bench.search import largest_that_fits
+from spbench.bench.search.boundary import largest_that_fits
 from spbench.impls.strategies.base import Unsupported
 from tests.bench.test_virtual import cell_of, write_cluster
 

@@ -8,11 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.cluster import Calibration, Link, cluster_names, load_cluster
-from spbench.bench.costs import Costs, RatesUnknown
-from spbench.bench.matching import Deadlock
-from spbench.bench.simulate import simulate, step_time_of
-from spbench.bench.step_program import Group, Program, ProgramBuilder, coordinates, offset, rank_at, shifted
+from spbench.bench.config.cluster import Calibration, Link, cluster_names, load_cluster
+from spbench.bench.simulator.costs import Costs, RatesUnknown
+from spbench.bench.simulator.message_matching import Deadlock
+from spbench.bench.simulator.program import (
+    Group,
+    Program,
+    ProgramBuilder,
+    coordinates,
+    offset,
+    rank_at,
+    shifted,
+)
+from spbench.bench.simulator.simulate import simulate, step_time_of
 from tests.bench.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
 
 INFINITE = cluster(bandwidth=float("inf"), node_bandwidth=float("inf"))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.declaration import UserError
-from spbench.bench.results import FILE, ResultsFile, read_rows
-from spbench.bench.sweep import sweep, unfinished
-from spbench.bench.workers import Crew
+from spbench.bench.config.files import UserError
+from spbench.bench.sweep.results import FILE, ResultsFile, read_rows
+from spbench.bench.sweep.sweep import sweep, unfinished
+from spbench.bench.sweep.workers import Crew
 from tests.bench import fakes
 
 ROOT = Path(__file__).parents[2]

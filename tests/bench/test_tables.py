@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench import report
 from spbench.bench.cell import Cell
-from spbench.bench.compare import Comparison, as_frame, compare
-from spbench.bench.declaration import UserError, packaged
-from spbench.bench.narrowing import Narrowing, declared_cells
-from spbench.bench.published import published_rows
-from spbench.bench.results import Row
-from spbench.bench.scenario import Scenario, load_scenario
+from spbench.bench.commands import output as report
+from spbench.bench.comparison.claims import Comparison, as_frame, compare
+from spbench.bench.comparison.published import published_rows
+from spbench.bench.config.files import UserError, packaged
+from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.sweep.results import Row
 
 GIB = 2**30
 

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
-from spbench.bench.engines.program import mesh_axes
+from spbench.bench.engines.setup import mesh_axes
+from spbench.bench.meters.event_log import TimelineMeter
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.meters.timeline import TimelineMeter
-from spbench.bench.step_program import (
+from spbench.bench.simulator.program import (
     ATTENTION,
     COLLECTIVE,
     KERNEL,

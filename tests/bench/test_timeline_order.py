@@ -6,11 +6,7 @@ import math
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
-from spbench.bench.cluster import load_cluster
-from spbench.bench.costs import RatesUnknown, check_rates
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.local_rates import (
+from spbench.bench.calibration.local_rates import (
     MESSAGE_BYTES,
     SIDE,
     SMALL,
@@ -20,8 +16,20 @@ from spbench.bench.local_rates import (
     cluster_of,
     measure_times,
 )
-from spbench.bench.provenance import provenance
-from spbench.bench.timeline_order import Compared, agreement, as_frame, cells, compared, rates, simulated
+from spbench.bench.calibration.validation import (
+    Compared,
+    agreement,
+    as_frame,
+    cells,
+    compared,
+    rates,
+    simulated,
+)
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.config.cluster import load_cluster
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.simulator.costs import RatesUnknown, check_rates
+from spbench.bench.sweep.provenance import provenance
 
 TIMES = Times(
     product_s=0.5, sum_s=0.25, small_step_s=6.0, small_message_s=0.001, large_message_s=0.001 + MESSAGE_BYTES

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.step_program import ProgramBuilder
-from spbench.bench.timeline import Timeline
-from spbench.bench.trace_export import export_trace
+from spbench.bench.simulator.program import ProgramBuilder
+from spbench.bench.simulator.timeline import Timeline
+from spbench.bench.simulator.trace_export import export_trace
 from tests.bench.step_programs import chain, everyone, one_f_one_b, ring, timed
 
 

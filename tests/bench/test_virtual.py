@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.engines.program import mesh_axes, plan, record_step, set_up
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.setup import mesh_axes, plan, record_step, set_up
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.collectives import Traffic

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.report import show_table
-from spbench.bench.timeline_order import agreement, as_frame, cells, measure_order, rates
+from spbench.bench.calibration.validation import agreement, as_frame, cells, measure_order, rates
+from spbench.bench.commands.output import show_table
 
 
 def test_order_of_strategies_and_sizes(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import virtual
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.engines.program import (
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.setup import (
     alike_ranks,
     build_training,
     mesh_axes,
@@ -30,8 +30,8 @@ from spbench.bench.engines.program import (
 )
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.oracle import Case, relative_errors
-from spbench.bench.verify import verify_case
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case, relative_errors
 from spbench.impls.backends import BACKENDS, Backend
 from spbench.impls.models.model import model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype

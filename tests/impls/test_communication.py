@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.rank_pool import RankPool
 from spbench.impls.collectives import (
     WIRE_SHARE,
     all_reduce,

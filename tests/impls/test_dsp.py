@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.pool import RankPool
-from spbench.bench.oracle import Case
-from spbench.bench.verify import verify_case
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements

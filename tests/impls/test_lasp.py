@@ -9,10 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Sizes
-from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
-from spbench.bench.oracle import Case
-from spbench.bench.verify import verify_case
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2

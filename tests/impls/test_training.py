@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.pool import RankPool
+from spbench.bench.engines.rank_pool import RankPool
 from spbench.impls.kernels.dropout import masked_dropout
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy, shard_of

@@ -8,9 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
-from spbench.bench.compare import as_frame, compare
-from spbench.bench.narrowing import Narrowing, declared_cells
-from spbench.bench.scenario import load_scenario
+from spbench.bench.comparison.claims import as_frame, compare
+from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.plots import lasp_convergence
 from spbench.plots.convergence import convergence_figure, draw
 from spbench.plots.style import house_style

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from spbench.bench.compare import as_frame, compare
-from spbench.bench.narrowing import Narrowing, declared_cells
-from spbench.bench.scenario import load_scenario
+from spbench.bench.comparison.claims import as_frame, compare
+from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.plots.rsa_table4 import draw, table4_figure, weak_scalings
 from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Sizes
-from spbench.bench.engines.program import mesh_axes
+from spbench.bench.engines.setup import mesh_axes
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.bench.meters.recorder import Recorder

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
-from spbench.bench.engines.program import set_up
+from spbench.bench.engines.setup import set_up
 from spbench.bench.meters.memory import MemoryLog, rounded
 from spbench.bench.meters.recorder import Recorder
 

@@ -1,0 +1,204 @@
+"""Calibration: fit a cluster's few scalars to named published cells, and show what the others say of it.
+
+Each scalar is fitted alone, in the order given, on rows of its own: so that the mean of log(simulated /
+published step time) over them is zero. Step time only falls with an efficiency and only grows with a cost,
+so there is one such value. Where the scalars of later fits move the rows of earlier ones, the fits are gone
+through again until no scalar moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.comparison.tables import PublishedRow, Table, rows_of
+from spbench.bench.config.cluster import Calibration, load_cluster
+from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.config.scenario import Scenario
+from spbench.bench.engines.stage_traces import simulator_of, stage_traces
+from spbench.bench.simulator.simulate import Simulator
+
+#: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
+BOUNDS = {
+    "compute_efficiency": (1e-3, 1.0),
+    "memory_efficiency": (1e-3, 1.0),
+    "link_efficiency": (1e-3, 1.0),
+    "step_overhead_s": (1e-6, 1e2),
+    "parameter_overhead_s": (1e-14, 1e-6),
+    "strided_element_s": (1e-14, 1e-6),
+}
+#: rounds of all fits, evaluations of one, and the mean error in log step time at which one has arrived
+_ROUNDS, _EVALUATIONS, _ARRIVED = 30, 100, 1e-10
+#: relative change of every scalar below which a round was the last
+_SETTLED = 1e-4
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A scalar, and the columns that choose the rows it is fitted on."""
+
+    scalar: str
+    rows: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Fit:
+        """From ``scalar:column=value,column=value``.
+
+        Raises:
+            UserError: not of that form, or an unknown scalar.
+        """
+        scalar, _, conditions = text.partition(":")
+        if scalar not in BOUNDS:
+            raise UserError(f"--fit {text}: unknown scalar {scalar!r}{suggestion(scalar, BOUNDS)}")
+        pairs = [condition.partition("=") for condition in conditions.split(",") if condition]
+        if not pairs or any(not equals for _, equals, _ in pairs):
+            raise UserError(f"--fit {text}: write SCALAR:COLUMN=VALUE[,COLUMN=VALUE...]")
+        return cls(scalar, {column.strip(): value.strip() for column, _, value in pairs})
+
+
+@dataclass(frozen=True)
+class Known:
+    """A cell whose published throughput is known, ready to be timed under any calibration."""
+
+    row: PublishedRow
+    cell: Cell
+    published_s: float
+    simulator: Simulator
+
+    def log_error(self, calibration: Calibration) -> float:
+        """log(simulated / published step time)."""
+        return math.log(self.simulator(calibration).step_time_s / self.published_s)
+
+
+def known_cells(
+    scenario: Scenario, table: Table, quantity: str, on_trace: Callable[[Cell], None]
+) -> list[Known]:
+    """The cells of a published table that have a throughput, in tokens or in samples per second, traced on
+    virtual ranks."""
+    by_sample = table.quantities[quantity].field == "samples_per_s"
+    cells = next(iter(scenario.cells.values()))
+    known = []
+    for row in rows_of(table, scenario.path.parent):
+        throughput = row.number(quantity)
+        cell = next((c for c in cells if table.matches(row, c)), None)
+        if throughput is None or cell is None:
+            continue
+        on_trace(cell)
+        simulator = simulator_of(cell, stage_traces(cell), load_cluster(cell.cluster))
+        work = cell.shape[0] if by_sample else math.prod(cell.shape)
+        known.append(Known(row, cell, work / throughput, simulator))
+    return known
+
+
+def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
+    """The cells of a fit's rows.
+
+    Raises:
+        UserError: there are none, or no such column.
+    """
+    for column in fit.rows:
+        if known and column not in known[0].row.text:
+            raise UserError(
+                f"--fit {fit.scalar}: no column {column!r}{suggestion(column, known[0].row.text)}"
+            )
+    found = [k for k in known if all(k.row.text[c] == value for c, value in fit.rows.items())]
+    if not found:
+        where = ", ".join(f"{c}={value}" for c, value in fit.rows.items())
+        raise UserError(f"--fit {fit.scalar}: no row with a published throughput has {where}")
+    return found
+
+
+def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = None) -> Calibration:
+    """The calibration that the fits give, one after the other; ``without``: as if that cell were not known.
+
+    Raises:
+        UserError: a fit has no rows.
+    """
+    values: dict[str, Any] = {}
+    for _ in range(_ROUNDS):
+        before = dict(values)
+        for fit in fits:
+            cells = [k for k in chosen(fit, known) if k is not without]
+            if cells:
+                values[fit.scalar] = _root(fit.scalar, cells, values)
+        if before and all(math.isclose(values[s], before[s], rel_tol=_SETTLED) for s in values):
+            break
+    names = dict.fromkeys(k.cell.key for fit in fits for k in chosen(fit, known) if k is not without)
+    return Calibration(**values, fitted_on=list(names))
+
+
+def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> float:
+    """Where the mean error is zero, by the Illinois form of regula falsi on logarithms; else the bound that
+    is nearer to it."""
+
+    def error(at: float) -> float:
+        calibration = Calibration(**{**values, scalar: math.exp(at)})
+        return sum(k.log_error(calibration) for k in cells) / len(cells)
+
+    a, b = (math.log(bound) for bound in BOUNDS[scalar])
+    error_a, error_b = error(a), error(b)
+    if error_a * error_b > 0:
+        return math.exp(a if abs(error_a) < abs(error_b) else b)
+    for _ in range(_EVALUATIONS):
+        if abs(error_b) < _ARRIVED or error_a == error_b:
+            break
+        c = (a * error_b - b * error_a) / (error_b - error_a)
+        error_c = error(c)
+        if error_c * error_b < 0:
+            a, error_a = b, error_b
+        else:
+            error_a /= 2  # the same end twice: take less of the other's error for granted
+        b, error_b = c, error_c
+    return math.exp(b)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A cell under a calibration; relative errors are of step time, simulated / published - 1.
+
+    ``left_out`` is the error when the fit did not know the cell, of a cell that it was fitted on with others.
+    """
+
+    label: str
+    published_s: float
+    simulated_s: float
+    relative_error: float
+    role: str
+    left_out: float | None
+
+
+def residuals(fits: Sequence[Fit], known: Sequence[Known], table: Table, quantity: str) -> list[Residual]:
+    """Every known cell under the fitted calibration.
+
+    Raises:
+        UserError: a fit has no rows.
+    """
+    calibration = fitted(fits, known)
+    shared = [k for fit in fits if len(chosen(fit, known)) > 1 for k in chosen(fit, known)]
+    lines = []
+    for k in known:
+        simulated = k.simulator(calibration).step_time_s
+        left_out = math.expm1(k.log_error(fitted(fits, known, without=k))) if k in shared else None
+        lines.append(
+            Residual(
+                label=table.label(k.row, quantity),
+                published_s=k.published_s,
+                simulated_s=simulated,
+                relative_error=simulated / k.published_s - 1,
+                role="calibrated" if k.cell.key in calibration.fitted_on else "predicted",
+                left_out=left_out,
+            )
+        )
+    return lines
+
+
+def summary(lines: Sequence[Residual]) -> str:
+    """The predicted cells in one line."""
+    errors = [abs(line.relative_error) for line in lines if line.role == "predicted"]
+    if not errors:
+        return "no cell is predicted: all were fitted on"
+    return f"{len(errors)} predicted cells: median error {median(errors):.1%}, worst {max(errors):.1%}"

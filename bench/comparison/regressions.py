@@ -1,0 +1,294 @@
+"""The gate: are new results as good as the old ones?
+
+Results are joined by cell key, published numbers by claim and cells. Worse is: a worse status, more sent
+bytes, a formula no longer met, more peak or reserved memory or a longer step on virtual ranks, a smaller
+answer of a search, a larger absolute error against what was published, and whatever is gone. Bytes and
+answers are compared exactly, floats (simulated times, errors) to TOLERANCE. Times and memory of real ranks
+differ from run to run and are not judged; nor are provenance, order, reasons and elapsed times.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from spbench.bench.cell import Status
+from spbench.bench.commands import output as report
+from spbench.bench.comparison.claims import FILE as COMPARISON
+from spbench.bench.config.files import UserError
+from spbench.bench.sweep.results import FILE, Row, finite, read_rows
+
+#: relative, for simulated times; absolute, for relative errors
+TOLERANCE = 1e-6
+
+#: the better, the earlier
+STATUSES = ("ok", "oom", "unsupported", "numerics", "timeout", "failed")
+assert set(STATUSES) == set(get_args(Status))
+
+Verdict = Literal["worse", "missing", "better", "new"]
+Claims = dict[tuple[str, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One number, status, cell or claim that is not what it was.
+
+    Attributes:
+        where: a cell's key, or a claim and its cells.
+        base, new: before and now; None where there is none.
+        change: how much of the base it is worse by (negative: better); infinite where that is no number.
+        allowed: it is worse, but of what a subset need not have.
+    """
+
+    verdict: Verdict
+    where: str
+    quantity: str
+    base: Any
+    new: Any
+    change: float = math.inf
+    allowed: bool = False
+
+    @property
+    def fails(self) -> bool:
+        """Whether it closes the gate."""
+        return self.verdict in ("worse", "missing") and not self.allowed
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a comparison of two results found.
+
+    Attributes:
+        differences: the worst first.
+        equal: how many cells and claims are as they were, by kind.
+        notes: what could not be judged.
+    """
+
+    differences: list[Difference]
+    equal: Counter[str]
+    notes: list[str]
+
+    @property
+    def fails(self) -> bool:
+        return any(difference.fails for difference in self.differences)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is compared.
+
+    Attributes:
+        claims: the rows of comparison.csv by claim, variant, numerator and denominator; None: there is no
+            such file.
+    """
+
+    path: Path
+    cells: Mapping[str, Row]
+    claims: Claims | None
+
+
+def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
+    """Set new results beside old ones.
+
+    Args:
+        subset: the new results may lack cells, and the claims that stand on them.
+    """
+    found: list[Difference] = []
+    equal: Counter[str] = Counter()
+    notes = []
+    for key in dict.fromkeys([*base.cells, *new.cells]):
+        differences = list(_cell(key, base.cells.get(key), new.cells.get(key), subset))
+        found += differences
+        equal["cells"] += not differences
+    if base.claims is None or (new.claims is None and not new.path.is_dir()):
+        side = base if base.claims is None else new
+        notes.append(f"{side.path} has no {COMPARISON}: errors against published numbers are not judged")
+    else:
+        for name in dict.fromkeys([*base.claims, *(new.claims or {})]):
+            before, now = base.claims.get(name), (new.claims or {}).get(name)
+            # cells of both, as a claim that lost its cells does not name them any more
+            keys = {row[side] for row in (before, now) if row for side in ("numerator", "denominator")}
+            differences = list(_claim(name, before, now, subset and not keys - {""} <= new.cells.keys()))
+            found += differences
+            equal["claims"] += not differences
+    order = ["worse", "missing", "better", "new"]
+    found.sort(key=lambda d: (not d.fails, order.index(d.verdict), -d.change))
+    return Judgement(found, equal, notes)
+
+
+def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator[Difference]:
+    if base is None or new is None:
+        status = (base or new or {}).get("status")
+        if new is None:
+            yield Difference("missing", key, "cell", status, None, allowed=subset)
+        else:
+            yield Difference("new", key, "cell", None, status)
+        return
+    if base["status"] != new["status"]:
+        worse = STATUSES.index(new["status"]) > STATUSES.index(base["status"])
+        verdict: Verdict = "worse" if worse else "better"
+        yield Difference(verdict, key, "status", base["status"], new["status"])
+        if new["status"] not in ("ok", "oom"):
+            return
+    before, now = _numbers(base), _numbers(new)
+    for quantity in before:
+        yield from _number(key, quantity, before[quantity], now[quantity])
+
+
+def _numbers(row: Row) -> dict[str, float | None]:
+    """What is judged of a cell, each so that less is better, but for the answer."""
+    measured = row["measurement"]
+    virtual = row["cell"].get("engine", "virtual") == "virtual"
+    sent = measured.get("communication")
+    numbers = {
+        # exactly rounded, so that the order of the entries does not matter
+        "sent_bytes": math.fsum(entry["sent_bytes"] for entry in sent) if sent is not None else None,
+        "formula_differences": len(measured.get("formula_difference") or []),
+    }
+    for quantity in ("answer", "peak_memory_bytes", "reserved_memory_bytes", "step_time_s"):
+        numbers[quantity] = measured.get(quantity) if virtual else None
+    return numbers
+
+
+def _number(key: str, quantity: str, base: float | None, new: float | None) -> Iterator[Difference]:
+    if base is None and new is None:
+        return
+    if base is None or new is None:
+        # a search without an answer found that nothing fits; any other number is missing, or is new
+        yield Difference("missing" if new is None else "new", key, quantity, base, new)
+        return
+    tolerance = TOLERANCE * abs(base) if quantity == "step_time_s" else 0
+    if abs(new - base) <= tolerance:
+        return
+    excess = (base - new if quantity == "answer" else new - base) / base if base else math.inf
+    yield Difference("worse" if excess > 0 else "better", key, quantity, base, new, excess)
+
+
+def _claim(
+    name: tuple[str, ...], base: Mapping[str, Any] | None, new: Mapping[str, Any] | None, allowed: bool
+) -> Iterator[Difference]:
+    """Judge one published number.
+
+    Args:
+        allowed: the new results need not have its cells.
+    """
+    where = " ".join(word for word in name[:2] if word)
+    errors = [row["relative_error"] if row is not None else None for row in (base, new)]
+    before, now = (None if error is None else abs(error) for error in errors)
+    if base is None:
+        yield Difference("new", where, "error", None, now)
+        return
+    if new is None:
+        yield Difference("missing", where, "error", before, None, allowed=allowed)
+        return
+    right = [row["status_published"] == row["status_reproduced"] for row in (base, new)]
+    if right[0] != right[1]:
+        was, now_is = base["status_reproduced"], new["status_reproduced"]
+        verdict: Verdict = "worse" if right[0] else "better"
+        yield Difference(verdict, where, "published status", was, now_is, allowed=allowed)
+    if before is None or now is None:
+        if before is not None:
+            yield Difference("missing", where, "error", before, None, allowed=allowed)
+        elif now is not None:
+            yield Difference("new", where, "error", None, now)
+    elif abs(now - before) > TOLERANCE:
+        yield Difference("worse" if now > before else "better", where, "error", before, now, now - before)
+
+
+# -- reading ---------------------------------------------------------------------------------------------
+
+
+def read_results(path: Path) -> Results:
+    """Read a cells.jsonl, or a folder with one and, perhaps, a comparison.csv.
+
+    Raises:
+        UserError: a file is missing, cannot be read or has a line that is not a row, or there is no row.
+    """
+    cells = path / FILE if path.is_dir() else path
+    if not cells.is_file():
+        raise UserError(f"cannot read {cells}: no such file; name a folder with {FILE}, or such a file")
+    rows, problems = read_rows(cells)
+    if problems:
+        raise UserError(problems[0].replace("skipped", "so that nothing can be compared"))
+    if not rows:
+        raise UserError(f"{cells} has no rows, so that nothing can be compared")
+    claims = path / COMPARISON
+    return Results(
+        path, {row["key"]: row for row in rows}, _read_claims(claims) if claims.is_file() else None
+    )
+
+
+def _read_claims(path: Path) -> Claims:
+    from pandas import read_csv
+
+    numbers = ("published", "reproduced", "relative_error")
+    name = ("claim", "variant", "numerator", "denominator")
+    needed = (*name, *numbers, "status_published", "status_reproduced")
+    try:
+        frame = read_csv(path, dtype=str, keep_default_na=False)
+        if missing := [column for column in needed if column not in frame.columns]:
+            raise ValueError(f"no column {missing[0]!r}")
+        rows: Sequence[dict[Any, Any]] = frame.to_dict("records")
+        for row in rows:
+            row |= {number: float(row[number]) if row[number] else None for number in numbers}
+    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
+        raise UserError(f"cannot read {path}: {error}") from error
+    return {tuple(row[column] for column in name): row for row in rows}
+
+
+# -- the command -----------------------------------------------------------------------------------------
+
+
+def compare_results(base: Path, new: Path, subset: bool, form: str) -> int:
+    """Print what a comparison finds, the worst first; returns the exit code: 1 if something is worse.
+
+    Raises:
+        UserError: results that cannot be read.
+    """
+    judgement = judge(read_results(base), read_results(new), subset=subset)
+    lines = [finite(asdict(difference)) for difference in judgement.differences]
+    if form == "json":
+        summary = {"fails": judgement.fails, "equal": judgement.equal, "notes": judgement.notes}
+        print(json.dumps({**summary, "differences": lines}, indent=1))
+        return int(judgement.fails)
+    if form == "csv":
+        columns = [field.name for field in fields(Difference)]
+        table = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+        table.writeheader()
+        table.writerows(lines)
+    elif lines:
+        report.show_table(f"{new} against {base}", [_line(d) for d in judgement.differences])
+    output = sys.stdout if form == "table" else sys.stderr
+    for note in judgement.notes:
+        print(f"note: {note}", file=output)
+    print(_summary(judgement), file=output)
+    return int(judgement.fails)
+
+
+def _line(difference: Difference) -> dict[str, Any]:
+    exact = difference.quantity != "error" and difference.quantity != "step_time_s"
+    shown = {
+        side: value if exact or value is None else f"{value:.6g}"
+        for side, value in (("base", difference.base), ("new", difference.new))
+    }
+    return {
+        "": f"{difference.verdict} (allowed)" if difference.allowed else difference.verdict,
+        "quantity": difference.quantity,
+        **shown,
+        "worse by": f"{difference.change:+.3%}" if math.isfinite(difference.change) else None,
+        "where": difference.where,
+    }
+
+
+def _summary(judgement: Judgement) -> str:
+    counts = Counter(difference.verdict for difference in judgement.differences)
+    found = [f"{counts[v]} {v}" for v in ("worse", "missing", "better", "new") if counts[v]]
+    equal = [f"{count} {kind} equal" for kind, count in judgement.equal.items()]
+    return f"{'WORSE' if judgement.fails else 'not worse'}: {', '.join([*found, *equal])}"

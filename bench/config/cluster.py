@@ -1,0 +1,179 @@
+"""Clusters: devices and links, each figure with its source.
+
+A figure that is not known is null: nothing is measured or limited by it. A file may say ``extends: NAME`` and
+only what differs from that packaged cluster.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, Generic, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from spbench.bench.config.files import UserError, find_file, merge, packaged, read_yaml, suggestion, validate
+
+PACKAGE = "spbench.scenarios.clusters"
+
+Number = TypeVar("Number")
+Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+#: a model with more freedom than this explains nothing
+MAX_SCALARS = 3
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Figure(_Strict, Generic[Number]):
+    """A number, where it comes from, and, where it is not simply read there, how it follows from that.
+
+    Attributes:
+        fitted_on: for a calibrated figure, the published cells that it was fitted on.
+    """
+
+    value: Number | None
+    source: str
+    note: str = ""
+    fitted_on: list[str] = []
+
+
+class Device(_Strict):
+    """One accelerator.
+
+    Attributes:
+        memory_total_bytes: what the card has.
+        memory_context_bytes: what the CUDA context and its libraries take before the first tensor.
+        memory_bandwidth_bytes_per_s: of the card's own memory.
+        peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
+        launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
+    """
+
+    name: str
+    memory_total_bytes: Figure[PositiveInt]
+    memory_context_bytes: Figure[NonNegativeInt]
+    memory_bandwidth_bytes_per_s: Figure[PositiveFloat]
+    peak_flops_per_s: dict[Precision, Figure[PositiveFloat]] = {}
+    launch_overhead_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+
+
+class Link(_Strict):
+    """A link, one way.
+
+    Attributes:
+        latency_s: of the smallest message.
+        bandwidth_bytes_per_s: of large messages.
+    """
+
+    latency_s: Figure[NonNegativeFloat]
+    bandwidth_bytes_per_s: Figure[PositiveFloat]
+
+
+class Network(Link):
+    """The links of a node to the others: figures of one network card, and how many a node's devices share."""
+
+    nics_per_node: PositiveInt = 1
+
+
+class Calibration(_Strict):
+    """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
+
+    Attributes:
+        compute_efficiency: share of the peak rate that matrix products and attention kernels reach.
+        memory_efficiency: share of the memory bandwidth that kernels reach.
+        link_efficiency: share of every link's bandwidth that communication reaches.
+        step_overhead_s: added to each step.
+        parameter_overhead_s: added to each step for each parameter of the model, whole.
+        strided_element_s: for each element of a matrix product's operands and result that lies in a block
+            of a wider matrix (block-wise attention scores).
+        fitted_on: the cells that the values were fitted on.
+    """
+
+    compute_efficiency: PositiveFloat = 1.0
+    memory_efficiency: PositiveFloat = 1.0
+    link_efficiency: PositiveFloat = 1.0
+    step_overhead_s: NonNegativeFloat = 0.0
+    parameter_overhead_s: NonNegativeFloat = 0.0
+    strided_element_s: NonNegativeFloat = 0.0
+    fitted_on: list[str] = []
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The values that differ from their defaults."""
+        return {k: v for k, v in self.model_dump(exclude_defaults=True).items() if k != "fitted_on"}
+
+    @property
+    def label(self) -> str:
+        """ "calibrated" or "uncalibrated"."""
+        return "calibrated" if self.scalars else "uncalibrated"
+
+    @model_validator(mode="after")
+    def _few(self) -> Self:
+        if len(self.scalars) > MAX_SCALARS:
+            raise ValueError(f"at most {MAX_SCALARS} values may differ from their defaults: {self.scalars}")
+        return self
+
+
+class Cluster(_Strict):
+    """A kind of machine that cells run on, or are taken to run on."""
+
+    name: str
+    about: str
+    device: Device
+    devices_per_node: PositiveInt = 1
+    #: between the devices of a node, a device; unknown or missing: they talk through the network
+    node_link: Link | None = None
+    network: Network
+    calibration: dict[Precision, Calibration] = {}
+
+    @property
+    def usable_memory_bytes(self) -> int | None:
+        """Bytes of a device that tensors and the allocator's own waste can have; None: no limit."""
+        total = self.device.memory_total_bytes.value
+        return None if total is None else total - (self.device.memory_context_bytes.value or 0)
+
+
+def cluster_names() -> list[str]:
+    """The clusters that come with the package."""
+    return list(packaged(PACKAGE))
+
+
+def _declared(path: Path) -> dict[str, Any]:
+    """What a file says, with what it does not say from the packaged cluster that it extends."""
+    own = read_yaml(path)
+    base = own.pop("extends", None)
+    if base is None:
+        return own
+    known = packaged(PACKAGE)
+    if base not in known or base == path.stem:
+        others = [name for name in known if name != path.stem]
+        raise UserError(f"{path}: extends: unknown cluster {base!r}{suggestion(base, others)}")
+    return merge(_declared(known[base]), own)
+
+
+@cache
+def load_cluster(name: str) -> Cluster:
+    """The packaged cluster of that name, or the one in the YAML file at that path.
+
+    Raises:
+        UserError: there is none, or its file is wrong.
+    """
+    path = find_file(name, PACKAGE, "cluster")
+    cluster = validate(Cluster, _declared(path), str(path))
+    if cluster.name != path.stem:
+        raise UserError(
+            f"{path}: name: is {cluster.name!r}, but the file is called {path.stem!r}; make them agree"
+        )
+    usable = cluster.usable_memory_bytes
+    if usable is not None and usable <= 0:
+        raise UserError(f"{path}: device.memory_context_bytes: leaves nothing of memory_total_bytes")
+    return cluster

@@ -1,0 +1,175 @@
+"""From the settings of a scenario file to cells, and what a cell cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from spbench.bench.cell import Cell
+from spbench.bench.config.cluster import load_cluster
+from spbench.bench.config.files import UserError, dotted, first_problem, merge, suggestion
+from spbench.impls.models.model import model_preset, models
+from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.strategies.registry import strategies, strategy_options
+
+#: keys of a group that may be lists; so may each axis of sizes
+MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
+
+
+class Problem(ValueError):
+    """What is wrong in a scenario file, at a key path."""
+
+    def __init__(self, path: Sequence[str | int], message: str):
+        super().__init__(f"{dotted(path)}: {message}")
+
+
+# -- expansion -------------------------------------------------------------------------------------------
+
+_Layers = list[tuple[tuple[str | int, ...], Mapping[str, Any]]]
+
+
+def expand(
+    defaults: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    variants: Mapping[str, Mapping[str, Any]],
+    variant: str,
+) -> list[Cell]:
+    """The cells of a scenario's groups under one of its variants ("": there are none).
+
+    Raises:
+        Problem: what is wrong, at its key path in the file.
+    """
+    cells: dict[str, int] = {}
+    found: list[Cell] = []
+    for number, group in enumerate(groups):
+        # the last word first, as a reader looks for where a setting comes from
+        layers: _Layers = [(("groups", number), group), (("defaults",), defaults)]
+        if variant:
+            layers.insert(0, (("variants", variant), variants[variant]))
+        merged: dict[str, Any] = {}
+        for place, layer in reversed(layers):
+            if "variant" in layer:
+                raise Problem([*place, "variant"], "unknown key; variants have a section of their own")
+            merged = merge(merged, layer)
+        for content in _product(merged, layers):
+            cell = _cell(content | {"variant": variant}, layers)
+            if cell.key in cells:
+                other = cells[cell.key]
+                where = "twice here" if other == number else f"in groups[{other}] too"
+                raise Problem(["groups", number], f"the cell {cell.key} is declared {where}; leave one out")
+            cells[cell.key] = number
+            found.append(cell)
+    return found
+
+
+def _product(merged: Mapping[str, Any], layers: _Layers) -> Iterator[dict[str, Any]]:
+    sizes = merged.get("sizes", {})
+    lists: dict[tuple[str, ...], list[Any]] = {(k,): merged[k] for k in MULTIPLYING if k in merged}
+    if isinstance(sizes, dict):
+        lists |= {("sizes", axis): value for axis, value in sizes.items()}
+    for path, value in lists.items():
+        if value == []:
+            raise Problem(_origin(path, layers), "is an empty list, which leaves no cell; give a value")
+        if not isinstance(value, list):
+            lists[path] = [value]
+    for values in itertools.product(*lists.values()):
+        content = dict(merged)
+        if isinstance(sizes, dict):
+            content["sizes"] = dict(sizes)
+        for path, value in zip(lists, values, strict=True):
+            (content if len(path) == 1 else content["sizes"])[path[-1]] = value
+        yield content
+
+
+def _origin(path: Sequence[str | int], layers: _Layers) -> list[str | int]:
+    """The path of a setting in the file, from its path in a cell: in the layer that has the last word."""
+    for place, layer in layers:
+        at: Any = layer
+        for step in path:
+            if not isinstance(at, Mapping) or step not in at:
+                break
+            at = at[step]
+        else:
+            return [*place, *path]
+    return [*next(place for place, _ in layers if place[0] == "groups"), *path]
+
+
+def _cell(content: Mapping[str, Any], layers: _Layers) -> Cell:
+    try:
+        cell = Cell.model_validate(content, strict=True)
+    except ValidationError as error:
+        path, message = first_problem(Cell, error)
+        raise Problem(_origin(path, layers), message) from error
+    for path, message in _impossible(cell):
+        raise Problem(_origin(path, layers), message)
+    return cell
+
+
+# -- what a cell cannot be ---------------------------------------------------------------------------------
+
+
+def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What is wrong with a cell, as (path in the cell, message); not what only a strategy can tell."""
+    if cell.model not in models():
+        yield ("model",), f"unknown model {cell.model!r}{suggestion(cell.model, sorted(models()))}"
+    if cell.strategy not in strategies():
+        yield (
+            ("strategy",),
+            f"unknown strategy {cell.strategy!r}{suggestion(cell.strategy, sorted(strategies()))}",
+        )
+    try:
+        load_cluster(cell.cluster)
+    except UserError as error:
+        yield ("cluster",), str(error)
+    yield from _impossible_sizes(cell)
+    if cell.learning is not None and cell.search is not None:
+        yield ("learning",), "cannot be together with a search; leave one out"
+    for quantity in ("batch", "seq_len"):
+        searched = cell.search is not None and cell.search.quantity == quantity
+        given = getattr(cell, quantity) is not None
+        if searched and given:
+            yield (quantity,), f"is what the search is to find; leave out {quantity} or the search"
+        if not searched and not given:
+            yield (quantity,), "is missing; give it, or a search for it"
+    preset = models()[cell.model]
+    defaults = {f.name: getattr(preset, f.name) for f in fields(preset)}  # type: ignore[arg-type]
+    hints = get_type_hints(type(preset))
+    yield from _impossible_options("model_options", cell.model_options, hints, defaults)
+    try:
+        model_preset(cell.model, cell.model_options)
+    except (KeyError, ValueError) as error:
+        yield ("model_options",), str(error.args[0])
+    cls = strategies()[cell.strategy]
+    hints = get_type_hints(cls.__init__)
+    yield from _impossible_options("strategy_options", cell.strategy_options, hints, strategy_options(cls))
+
+
+def _impossible_sizes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+    cls = strategies()[cell.strategy]
+    for axis in MESH_AXES:
+        n = getattr(cell.sizes, axis)
+        if n == 1 or axis in ("dp", "pp", cls.axis):
+            continue
+        mend = f"write sizes: {{{cls.axis}: {n}}}" if cls.axis else "leave it out"
+        yield ("sizes", axis), f"{n}: the strategy {cls.name} does not use the axis {axis}; {mend}"
+
+
+def _impossible_options(
+    kind: str, given: Mapping[str, Any], hints: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    for name, value in given.items():
+        if name not in defaults:
+            yield (kind, name), "unknown option" + (suggestion(name, defaults) or "; there are none")
+        try:
+            TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            yield (kind, name), first_problem(BaseModel, error)[1]
+        if type(value) is int:
+            # a whole number is a count of something, and of none only where that is the default
+            least = 0 if defaults[name] == 0 else 1
+            if value < least:
+                yield (kind, name), f"must be at least {least}, not {value}"

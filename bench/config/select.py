@@ -1,0 +1,125 @@
+"""Narrowing: which of a scenario's cells a user wants, and on what they are to run.
+
+``strategies``, ``models`` and ``world_sizes`` choose among the declared cells. ``clusters`` and ``engines``
+replace what the scenario names, since it mostly names one. A world size that none of the chosen cells has
+is made: for each of them, once, with the ranks that its replicas and stages leave along its strategy's axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from spbench.bench.cell import Cell, Engine
+from spbench.bench.config.cluster import load_cluster
+from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.config.scenario import Scenario
+from spbench.impls.models.model import models
+from spbench.impls.strategies.registry import strategies
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """What the command line asks for; empty: whatever the scenario declares.
+
+    Attributes:
+        variant: a variant's name, "all", or None for the first.
+    """
+
+    strategies: Sequence[str] = ()
+    models: Sequence[str] = ()
+    clusters: Sequence[str] = ()
+    engines: Sequence[str] = ()
+    world_sizes: Sequence[int] = ()
+    variant: str | None = None
+
+
+def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
+    """The scenario's own cells, in the variants and on the clusters and engines that are asked for.
+
+    Raises:
+        UserError: an unknown variant, cluster or engine.
+    """
+    names = list(scenario.cells)
+    if narrowing.variant == ALL:
+        chosen = names
+    elif narrowing.variant is None:
+        chosen = names[:1]
+    elif narrowing.variant in names and narrowing.variant:
+        chosen = [narrowing.variant]
+    elif names == [""]:
+        raise UserError(f"scenario {scenario.name} has no variants; leave out --variant")
+    else:
+        hint = suggestion(narrowing.variant, [*names, ALL])
+        raise UserError(f"scenario {scenario.name} has no variant {narrowing.variant!r}{hint}")
+    for cluster in narrowing.clusters:
+        load_cluster(cluster)
+    _known("engine", narrowing.engines, get_args(Engine))
+    cells = [cell for name in chosen for cell in scenario.cells[name]]
+    for field, values in (("cluster", narrowing.clusters), ("engine", narrowing.engines)):
+        if values:
+            cells = [cell.model_copy(update={field: value}) for cell in cells for value in values]
+    return _distinct(cells)
+
+
+def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
+    """The cells to run.
+
+    Raises:
+        UserError: an unknown name, or nothing is left; with what there is.
+    """
+    cells = declared_cells(scenario, narrowing)
+    for field, values, known in (
+        ("strategy", narrowing.strategies, sorted(strategies())),
+        ("model", narrowing.models, sorted(models())),
+    ):
+        _known(field, values, known)
+        has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
+        if values:
+            cells = [cell for cell in cells if getattr(cell, field) in values]
+        if not cells:
+            raise UserError(
+                f"scenario {scenario.name} has no cell with {field} {' or '.join(values)}; "
+                f"it has: {', '.join(has)}"
+            )
+    if narrowing.world_sizes:
+        cells = [cell for size in narrowing.world_sizes for cell in _of_size(cells, size)]
+        if not cells:
+            sizes = " or ".join(map(str, narrowing.world_sizes))
+            raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
+    return _distinct(cells)
+
+
+def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
+    """The cells of that world size; where there is none, the cells remade with that size."""
+    if size < 1:
+        raise UserError(f"--world-size {size}: must be at least 1")
+    declared = [cell for cell in cells if cell.sizes.world == size]
+    if declared:
+        return declared
+    axes = {cell.strategy: strategies()[cell.strategy].axis for cell in cells}
+    made = []
+    for cell in cells:
+        if axis := axes[cell.strategy]:
+            around = cell.sizes.dp * cell.sizes.pp
+            if size % around:
+                raise UserError(
+                    f"--world-size {size}: not divisible by the {cell.sizes.dp} replicas x {cell.sizes.pp} "
+                    f"stages of {cell.key}; use {max(1, size // around) * around}"
+                )
+            sizes = cell.sizes.model_copy(update={axis: size // around})
+            made.append(cell.model_copy(update={"sizes": sizes}))
+    return made
+
+
+def _known(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}")
+
+
+def _distinct(cells: Iterable[Cell]) -> list[Cell]:
+    return list({cell.key: cell for cell in cells}.values())

@@ -1,0 +1,231 @@
+"""The timeline meter: a rank's operators and communication in order, with all that their time depends on.
+
+It times nothing. :mod:`bench.simulator.simulate` turns what it wrote down into seconds on a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.flop_counter import flop_registry
+
+from spbench.bench.simulator.program import (
+    ATTENTION,
+    KERNEL,
+    MATRIX_PRODUCT,
+    MEMORY_BOUND,
+    NO_SHAPE,
+    PRECISION_NAMES,
+    Group,
+    Program,
+    ProgramBuilder,
+    offset,
+)
+
+_PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+_OTHER = len(PRECISION_NAMES) - 1
+
+#: matrix products -> position of their first operand; the second follows it
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmm_": 1, "baddbmm_": 1}
+#: operators that move no data, beside views: they make room, or pass a tensor on
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
+    "_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "resize_", "set_", "_local_scalar_dense",
+}  # fmt: skip
+#: operators that write their first argument and do not read it
+_OVERWRITING = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
+#: operators that read only the rows that an index names: they move what they return, twice, and the index
+_LOOKUPS = {"embedding", "gather", "index_select"}
+
+
+_aten = torch.ops.aten
+#: traces are made on fake CPU tensors, whose attention kernels torch's counter does not know by name
+_SAME_FORMULA = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+class _Recipe:
+    """How to price one operator, worked out once from its schema.
+
+    Attributes:
+        free: it costs nothing.
+        weights: times that each positional argument's bytes are moved; keyword arguments likewise.
+        returned: times that the bytes of the results are moved (0: they are arguments).
+    """
+
+    def __init__(self, func: Any, builder: ProgramBuilder):
+        schema = func._schema
+        self.name = schema.name.split("::")[1]
+        self.label = builder.named(self.name)
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+        aliases = [r.alias_info for r in schema.returns]
+        is_view = any(a is not None and not a.is_write for a in aliases)
+        makes = any(
+            a is None and "Tensor" in str(r.type) for a, r in zip(aliases, schema.returns, strict=True)
+        )
+        self.free = self.name in _FREE or is_view or not (writes or makes)
+        self.returned = 1 if makes else 0
+        positional: list[int] = []
+        self.keywords: dict[str, int] = {}
+        for argument in schema.arguments:
+            info = argument.alias_info
+            weight = 1
+            if (
+                info is not None
+                and info.is_write
+                and self.name not in _OVERWRITING
+                and argument.name != "out"
+            ):
+                weight = 2  # read and written
+            if argument.kwarg_only:
+                self.keywords[argument.name] = weight
+            else:
+                positional.append(weight)
+        if self.name in _LOOKUPS:
+            positional[0], self.returned = 0, 2
+        elif self.name == "scatter_add_":
+            # self [..., V] is touched only where the index points: read, add, write
+            positional[0], positional[3] = 0, 3
+        self.weights = tuple(positional)
+        self.product = _PRODUCTS.get(self.name, -1)
+        packet = _SAME_FORMULA.get(func.overloadpacket, func.overloadpacket)
+        self.formula = None if self.product >= 0 else flop_registry.get(packet)
+        self.category = ATTENTION if "softmax" in self.name or "attention" in self.name else MEMORY_BOUND
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, (tuple, list)):
+        return sum(_nbytes(item) for item in value)
+    return 0
+
+
+def _strided_elements(x: Tensor) -> int:
+    """Elements of a matrix [..., r, c] whose rows (or columns) do not follow each other without a gap."""
+    *_, r, c = x.shape
+    *_, row, column = x.stride()
+    dense = (column == 1 and row == c) or (row == 1 and column == r) or r == 1 or c == 1
+    return 0 if dense else x.numel()
+
+
+class _Work(dist.Work):
+    """Stands for a communication that has been posted; says when it is waited for."""
+
+    def __init__(self, waited: Any):
+        super().__init__()
+        self._waited = waited
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._waited()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class TimelineMeter:
+    """Writes down the program of the rank it watches, from the first phase on.
+
+    Args:
+        mesh: the device mesh.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self.rank = mesh.get_rank()
+        self.builder = ProgramBuilder(mesh.shape)
+        self._recipes: dict[Any, _Recipe] = {}
+        self._groups: dict[str, tuple[list[int], Group]] = {}
+        # C++ holds only the C++ half of a Work: without this its wait would find no Python to call
+        self._works: list[_Work] = []
+        self._running = False
+
+    def mark(self, phase: str) -> None:
+        """A phase begins."""
+        self._running = True
+        self.builder.phase(phase)
+
+    def program(self) -> Program:
+        """What was seen so far; what was posted is forgotten, so that nothing keeps the meter alive."""
+        self._works.clear()
+        return self.builder.program()
+
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
+        """Note a call of an operator that computes."""
+        if not self._running:
+            return
+        recipe = self._recipes.get(func)
+        if recipe is None:
+            recipe = self._recipes[func] = _Recipe(func, self.builder)
+        if recipe.free:
+            return
+        nbytes = 0
+        precision = _OTHER
+        for value, weight in zip(args, recipe.weights, strict=False):
+            if isinstance(value, Tensor):
+                nbytes += value.nbytes * weight
+                if precision == _OTHER:
+                    precision = _PRECISION.get(value.dtype, _OTHER)
+            elif isinstance(value, (tuple, list)):
+                nbytes += _nbytes(value) * weight
+        if kwargs:
+            for name, value in kwargs.items():
+                nbytes += _nbytes(value) * recipe.keywords.get(name, 1)
+        if recipe.returned:
+            nbytes += _nbytes(result) * recipe.returned
+        flops, shape, strided, category = 0, NO_SHAPE, 0, recipe.category
+        if recipe.product >= 0:
+            a, b = args[recipe.product], args[recipe.product + 1]
+            *_, m, k = a.shape
+            n = b.shape[-1]
+            batch = a.shape[0] if a.ndim == 3 else 1
+            flops, shape, category = 2 * batch * m * n * k, (batch, m, n, k), MATRIX_PRODUCT
+            strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(result)
+        elif recipe.formula is not None:
+            flops = recipe.formula(*args, **(kwargs or {}), out_val=result)
+        self.builder.rows.append(
+            (KERNEL, recipe.label, category, nbytes, flops, precision, shape, strided, -1)
+        )
+
+    def see_communication(
+        self, func: Any, args: Sequence[Any], result: Any, what: tuple[str, int, dist.ProcessGroup]
+    ) -> Any:
+        """Note a c10d operator, given (collective, payload bytes, group); returns the result with a Work that
+        is watched."""
+        collective, nbytes, process_group = what
+        event = -1
+        if self._running:
+            ranks, group = self._group(process_group)
+            if collective in ("send", "recv"):
+                by = offset(self.rank, ranks[args[2]], self.builder.mesh)
+                post = self.builder.send if collective == "send" else self.builder.recv
+                event = post(nbytes, by)
+            else:
+                event = self.builder.collective(collective, nbytes, group)
+        work = _Work(partial(self._waited, event))
+        self._works.append(work)
+        boxed = work.boxed()
+        if isinstance(result, (tuple, list)):
+            return (*result[:-1], boxed)
+        return boxed
+
+    def _waited(self, event: int) -> None:
+        if event >= 0:
+            self.builder.wait(event)
+
+    def _group(self, group: dist.ProcessGroup) -> tuple[list[int], Group]:
+        known = self._groups.get(group.group_name)
+        if known is None:
+            ranks = dist.get_process_group_ranks(group)
+            known = self._groups[group.group_name] = ranks, Group.of(ranks, self.builder.mesh)
+        return known

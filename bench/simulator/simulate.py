@@ -1,0 +1,309 @@
+"""The simulated timeline: when each rank of a world computes, communicates and waits, on a cluster.
+
+Each rank has a compute stream, which runs its kernels in order and waits where the program waits.
+Communication goes on beside it: a transfer starts when both ends have posted it, and after the one before it
+from the same rank to the same rank; a collective starts when its last member has posted it, and after the
+group's collective before it. All times are thus sums and maxima of costs, so no cost can fall and the step
+take longer.
+
+Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
+on (a chain), they part, and meet again where the others have caught up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from spbench.bench.config.cluster import Calibration, Cluster
+from spbench.bench.simulator.costs import Costs, check_rates
+from spbench.bench.simulator.message_matching import Deadlock, World
+from spbench.bench.simulator.program import COLLECTIVE, KERNEL, SEND, WAIT, Program
+from spbench.bench.simulator.timeline import Timeline
+
+
+class Simulator:
+    """A world on a cluster, ready to be timed under any calibration without matching it up anew.
+
+    Args:
+        programs: one for each distinct program.
+        ranks_of: global ranks that run each.
+        precision: whose rates must be known, and whose calibration of the cluster is the default.
+        parameters: of the whole model, which a calibration may charge for.
+
+    Raises:
+        Deadlock, ValueError: see :class:`World`.
+        RatesUnknown: the profile lacks a figure.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        ranks_of: Sequence[Sequence[int]],
+        cluster: Cluster,
+        precision: str = "fp32",
+        parameters: int = 0,
+    ):
+        self.world = World(programs, ranks_of)
+        check_rates(cluster, precision, self.world.size)
+        self.cluster, self.precision, self.parameters = cluster, precision, parameters
+
+    def __call__(self, calibration: Calibration | None = None) -> Timeline:
+        """The timeline; without a calibration, with the cluster's own for the precision.
+
+        Raises:
+            Deadlock: ranks wait for each other in a circle.
+        """
+        if calibration is None:
+            calibration = self.cluster.calibration.get(self.precision, Calibration())  # type: ignore[call-overload]
+        return _Run(self.world, Costs(self.cluster, calibration, self.parameters)).timeline()
+
+
+def simulate(
+    programs: Sequence[Program],
+    ranks_of: Sequence[Sequence[int]],
+    cluster: Cluster,
+    precision: str = "fp32",
+    calibration: Calibration | None = None,
+    parameters: int = 0,
+) -> Timeline:
+    """Time one step; see :class:`Simulator`."""
+    return Simulator(programs, ranks_of, cluster, precision, parameters)(calibration)
+
+
+def step_time_of(
+    programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], cluster: Cluster, precision: str
+) -> Callable[[Calibration], float]:
+    """Step time in seconds as a function of the calibration, for fits."""
+    simulator = Simulator(programs, ranks_of, cluster, precision)
+    return lambda calibration: simulator(calibration).step_time_s
+
+
+class _Run:
+    """One simulation. Arrays are [steps, ranks of the program]; nan: not yet."""
+
+    def __init__(self, world: World, costs: Costs):
+        self.world, self.costs, self.steps = world, costs, world.steps
+        shapes = [(len(s), len(s.ranks)) for s in self.steps]
+        #: when the compute stream reaches a step and when it leaves it; when communication starts and ends
+        self.reached, self.left, self.start, self.end = (
+            [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
+        )
+        self.posted = [[0] * len(s) for s in self.steps]
+        self.now = [np.zeros(len(s.ranks)) for s in self.steps]
+        self.kernel_s: list[np.ndarray] = []
+        self.before: list[list[float]] = []
+        for steps in self.steps:
+            seconds = costs.kernels(steps.program)
+            spent = np.concatenate(
+                [[0.0], np.cumsum(seconds + costs.launch_s * (steps.program.kind == KERNEL))]
+            )
+            self.kernel_s.append(seconds)
+            self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
+        self._transfer_costs: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._groups: dict[tuple[int, int], _Groups] = {}
+        self._collective_costs: dict[tuple[int, int, str, float], np.ndarray] = {}
+        self._channels: dict[tuple[int, int], np.ndarray] = {}
+        #: (step, program) that some ranks, given as a mask, can go on from
+        self._heap: list[tuple[int, int]] = []
+        self._runnable: dict[tuple[int, int], np.ndarray] = {}
+        self._parked: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
+
+    def timeline(self) -> Timeline:
+        for number, steps in enumerate(self.steps):
+            self._resume(number, 0, np.arange(len(steps.ranks)))
+        while self._heap:
+            step, number = heappop(self._heap)
+            mask = self._runnable.pop((step, number))
+            self._go_on(number, step, np.flatnonzero(mask))
+        for (number, step), waiting in sorted(self._parked.items()):
+            for _, who in waiting:
+                raise Deadlock(
+                    f"{self.steps[number].describe(step, int(who[0]))}: waited for, but never ends"
+                )
+        for number, steps in enumerate(self.steps):
+            posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
+            for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
+                raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
+        return Timeline(
+            self.world, self.costs, self.kernel_s, self.now, self.reached, self.left, self.start, self.end
+        )
+
+    def _resume(self, number: int, step: int, who: np.ndarray) -> None:
+        key = (step, number)
+        if key not in self._runnable:
+            self._runnable[key] = np.zeros(len(self.steps[number].ranks), dtype=bool)
+            heappush(self._heap, key)
+        self._runnable[key][who] = True
+
+    def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
+        """Take some ranks of a program from a step as far as they get."""
+        steps, before = self.steps[number], self.before[number]
+        kinds, partners = steps.kinds, steps.partners
+        reached, left, end = self.reached[number], self.left[number], self.end[number]
+        everyone = len(who) == len(steps.ranks)
+        index = slice(None) if everyone else who
+        now = self.now[number][index]
+        for at in range(step, len(kinds)):
+            if before[at]:
+                now = now + before[at]
+            if kinds[at] == WAIT:
+                ended = end[partners[at]][index]
+                late = np.isnan(ended)
+                if late.any():
+                    # those that can, go on from here later; the others when what they wait for has ended
+                    self.now[number][index] = now - before[at]
+                    if not late.all():
+                        self._resume(number, at, who[~late])
+                    self._parked.setdefault((number, partners[at]), []).append((at, who[late]))
+                    return
+                reached[at, index] = now
+                now = np.maximum(now, ended)
+                left[at, index] = now
+                continue
+            reached[at, index] = now
+            left[at, index] = now
+            self.posted[number][at] += len(who)
+            if kinds[at] == COLLECTIVE:
+                self._gather(number, at, who)
+            else:
+                self._meet(number, at, who, everyone)
+        self.now[number][index] = now + before[len(kinds)]
+
+    def _ended(self, number: int, step: int, who: np.ndarray) -> None:
+        """Wake those that wait for it."""
+        waiting = self._parked.pop((number, step), None)
+        for at, parked in waiting or ():
+            ready = _among(parked, who)
+            self._resume(number, at, parked[ready])
+            if not ready.all():
+                self._parked.setdefault((number, step), []).append((at, parked[~ready]))
+
+    # -- transfers -------------------------------------------------------------------------------------
+
+    def _meet(self, number: int, step: int, who: np.ndarray, everyone: bool) -> None:
+        """Start the transfers of some ranks whose other half is posted too."""
+        for meeting in self.world.meetings[number][step]:
+            other, other_step = meeting.program, meeting.step
+            if not self.posted[other][other_step]:
+                continue
+            mine, theirs = meeting.mine, meeting.theirs
+            if not everyone:
+                among = _among(mine, who)
+                mine, theirs = mine[among], theirs[among]
+            posted = self.reached[other][other_step][theirs]
+            ready = ~np.isnan(posted)
+            if not ready.all():
+                mine, theirs, posted = mine[ready], theirs[ready], posted[ready]
+            if not len(mine):
+                continue
+            both = np.maximum(self.reached[number][step][mine], posted)
+            if self.steps[number].kinds[step] == SEND:
+                sender, sending, senders = number, step, mine
+            else:
+                sender, sending, senders = other, other_step, theirs
+            start, end = self._transfer(sender, sending, senders, both)
+            for p, s, ranks in ((number, step, mine), (other, other_step, theirs)):
+                self.start[p][s, ranks] = start
+                self.end[p][s, ranks] = end
+                if self._parked:
+                    self._ended(p, s, ranks)
+
+    def _transfer(
+        self, number: int, step: int, who: np.ndarray, ready: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        steps = self.steps[number]
+        peer, batch = steps.partners[step], steps.batch[step]
+        key = (number, peer, batch)
+        if key not in self._transfer_costs:
+            self._transfer_costs[key] = self.costs.transfers(
+                steps.ranks.tolist(), steps.peers[peer].tolist(), batch
+            )
+        latency, per_byte = self._transfer_costs[key]
+        if (number, peer) not in self._channels:
+            self._channels[number, peer] = np.zeros(len(steps.ranks))
+        channel = self._channels[number, peer]
+        start = np.maximum(ready, channel[who])
+        end = start + latency[who] + steps.nbytes[step] * per_byte[who]
+        channel[who] = end
+        return start, end
+
+    # -- collectives -------------------------------------------------------------------------------------
+
+    def _gather(self, number: int, step: int, who: np.ndarray) -> None:
+        """Start the collectives of some ranks whose members have all posted them."""
+        steps = self.steps[number]
+        groups = self._groups_of(number, step)
+        cost = self._collective_cost(number, step, groups)
+        if groups.members is not None and self.posted[number][step] == len(steps.ranks) == len(who):
+            ready = np.maximum(self.reached[number][step], groups.free)[groups.members].max(1)
+            end = ready + cost
+            self.start[number][step] = ready[groups.of]
+            self.end[number][step] = groups.free = end[groups.of]
+            if self._parked:
+                self._ended(number, step, who)
+            return
+        alike = self.world.alike[number][step]
+        for group in np.unique(groups.of[who]):
+            members = groups.everywhere[group]
+            if any(p not in alike or np.isnan(self.reached[p][alike[p], place]) for p, place in members):
+                continue
+            # the end of the group's collective before this one is noted at each of its members
+            own = next(place for p, place in members if p == number)
+            ready_s = max(float(self.reached[p][alike[p], place]) for p, place in members)
+            start_s = max(ready_s, float(groups.free[own]))
+            for p, place in members:
+                self.start[p][alike[p], place] = start_s
+                self.end[p][alike[p], place] = start_s + cost[group]
+                self._groups_of(p, alike[p]).free[place] = start_s + cost[group]
+                if self._parked:
+                    self._ended(p, alike[p], np.array([place]))
+
+    def _groups_of(self, number: int, step: int) -> _Groups:
+        key = (number, self.steps[number].partners[step])
+        if key not in self._groups:
+            self._groups[key] = _Groups(self.world, *key)
+        return self._groups[key]
+
+    def _collective_cost(self, number: int, step: int, groups: _Groups) -> np.ndarray:
+        steps = self.steps[number]
+        program, event = steps.program, int(steps.at[step])
+        name, nbytes = program.names[program.name[event]], steps.nbytes[step]
+        key = (number, steps.partners[step], name, nbytes)
+        if key not in self._collective_costs:
+            self._collective_costs[key] = np.array(self.costs.collectives(name, nbytes, groups.ranks))
+        return self._collective_costs[key]
+
+
+def _among(ranks: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which of the ranks are among the others; for these few, a table is faster than numpy's isin."""
+    found: np.ndarray = (ranks[:, None] == others).any(1)
+    return found
+
+
+class _Groups:
+    """The process groups of one kind that the ranks of a program belong to.
+
+    Attributes:
+        ranks: global ranks of each group.
+        of: the group of each of the program's ranks.
+        members: [groups, size] positions in the program, or None where other programs take part.
+        everywhere: (program, position) of each group's members.
+        free: when the last collective of each rank's group ended.
+    """
+
+    def __init__(self, world: World, number: int, group: int):
+        steps = world.steps[number]
+        kind, mesh = steps.program.groups[group], steps.program.mesh
+        found: dict[tuple[int, ...], int] = {}
+        of = [found.setdefault(kind.members(int(rank), mesh), len(found)) for rank in steps.ranks]
+        self.ranks = list(found)
+        self.of = np.array(of)
+        self.everywhere = [
+            [(int(world.program_of[r]), int(world.place_of[r])) for r in members] for members in self.ranks
+        ]
+        inside = all(p == number for members in self.everywhere for p, _ in members)
+        self.members = np.array([[place for _, place in m] for m in self.everywhere]) if inside else None
+        self.free = np.zeros(len(steps.ranks))

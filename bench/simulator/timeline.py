@@ -1,0 +1,187 @@
+"""What a simulation found: the step time, what it is made of, and every event of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spbench.bench.simulator.program import (
+    CATEGORIES,
+    COLLECTIVE,
+    KERNEL,
+    PRECISION_NAMES,
+    SEND,
+    WAIT,
+    shifted,
+)
+
+if TYPE_CHECKING:
+    from spbench.bench.simulator.costs import Costs
+    from spbench.bench.simulator.message_matching import World
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of a rank, times in seconds from the start of the step.
+
+    Attributes:
+        stream: "compute" (kernels and waits) or "communication".
+        details: bytes, FLOPs and the like.
+    """
+
+    name: str
+    stream: str
+    phase: str
+    start_s: float
+    duration_s: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        step_time_s: until the last rank's computing and communication have ended, with the step's overhead.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        costs: Costs,
+        kernel_s: list[np.ndarray],
+        computed: list[np.ndarray],
+        reached: list[np.ndarray],
+        left: list[np.ndarray],
+        start: list[np.ndarray],
+        end: list[np.ndarray],
+    ):
+        self._world, self._costs, self._kernel_s = world, costs, kernel_s
+        self._reached, self._left, self._start, self._end = reached, left, start, end
+        self._computed = computed
+        last = [float(c.max()) for c in computed]
+        last += [float(np.nanmax(e)) for e in end if e.size and not np.isnan(e).all()]
+        self.step_time_s = max(last) + costs.step_overhead_s
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @cached_property
+    def by_rank(self) -> dict[str, np.ndarray]:
+        """What each rank's step is made of, in seconds, by global rank.
+
+        compute: kernels by the roofline. overhead: launches and the step's own. exposed_communication:
+        waiting while the bytes move. bubble: waiting for other ranks to take part, or to end. These four add
+        up to the step time. hidden_communication: bytes move while the rank computes.
+        """
+        parts = {
+            name: np.zeros(self._world.size)
+            for name in ("compute", "exposed_communication", "bubble", "overhead", "hidden_communication")
+        }
+        step_overhead = self._costs.step_overhead_s
+        for number, steps in enumerate(self._world.steps):
+            ranks = steps.ranks
+            kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
+            waits = np.flatnonzero(kinds == WAIT)
+            reached, left = self._reached[number][waits], self._left[number][waits]
+            start, end = self._start[number][partners[waits]], self._end[number][partners[waits]]
+            waited = left - reached
+            exposed = np.clip(end - np.maximum(start, reached), 0.0, waited).sum(0)
+            parts["compute"][ranks] = self._kernel_s[number].sum()
+            kernels = int((steps.program.kind == KERNEL).sum())
+            parts["overhead"][ranks] = kernels * self._costs.launch_s + step_overhead
+            parts["exposed_communication"][ranks] = exposed
+            tail = self.step_time_s - step_overhead - self._computed[number]
+            parts["bubble"][ranks] = waited.sum(0) - exposed + tail
+            parts["hidden_communication"][ranks] = np.maximum(self._busy(number) - exposed, 0.0)
+        return parts
+
+    def _busy(self, number: int) -> np.ndarray:
+        """Seconds in which each rank of a program communicates, whatever number of transfers at once."""
+        start, end = self._start[number], self._end[number]
+        rows = ~np.isnan(end).all(1) if len(end) else np.zeros(0, dtype=bool)
+        if not rows.any():
+            return np.zeros(len(self._world.steps[number].ranks))
+        start, end = start[rows], end[rows]
+        order = np.argsort(start, axis=0)
+        start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
+        covered = np.fmax.accumulate(end, axis=0)
+        earlier = np.vstack([np.zeros_like(covered[:1]), covered[:-1]])
+        return np.nansum(np.maximum(end - np.fmax(start, earlier), 0.0), axis=0)
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Mean over ranks of :attr:`by_rank`, in seconds."""
+        return {f"{name}_s": float(values.mean()) for name, values in self.by_rank.items()}
+
+    def breakdown_of(self, rank: int) -> dict[str, float]:
+        """What one rank's step is made of, in seconds; see :attr:`by_rank`."""
+        return {f"{name}_s": float(values[rank]) for name, values in self.by_rank.items()}
+
+    @property
+    def serial_s(self) -> float:
+        """Seconds if nothing ran beside anything else anywhere: no step can take longer."""
+        total = self._costs.step_overhead_s
+        for number, steps in enumerate(self._world.steps):
+            program = steps.program
+            kernels = int((program.kind == KERNEL).sum())
+            total += len(steps.ranks) * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
+            seconds = (self._end[number] - self._start[number]).sum(1)
+            for step, kind in enumerate(steps.kinds):
+                if kind == SEND:  # its receive is the same transfer
+                    total += float(seconds[step])
+                elif kind == COLLECTIVE:
+                    total += float(seconds[step]) / len(program.groups[steps.partners[step]].places)
+        return total
+
+    def events(self, rank: int) -> Iterator[Event]:
+        """All that a rank does, in program order; waits of no length are left out."""
+        number, place = int(self._world.program_of[rank]), int(self._world.place_of[rank])
+        steps = self._world.steps[number]
+        program, kernel_s = steps.program, self._kernel_s[number]
+        bounds = [first for _, first in program.marks] + [len(program)]
+        phases = [""] * bounds[0]
+        for (name, first), end in zip(program.marks, bounds[1:], strict=True):
+            phases += [name] * (end - first)
+        now, step = 0.0, 0
+        for event in range(len(program)):
+            name, phase = program.names[program.name[event]], phases[event]
+            if program.kind[event] == KERNEL:
+                seconds = float(kernel_s[event])
+                details: dict[str, Any] = {
+                    "bytes": int(program.nbytes[event]),
+                    "flops": int(program.flops[event]),
+                    "class": CATEGORIES[program.category[event]],
+                    "dtype": PRECISION_NAMES[program.precision[event]],
+                }
+                if program.shape[event].any():
+                    details["batch, m, n, k"] = program.shape[event].tolist()
+                yield Event(name, "compute", phase, now, seconds, details)
+                now += seconds + self._costs.launch_s
+                continue
+            reached, left = float(self._reached[number][step, place]), float(self._left[number][step, place])
+            now = left
+            if program.kind[event] == WAIT:
+                if left > reached:
+                    waited_for = program.names[program.name[program.partner[event]]]
+                    yield Event(f"wait for {waited_for}", "compute", phase, reached, left - reached)
+            else:
+                begun, ended = float(self._start[number][step, place]), float(self._end[number][step, place])
+                details = {"bytes": int(program.nbytes[event]), "posted_s": reached}
+                details |= self._parties(number, event, rank)
+                yield Event(name, "communication", phase, begun, ended - begun, details)
+            step += 1
+
+    def _parties(self, number: int, event: int, rank: int) -> dict[str, Any]:
+        """Global ranks of a transfer or a collective."""
+        program = self._world.steps[number].program
+        partner = int(program.partner[event])
+        if program.kind[event] == COLLECTIVE:
+            return {"ranks": list(program.groups[partner].members(rank, program.mesh))}
+        peer = shifted(rank, program.peers[partner], program.mesh)
+        ends = (rank, peer) if program.kind[event] == SEND else (peer, rank)
+        return {"source": ends[0], "destination": ends[1]}

@@ -1,0 +1,227 @@
+"""Result rows: one a cell, appended to a JSONL file the moment the cell ends.
+
+A row is written whole or not at all: one write to a file opened for appending, then fsync; what a full
+disk lets through of a row is cut off again. A file that was cut short by a crash or spoilt by hand loses
+the spoilt lines and no others.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, get_args
+
+from spbench.bench.cell import Status
+from spbench.bench.config.files import UserError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+FILE = "cells.jsonl"
+
+#: a cell with one of these is done; one with another status is run again by the next sweep
+FINAL = ("ok", "oom", "unsupported")
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a results file, the last of each key, in the order of their first appearance.
+
+    Returns the rows, and a line for each line of the file that is not a row. No file: no rows.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise UserError(f"cannot read results file {path}: {error.strerror}") from error
+    rows: dict[str, Row] = {}
+    problems = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _checked(json.loads(line))
+            rows[row["key"]] = row
+        except (ValueError, RecursionError) as error:
+            what = "cut short" if number == len(lines) else "not a result row"
+            problems.append(f"{path}:{number}: {what}, skipped ({error})")
+    return list(rows.values()), problems
+
+
+def _checked(row: Any) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}")
+    for key, kind in (("key", str), ("cell", dict), ("status", str), ("measurement", dict)):
+        if not isinstance(row.get(key), kind):
+            raise ValueError(f"{key} is missing or wrong")
+    if row["status"] not in get_args(Status):
+        raise ValueError(f"unknown status {row['status']!r}")
+    return row
+
+
+class ResultsFile:
+    """The results file of an output folder, held open for appending by one sweep at a time.
+
+    Args:
+        folder: made if need be.
+        fresh: move earlier results aside (to cells.1.jsonl and so on) instead of going on with them.
+
+    Attributes:
+        rows: the rows in the file, the last of each key; grows as rows are appended.
+        problems: a line for each line of the file that was skipped.
+
+    Raises:
+        UserError: the folder cannot be written to, the file cannot be read, or another sweep holds it.
+    """
+
+    def __init__(self, folder: Path, *, fresh: bool = False):
+        self.path = folder / FILE
+        self.moved: Path | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd = self._open()
+            if fresh and os.fstat(self._fd).st_size:
+                self.moved = self._move_aside()
+                os.close(self._fd)
+                self._fd = self._open()
+        except OSError as error:
+            raise UserError(
+                f"cannot write results to {self.path}: {error.strerror}; choose another --output"
+            ) from error
+        try:
+            rows, self.problems = read_rows(self.path)
+        except UserError:
+            self.close()
+            raise
+        self.rows: dict[str, Row] = {row["key"]: row for row in rows}
+        self._unfinished = self._ends_inside_a_line()
+
+    def __enter__(self) -> ResultsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another sweep have the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def append(self, row: Row) -> None:
+        """Write a row to the disk.
+
+        Raises:
+            UserError: it cannot be written; the rows before it are as they were.
+        """
+        line = json.dumps(finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        if self._unfinished:
+            line = b"\n" + line
+        size = os.fstat(self._fd).st_size
+        try:
+            if (written := os.write(self._fd, line)) != len(line):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes written, no space left")
+            os.fsync(self._fd)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._fd, size)
+            raise UserError(
+                f"cannot write to {self.path}: {error.strerror}; its earlier rows are whole, "
+                "and the same command goes on from there"
+            ) from error
+        self._unfinished = False
+        self.rows[row["key"]] = row
+
+    def _open(self) -> int:
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise UserError(
+                f"another sweep is writing to {self.path}; wait for it or choose another --output"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        return fd
+
+    def _move_aside(self) -> Path:
+        number = 1
+        while (aside := self.path.with_suffix(f".{number}.jsonl")).exists():
+            number += 1
+        return self.path.rename(aside)
+
+    def _ends_inside_a_line(self) -> bool:
+        size = os.fstat(self._fd).st_size
+        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+
+def finite(value: Any) -> Any:
+    """The value with None for what JSON cannot say: infinities and not-a-number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """A row as one level of plain values: the cell, then what was measured, units in the names."""
+    cell, measured = row["cell"], row["measurement"]
+    sizes = cell.get("sizes", {})
+    searched = (cell.get("search") or {}).get("quantity", "")
+    losses = measured.get("losses")  # of a training run, which is not metered
+    return {
+        **{name: cell.get(name) for name in ("model", "strategy")},
+        "world_size": math.prod(sizes.values()),
+        **{
+            name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")
+        },
+        "status": row["status"],
+        "searched": searched,
+        **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
+        **{f"last_{name}": loss for name, loss in _last(losses).items()},
+        "sent_bytes": _sent(None if losses else measured.get("communication")),
+        "formula_sent_bytes": _sent(None if losses else measured.get("formula")),
+        "reason": row["reason"],
+        "elapsed_s": row.get("elapsed_s"),
+        "key": row["key"],
+    }
+
+
+def _last(losses: list[dict[str, float]] | None) -> dict[str, float]:
+    return losses[-1] if losses else {}
+
+
+def _sent(entries: list[dict[str, Any]] | None) -> float | None:
+    return sum(entry["sent_bytes"] for entry in entries) if entries is not None else None
+
+
+def breaks_formula(row: Row) -> bool:
+    """Whether a rank sent other bytes than its strategy's closed form says."""
+    entry = flat(row)
+    sent, formula = entry["sent_bytes"], entry["formula_sent_bytes"]
+    return row["status"] == "ok" and None not in (sent, formula) and not math.isclose(sent, formula)
+
+
+def as_frame(rows: Iterable[Row]) -> DataFrame:
+    """Rows as a table, one :func:`flat` row each."""
+    from pandas import DataFrame
+
+    return DataFrame([flat(row) for row in rows])

@@ -1,0 +1,120 @@
+"""Sweeps: run cells on several processes, and keep each result the moment it is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines import run as run_on_engine
+from spbench.bench.sweep.provenance import provenance
+from spbench.bench.sweep.results import FINAL, ResultsFile, Row
+from spbench.bench.sweep.workers import Crew, Outcome, Run
+from spbench.impls.models.model import model_preset
+
+#: engines that start processes of their own: their cells run one at a time, with nothing beside them
+EXCLUSIVE_ENGINES = ("distributed",)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
+    """The cells without a final row: those never run, and those that failed."""
+    return [cell for cell in cells if results.rows.get(cell.key, {}).get("status") not in FINAL]
+
+
+def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
+    """How many of these cells run at a time."""
+    together = [cell for cell in cells if cell.engine not in EXCLUSIVE_ENGINES]
+    return max(1, min(jobs or usable_cores(), len(together)))
+
+
+def sweep(
+    cells: Sequence[Cell],
+    results: ResultsFile,
+    *,
+    run: Run = run_on_engine,
+    crew: Crew | None = None,
+    jobs: int | None = None,
+    on_start: Callable[[Cell], None] = lambda cell: None,
+    on_end: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
+
+    A cell that raises, or whose process dies, is a row with status failed; the sweep goes on. An
+    interrupt, or a row that cannot be written, ends the sweep and its processes; only cells that were
+    running are lost.
+
+    Args:
+        run: measures a cell; a function of a module, since other processes import it.
+        crew: workers to use, which are there afterwards, unless the sweep is ended; None: of its own.
+        jobs: processes; None: one a usable core.
+        on_start, on_end: called as cells begin and end.
+
+    Raises:
+        UserError: a row cannot be written.
+        KeyboardInterrupt: passed on.
+    """
+    todo = sorted(
+        unfinished(cells, results), key=_cost, reverse=True
+    )  # the longest first: none is left at the end
+    alone = [cell for cell in todo if cell.engine in EXCLUSIVE_ENGINES]
+    together = [cell for cell in todo if cell.engine not in EXCLUSIVE_ENGINES]
+
+    def keep(cell: Cell, outcome: Outcome) -> None:
+        row = as_row(cell, outcome)
+        results.append(row)
+        on_end(row)
+
+    own = Crew(run) if crew is None else crew
+    try:
+        _run_all(together, jobs or usable_cores(), own, on_start, keep)
+        _run_all(alone, 1, own, on_start, keep)
+    except BaseException:
+        own.dismiss()
+        raise
+    if crew is None:
+        own.dismiss()
+    return [results.rows[cell.key] for cell in cells]
+
+
+def _run_all(
+    cells: list[Cell],
+    jobs: int,
+    crew: Crew,
+    on_start: Callable[[Cell], None],
+    keep: Callable[[Cell, Outcome], None],
+) -> None:
+    waiting = list(reversed(cells))
+    while waiting or crew.busy:
+        while waiting and (worker := crew.idle(jobs)) is not None:
+            on_start(waiting[-1])
+            worker.give(waiting.pop())
+        for cell, outcome in crew.ended():
+            keep(cell, outcome)
+
+
+def as_row(cell: Cell, outcome: Outcome) -> Row:
+    """The result row of a cell."""
+    row: Row = {
+        "key": cell.key,
+        "cell": cell.model_dump(mode="json"),
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "measurement": outcome.measurement,
+        "elapsed_s": outcome.elapsed_s,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "provenance": provenance(),
+    }
+    if outcome.traceback:
+        row["traceback"] = outcome.traceback
+    return row
+
+
+def _cost(cell: Cell) -> int:
+    """What a cell takes, roughly and relatively: a trace's operators grow with layers and ranks."""
+    return getattr(model_preset(cell.model, cell.model_options), "layers", 1) * cell.sizes.world
