@@ -1,0 +1,128 @@
+"""The pool: results in order, errors with their rank, no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.engines.rank_pool import RankError, RankPool
+
+
+def sum_of_ranks(mesh: DeviceMesh, axis: str, offset: int) -> tuple[int, int, list[int]]:
+    x = torch.tensor(mesh.get_group(axis).rank() + offset)
+    dist.all_reduce(x, group=mesh.get_group(axis))
+    return dist.get_rank(), int(x), list(mesh.shape)
+
+
+def raises_on_rank_1(mesh: DeviceMesh) -> None:
+    if dist.get_rank() == 1:
+        raise ArithmeticError("planted")
+    dist.barrier()
+
+
+def dies_on_rank_1(mesh: DeviceMesh) -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def never_answers(mesh: DeviceMesh) -> None:
+    if dist.get_rank() == 1:
+        signal.pause()
+    dist.barrier()
+
+
+def returns_a_lambda(mesh: DeviceMesh) -> object:
+    return lambda: None
+
+
+def process_id(mesh: DeviceMesh) -> int:
+    return os.getpid()
+
+
+def says_so_and_waits(mesh: DeviceMesh) -> None:
+    print("waiting", flush=True)
+    time.sleep(3600)
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp", "tp", "sp"])
+def test_results_in_the_order_of_ranks(pool: RankPool, axis: str) -> None:
+    for n in (4, 1, 3):
+        shape = [n if name == axis else 1 for name in ("dp", "pp", "tp", "sp")]
+        total = sum(range(n)) + 5 * n
+        assert pool.run(n, sum_of_ranks, axis, 5, axis=axis) == [(rank, total, shape) for rank in range(n)]
+
+
+def test_workers_are_kept(pool: RankPool) -> None:
+    first = pool.run(4, process_id, axis="sp")
+    assert pool.run(4, process_id, axis="tp") == first
+    assert len(set(first)) == 4
+
+
+def test_error_names_rank_and_cause_and_the_pool_goes_on(pool: RankPool) -> None:
+    with pytest.raises(
+        RankError, match=r"(?s)rank 1: .*raises_on_rank_1.*ArithmeticError: planted"
+    ) as raised:
+        pool.run(3, raises_on_rank_1, axis="sp")
+    assert raised.value.rank == 1
+    assert pool.run(1, sum_of_ranks, "sp", 0) == [(0, 0, [1, 1, 1, 1])]
+
+
+def test_result_that_cannot_be_pickled_is_an_error(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 0"):
+        pool.run(1, returns_a_lambda)
+
+
+def test_job_that_does_not_fit(pool: RankPool) -> None:
+    with pytest.raises(ValueError, match="pool of 4"):
+        pool.run(5, process_id, axis="sp")
+    with pytest.raises(ValueError, match="axis"):
+        pool.run(2, process_id)
+    with pytest.raises(ValueError, match="axis"):
+        pool.run(2, process_id, axis="ep")
+
+
+def test_dead_and_silent_workers_are_replaced() -> None:
+    with RankPool(2) as pool:
+        with pytest.raises(RankError, match=r"rank 1: .*exit code 7") as raised:
+            pool.run(2, dies_on_rank_1, axis="sp")
+        assert raised.value.rank == 1
+        with pytest.raises(RankError, match="no answer"):
+            pool.run(2, never_answers, axis="sp", timeout_s=1)
+        assert pool.run(2, sum_of_ranks, "sp", 0, axis="sp") == [(r, 1, [1, 1, 1, 2]) for r in range(2)]
+
+
+PROGRAM = """
+from spbench.bench.engines.rank_pool import RankPool
+from tests.bench.engines.test_rank_pool import says_so_and_waits
+if __name__ == "__main__":
+    RankPool(1).run(1, says_so_and_waits)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(number: signal.Signals, tmp_path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    parent = subprocess.Popen(
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"waiting\n"
+        if number is signal.SIGINT:
+            os.killpg(parent.pid, number)  # as a terminal does
+        else:
+            parent.kill()
+        assert parent.stdout.read() == b""  # the pipe ends when the worker, which holds it too, has ended
+    assert parent.returncode != 0

@@ -1,0 +1,86 @@
+"""Training steps of the strategies that sequence parallelism is compared with: closed form, virtual ranks and
+real ranks send the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.impls.models.model import models
+from tests.bench.engines.test_virtual import on_a_real_rank, seen
+
+STRATEGIES = {"ulysses": "sp", "megatron_sp": "tp", "ring_attention": "sp"}
+#: each strategy with models that it can run
+PAIRS = [
+    ("ulysses", "bert-tiny"),
+    ("ulysses", "causal-transformer-tiny"),
+    ("ulysses", "linear-transformer-tiny"),
+    ("megatron_sp", "bert-tiny"),
+    ("megatron_sp", "causal-transformer-tiny"),
+    ("megatron_sp", "linear-transformer-tiny"),
+    ("ring_attention", "causal-transformer-tiny"),
+    ("ring_attention", "linear-transformer-tiny"),
+]
+
+
+def cell_of(strategy: str, n: int, model: str, **changes: Any) -> Cell:
+    options = {"model": model, "strategy": strategy, "sizes": {STRATEGIES[strategy]: n}, "batch": 3}
+    return Cell.model_validate(options | {"seq_len": 24} | changes)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("strategy", "model"), PAIRS)
+def test_real_ranks_send_what_virtual_ones_do(
+    pool: RankPool, strategy: str, n: int, model: str, checkpointing: bool
+) -> None:
+    """Operation by operation. Their peaks are compared elsewhere, for Gloo copies what it reduce-scatters."""
+    cell = cell_of(strategy, n, model, precision="bf16", model_options={"checkpointing": checkpointing})
+    really = pool.run(n, on_a_real_rank, cell, 0.0, axis=STRATEGIES[strategy])
+    for rank, found in enumerate(really):
+        virtually = seen(cell, virtual.trace(cell, rank))
+        assert found.counts == virtually.counts
+        assert found.difference == virtually.difference == []
+        assert found.counts
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("n", [2, 4, 8, 64])
+@pytest.mark.parametrize(("strategy", "model"), PAIRS)
+def test_formula_is_what_virtual_ranks_send(
+    strategy: str, n: int, model: str, checkpointing: bool, precision: str
+) -> None:
+    options = {"heads": 64, "hidden": 128, "checkpointing": checkpointing}
+    if hasattr(models()[model], "inner"):
+        options["inner"] = 192
+    cell = cell_of(strategy, n, model, seq_len=128, precision=precision, model_options=options)
+    measured = virtual.measure(cell, virtual.trace(cell, rank=n - 1))
+    assert measured.formula_difference == []
+    assert measured.communication
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [("ulysses", "bert-tiny"), ("megatron_sp", "bert-tiny"), ("ring_attention", "causal-transformer-tiny")],
+)
+def test_formula_between_pipeline_stages_and_replicas(strategy: str, model: str) -> None:
+    sizes = {STRATEGIES[strategy]: 2, "pp": 2, "dp": 2}
+    cell = cell_of(strategy, 2, model, batch=4, sizes=sizes, precision="fp16")
+    assert virtual.run(cell).formula_difference == []
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_told_is_of_a_rank_that_sends(n: int) -> None:
+    """The last rank of a ring sends no state forward, and may yet have the largest peak."""
+    options = {"model": "tnl-tiny", "strategy": "lasp", "sizes": {"sp": n}, "batch": 3, "seq_len": 24}
+    told = virtual.run(Cell.model_validate(options))
+    metered, planned = (
+        sum(row["sent_bytes"] for row in rows if (row["phase"], row["collective"]) == ("forward", "send"))
+        for rows in (told.communication, told.formula)
+    )
+    assert metered == planned > 0

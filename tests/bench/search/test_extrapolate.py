@@ -1,0 +1,105 @@
+"""Predicted peaks are those of whole traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell, Search
+from spbench.bench.engines import virtual
+from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
+from tests.bench.engines.test_virtual import cell_of
+
+
+class Tracer:
+    """Traces a cell at any size and depth, and counts."""
+
+    def __init__(self, cell: Cell):
+        self.cell, self.count = cell, 0
+
+    def __call__(self, size: int, layers: int | None) -> MemoryLog:
+        self.count += 1
+        cell = self.cell.at(size)
+        if layers is not None:
+            cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
+        return virtual.trace(cell).memory.log
+
+
+def tracer(quantity: str, strategy: str, n: int, **changes: Any) -> Tracer:
+    asked = {"batch": 8, "seq_len": 192, "precision": "fp16"} | changes | {quantity: None}
+    return Tracer(cell_of(strategy, n, search=Search.model_validate({"quantity": quantity}), **asked))
+
+
+CASES = [
+    ("single", 1, {}),
+    ("tensor_parallel", 3, {"model": "bert-tiny-linformer"}),
+    ("ring_self_attention", 3, {"training": {"gradients": "stale", "moments": "later"}}),
+    ("ring_self_attention", 2, {"model_options": {"checkpointing": True, "mask_shape": "square"}}),
+]
+MORE = [
+    ("single", 1, {"precision": "fp32", "model_options": {"dropout": 0.1, "softmax": "plain"}}),
+    ("tensor_parallel", 4, {"model_options": {"checkpointing": True}}),
+    ("ring_self_attention", 4, {"model": "bert-tiny-linformer", "precision": "fp32"}),
+]
+cases = pytest.mark.parametrize(
+    ("strategy", "n", "changes"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+
+
+@cases
+def test_length(strategy: str, n: int, changes: dict[str, Any]) -> None:
+    trace = tracer("seq_len", strategy, n, **changes)
+    predict = PeakModel(trace, [96, 192, 288], 6)
+    assert predict(1536) == pytest.approx(trace(1536, 6).peak().nbytes, rel=1e-3)
+
+
+@cases
+def test_batch(strategy: str, n: int, changes: dict[str, Any]) -> None:
+    trace = tracer("batch", strategy, n, **changes)
+    predict = PeakModel(trace, [2, 4], 6)
+    for batch in (3, 100):  # parameters, then activations hold the most
+        assert predict(batch) == pytest.approx(trace(batch, 6).peak().nbytes, rel=1e-3)
+
+
+def test_real_size() -> None:
+    trace = tracer("seq_len", "ring_self_attention", 4, model="bert-base", batch=16)
+    predict = PeakModel(trace, [128, 256, 384], 12)
+    assert predict(1024) == pytest.approx(trace(1024, 12).peak().nbytes, rel=1e-3)
+
+
+def test_whole_trace_resized() -> None:
+    trace = tracer("seq_len", "tensor_parallel", 2)
+    predict = PeakModel(trace, [96, 192, 288], 5)
+    at, to = trace(480, 5), trace(512, 5)
+    assert at.events == to.events
+    # buffers of all layers, which only hold the position embedding beside, are taken for constant
+    assert sum(predict.resized(at, 480, 512)) == pytest.approx(sum(to.sizes), rel=1e-3)
+
+
+def test_sizes_of_two_programs_are_not_mixed() -> None:
+    trace = tracer("seq_len", "single", 1, batch=1, model_options={"softmax": "megatron"})
+    with pytest.raises(NotOneProgram, match="1984, 2048, 2112"):
+        PeakModel(trace, [1984, 2048, 2112], 2)
+
+
+def test_programs_are_told_apart() -> None:
+    trace = tracer("seq_len", "single", 1, batch=1, model_options={"softmax": "megatron"})
+    programs = Programs(lambda units, layers: trace(64 * units, layers), [2, 3, 4], 5)
+    assert programs.confirm(32)  # 2048 keys
+    assert not programs.confirm(50)
+    assert programs.starts == [0, 33]  # the other kernel runs from 2112 keys on
+    assert programs.confirm(50)
+    assert programs.confirm(20)
+    for units in (32, 33, 50):
+        predicted = programs.model(units)(units)
+        assert predicted == pytest.approx(trace(64 * units, 5).peak().nbytes, rel=1e-3)
+
+
+def test_a_program_below_the_samples_is_not_taken_for_theirs() -> None:
+    trace = tracer("batch", "single", 1)
+    programs = Programs(trace, [2, 3], 4)
+    with pytest.raises(NotOneProgram):
+        programs.confirm(1)  # a batch of one needs fewer copies
+    assert (len(programs.starts), len(programs.models)) == (1, 1)

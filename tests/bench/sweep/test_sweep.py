@@ -1,0 +1,225 @@
+"""Sweeps: failures are rows, deaths cost one cell, and what has ended is kept through any interruption."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.config.files import UserError
+from spbench.bench.sweep.results import FILE, ResultsFile, read_rows
+from spbench.bench.sweep.sweep import sweep, unfinished
+from spbench.bench.sweep.workers import Crew
+from tests.bench import fakes
+
+ROOT = Path(__file__).parents[3]
+#: seconds after which a test gives up on another process
+PATIENCE_S = 60.0
+
+
+def cell(world: int, engine: str = "virtual") -> Cell:
+    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
+    return Cell.model_validate({**content, "sizes": Sizes(sp=world), "engine": engine})
+
+
+def test_failures_and_deaths_are_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cells = [cell(world) for world in (1, 2, 3, 4, 5)]
+    begun, ended = [], []
+    with ResultsFile(tmp_path) as results:
+        rows = sweep(
+            cells,
+            results,
+            run=fakes.moody,
+            jobs=2,
+            on_start=lambda c: begun.append(c.sizes.world),
+            on_end=lambda r: ended.append(r["key"]),
+        )
+        assert [row["key"] for row in rows] == [c.key for c in cells]
+        assert [row["status"] for row in rows] == ["ok", "failed", "unsupported", "ok", "failed"]
+        assert rows[1]["reason"].startswith("the worker process was killed by SIGKILL")
+        assert rows[2]["reason"] == "3 ranks do not divide; use 2 or 4"
+        assert rows[4]["reason"] == "ValueError: five is a fault"
+        assert begun == [5, 4, 3, 2, 1]  # the longest first
+        assert set(ended) == set(results.rows) == {c.key for c in cells}
+        assert read_rows(results.path)[0] == [results.rows[key] for key in ended]
+        # only what failed is run again
+        assert unfinished(cells, results) == [cells[1], cells[4]]
+    assert capfd.readouterr().out == ""  # what engines print is not among the results
+
+
+def test_nothing_to_do_starts_no_process(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append({"key": cell(1).key, "status": "oom", "cell": {}, "measurement": {}})
+
+        def never(c: Cell) -> None:
+            raise AssertionError
+
+        assert len(sweep([cell(1)], results, on_start=never)) == 1
+        assert sweep([], results) == []
+
+
+def test_cells_that_start_processes_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv(fakes.LOG, str(log))
+    cells = [cell(1), cell(2, "distributed"), cell(4, "distributed")]
+    with ResultsFile(tmp_path) as results:
+        sweep(cells, results, run=fakes.logged, jobs=3)
+    assert log.read_text().split("\n") == ["begin 1", "end 1", "begin 4", "end 4", "begin 2", "end 2", ""]
+
+
+def test_a_crew_stays_from_sweep_to_sweep(tmp_path: Path) -> None:
+    with Crew(fakes.answer) as crew, ResultsFile(tmp_path) as results:
+        sweep([cell(1)], results, crew=crew, jobs=2)
+        (worker,) = crew.workers
+        rows = sweep([cell(2), cell(4)], results, crew=crew, jobs=1)
+        assert [row["status"] for row in rows] == ["ok", "ok"]
+        assert crew.workers == [worker]
+        crew.run = fakes.moody  # of workers that are started from now on
+        crew.dismiss()
+        assert not worker.process.is_alive()
+        sweep([cell(2), cell(3)], results, crew=crew, jobs=1)
+        assert [results.rows[cell(world).key]["status"] for world in (2, 3)] == ["ok", "unsupported"]
+        (worker,) = crew.workers
+    assert not worker.process.is_alive()
+
+
+def test_full_disk_ends_the_sweep_and_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ResultsFile(tmp_path) as results:
+        ended: list[str] = []
+
+        def append(row: dict[str, object]) -> None:
+            if ended:
+                raise UserError("cannot write: no space left")
+            ResultsFile.append(results, row)
+
+        monkeypatch.setattr(results, "append", append)
+        with pytest.raises(UserError, match="no space left"):
+            sweep(
+                [cell(4), cell(1)], results, run=fakes.answer, jobs=1, on_end=lambda r: ended.append(r["key"])
+            )
+        monkeypatch.undo()
+        assert unfinished([cell(4), cell(1)], results) == [cell(1)]
+
+
+# -- real interruptions of a real command ----------------------------------------------------------------
+
+
+class Command:
+    """The command `spbench run` in a process group of its own, on cells that a gate holds up."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.results = folder, folder / "out" / FILE
+        self.gate, self.log, scenario = folder / "gate", folder / "log", folder / "small.yaml"
+        scenario.write_text(fakes.SCENARIO)
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            fakes.GATE: str(self.gate),
+            fakes.LOG: str(self.log),
+        }
+        self.command = [
+            sys.executable,
+            "-m",
+            "tests.bench.sweep.gated_spbench",
+            "run",
+            "--scenario",
+            str(scenario),
+        ]
+        self.command += ["--output", str(folder / "out"), "--jobs", "2"]
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(
+            self.command,
+            env=self.environment,
+            cwd=self.folder,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # a shell's background job ignores it, and so would all that the tests start there
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        return self.process
+
+    def until(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not what():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.02)
+
+    def begun(self) -> list[tuple[int, str]]:
+        """(process, key) of each cell that has begun."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [(int(pid), key) for pid, key in (line.split() for line in lines)]
+
+    def until_two_are_held_up(self) -> None:
+        """The two cells of 4 and 8 ranks have ended, two more have begun."""
+        self.until(lambda: len(self.begun()) == 4 and len(read_rows(self.results)[0]) == 2)
+
+    def until_workers_are_gone(self) -> None:
+        self.until(lambda: not any(_lives(pid) for pid, _ in self.begun()))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    command = Command(tmp_path)
+    yield command
+    command.gate.touch()
+    if command.process is not None and command.process.poll() is None:
+        os.killpg(command.process.pid, signal.SIGKILL)
+        command.process.wait()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes end")
+def test_killed_sweep_loses_only_running_cells_and_resumes(command: Command) -> None:
+    process = command.start()
+    command.until_two_are_held_up()
+    process.kill()
+    process.communicate()
+    command.until_workers_are_gone()
+    kept = read_rows(command.results)[0]
+    assert sorted(row["measurement"]["answer"] for row in kept) == [4000, 8000]
+    with command.results.open("ab") as file:  # as if it had been killed inside a write
+        file.write(b'{"key": "half a r')
+
+    command.gate.touch()
+    out, err = command.start().communicate(timeout=PATIENCE_S)
+    assert command.process is not None
+    assert command.process.returncode == 0, err
+    assert "5 cells, 2 of them kept from before; running 3" in err
+    assert f"{command.results}:3: cut short, skipped" in err
+    rows, problems = read_rows(command.results)
+    assert [row["status"] for row in rows] == ["ok"] * 5
+    assert len(problems) == 1
+    runs = [key for _, key in command.begun()]
+    assert all(runs.count(row["key"]) == 1 for row in kept)
+    assert "rsa-max-seqlen-base" in out
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes end")
+def test_ctrl_c_says_how_to_go_on(command: Command) -> None:
+    process = command.start()
+    command.until_two_are_held_up()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert out == ""
+    assert err.splitlines()[-1] == (
+        f"spbench: interrupted; 2 of 5 cells are in {command.results}, the same command goes on"
+    )
+    assert "Traceback" not in err
+    assert len(read_rows(command.results)[0]) == 2
+    command.until_workers_are_gone()

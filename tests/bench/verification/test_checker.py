@@ -1,0 +1,114 @@
+"""The checker rejects what is wrong, and says where."""
+
+import math
+
+import pytest
+import torch
+
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.verification.cases import relative_errors, verify_case
+from spbench.bench.verification.oracle import Case
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.registry import strategies
+from tests.bench.verification import faults
+
+# the fault, the part that shows it, and how the name of the worst tensor may begin
+FAULTS = [
+    (faults.ZeroGradients, "attention", ("gradient of layer.qkv", "gradient of input x")),
+    (faults.OneNthGradients, "attention", ("gradient of layer.qkv", "gradient of input x")),
+    (faults.StaleBlockInBackward, "attention", ("gradient of layer.qkv", "gradient of input x")),
+    (faults.RowsOfAnotherRank, "attention", ("gradient of layer.qkv", "gradient of input x")),
+    (faults.KeyGradientsNotReduced, "attention", ("gradient of layer.qkv", "gradient of input x")),
+    (faults.NanOnLastRank, "attention", ("gradient of layer.qkv", "gradient of input x")),
+    (faults.MaskForgotten, "attention", ("output y", "gradient of")),
+    (faults.BiasesNotSynchronized, "attention", ("gradient of layer.qkv.bias",)),
+    (
+        faults.OrderLossOnEveryRank,
+        "model",
+        ("output order_loss", "gradient of order", "gradient of pooler", "gradient of embeddings"),
+    ),
+    (faults.SameChunkOnEveryRank, "attention", ("positions of 24",)),
+    (faults.RowParallelNotReduced, "attention", ("output y",)),
+    (faults.ColumnInputGradientNotReduced, "attention", ("gradient of input x",)),
+    (faults.ParameterWithoutGradient, "attention", ("gradient of layer.out.weight",)),
+    (faults.NextRanksWeights, "attention", ("output y", "gradient of layer")),
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize(("fault", "part", "plausible"), FAULTS, ids=[f.__name__ for f, _, _ in FAULTS])
+def test_planted_fault_is_red(
+    pool: RankPool, fault: type[Strategy], part: str, plausible: tuple[str, ...], dtype: str
+) -> None:
+    row = verify_case(pool, Case(fault, model_preset("bert-tiny"), part, dtype), 4)
+    assert row.status == "RED"
+    assert row.error is not None
+    assert row.limit is not None
+    assert row.error > row.limit
+    assert row.tensor.startswith(plausible), row
+
+
+def test_linformer_gradient_without_its_all_reduce(pool: RankPool) -> None:
+    model = model_preset("bert-tiny-linformer")
+    row = verify_case(pool, Case(faults.LinformerGradientNotReduced, model, "attention"), 4)
+    assert row.status == "RED"
+    assert row.tensor.startswith(("gradient of layer.", "gradient of input x"))
+
+
+def test_one_in_a_million_on_one_rank_is_seen_there(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.SlightlyWrongOnLastRank, model_preset("bert-tiny"), "attention"), 4)
+    assert (row.status, row.tensor, row.rank) == ("RED", "gradient of input x", 3)
+    assert row.error == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_nan_is_an_infinite_error(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.NanOnLastRank, model_preset("bert-tiny"), "attention"), 2)
+    assert row.error == math.inf
+
+
+def test_what_a_rank_raises_is_red(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.RaisesOnLastRank, model_preset("bert-tiny"), "attention"), 4)
+    assert (row.status, row.rank, row.error) == ("RED", 3, math.inf)
+    assert "ArithmeticError: planted" in row.reason
+
+
+def test_faults_are_not_registered() -> None:
+    assert not {fault for fault, _, _ in FAULTS} & set(strategies().values())
+
+
+def test_relative_error_is_that_of_norms() -> None:
+    reference = {"x": torch.tensor([3.0, 4.0])}
+    assert relative_errors(reference, {"x": torch.tensor([3.0, 4.5])}) == {"x": pytest.approx(0.1)}
+    assert relative_errors(reference, {"x": torch.tensor([3.0, 4.0], dtype=torch.bfloat16)}) == {"x": 0}
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        {},
+        {"x": None},
+        {"x": torch.ones(3)},
+        {"x": torch.ones(1, 2)},
+        {"x": torch.tensor([1.0, float("nan")])},
+        {"x": torch.tensor([1.0, float("inf")])},
+    ],
+)
+def test_missing_misshapen_or_not_finite_is_infinite(got: dict[str, torch.Tensor | None]) -> None:
+    assert relative_errors({"x": torch.ones(2)}, got) == {"x": math.inf}
+
+
+def test_tensor_that_the_reference_lacks_is_infinite() -> None:
+    x = torch.ones(2)
+    assert relative_errors({"x": x}, {"x": x, "y": x}) == {"x": 0, "y": math.inf}
+
+
+def test_zero_reference_asks_for_exact_zero() -> None:
+    zero = {"x": torch.zeros(2)}
+    assert relative_errors(zero, {"x": torch.zeros(2)}) == {"x": 0}
+    assert relative_errors(zero, {"x": torch.tensor([0.0, 1e-300], dtype=torch.float64)}) == {"x": math.inf}
+
+
+def test_tiny_numbers_do_not_underflow() -> None:
+    tiny = torch.full((2,), 1e-200, dtype=torch.float64)
+    assert relative_errors({"x": tiny}, {"x": 2 * tiny}) == {"x": pytest.approx(1)}

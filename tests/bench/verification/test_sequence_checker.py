@@ -1,0 +1,55 @@
+"""The checker rejects what goes wrong in Ulysses, Megatron-SP and Ring Attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.strategies.base import Strategy
+from tests.bench.verification import sequence_faults as faults
+from tests.bench.verification.attention_model import AttentionModel
+
+CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")
+BERT = model_preset("bert-tiny")
+
+# the fault, its options, the model and the part that show it, and how the name of the worst tensor may begin
+FAULTS: list[tuple[type[Strategy], dict[str, Any], Model, str, tuple[str, ...]]] = [
+    (faults.HeadsInWrongOrder, {}, CAUSAL, "attention", ("output y", "gradient of")),
+    (faults.DecayOfOtherHeads, {}, LINEAR, "attention", ("output y", "gradient of")),
+    (faults.LocalSliceForReduceScatter, {}, BERT, "block", ("output y", "gradient of")),
+    (faults.NormsNotReduced, {}, BERT, "block", ("gradient of layer.",)),
+    (faults.StaleBlockInRingBackward, {}, CAUSAL, "attention", ("gradient of input",)),
+    (faults.MergeWithoutRescaling, {}, CAUSAL, "attention", ("output y", "gradient of")),
+    (faults.DecayOffByOneChunk, {}, LINEAR, "attention", ("output y", "gradient of")),
+    (
+        faults.StripesInAnotherOrder,
+        {"placement": "striped"},
+        CAUSAL,
+        "attention",
+        ("output y", "gradient of"),
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize(
+    ("fault", "options", "model", "part", "plausible"), FAULTS, ids=[f[0].__name__ for f in FAULTS]
+)
+def test_planted_fault_is_red(
+    pool: RankPool,
+    fault: type[Strategy],
+    options: dict[str, Any],
+    model: Model,
+    part: str,
+    plausible: tuple[str, ...],
+    dtype: str,
+) -> None:
+    row = verify_case(pool, Case(fault, model, part, dtype, options=options), 4)
+    assert row.status == "RED"
+    assert not row.reason  # wrong, not broken
+    assert row.tensor.startswith(plausible), row

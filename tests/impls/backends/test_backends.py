@@ -1,0 +1,266 @@
+"""Every data-parallel backend trains as one device does, sends what its closed form says, and holds less
+than the one before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.engines import virtual
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.setup import (
+    alike_ranks,
+    build_training,
+    mesh_axes,
+    model_parameters,
+    plan,
+    rank_inputs,
+    record_step,
+)
+from spbench.bench.meters.communication import Operation
+from spbench.bench.meters.recorder import Recorder
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case, relative_errors
+from spbench.impls.backends import BACKENDS, Backend
+from spbench.impls.models.model import model_preset
+from spbench.impls.precision import PRECISIONS, default_dtype
+from spbench.impls.strategies.base import MESH_AXES, Strategy, Unsupported, shard_of
+from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.training.step import Training, initialize
+from tests.bench.verification import backend_faults as faults
+
+LENGTH, STEPS = 24, 2
+#: reordered sums make errors of 1e-14, a wrong factor or a missing part far more than this
+LIMIT = 1e-10
+set_weights = partial(initialize, seed=5, deviation=0.2, everything=True)
+
+
+def cell(backend: str, strategy: str = "lasp", micro_batches: int = 1, **changed: Any) -> Cell:
+    settings = {
+        "model": "tnl-tiny" if strategy == "lasp" else "bert-tiny",
+        "strategy": strategy,
+        "batch": 12,
+        "seq_len": LENGTH,
+        "precision": "fp64",
+        "training": {"backend": backend, "micro_batches": micro_batches},
+    }
+    return Cell.model_validate(settings | changed)
+
+
+def meshed(asked: Cell) -> DeviceMesh:
+    sizes = tuple(getattr(asked.sizes, axis) for axis in MESH_AXES)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
+
+
+# -- values -----------------------------------------------------------------------------------------------
+
+
+def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[str, float]:
+    """Relative errors of what this rank holds of each step's gradients and updated weights."""
+    del mesh  # of one axis
+    mesh, model = meshed(asked), model_preset(asked.model, asked.model_options)
+    with default_dtype(torch.float64):
+        whole = model.build(Strategy(), LENGTH)
+    set_weights(whole)
+    reference = Training(whole, Strategy(), PRECISIONS["fp64"])
+    shards = {}
+
+    def noted(module: Any) -> None:
+        set_weights(module)
+        shards.update({name: (shard_of(p), p.shape) for name, p in module.named_parameters()})
+
+    with mock.patch.dict(BACKENDS, {asked.training.backend: cls}):
+        training, strategy, around = build_training(asked, mesh, noted)
+    gradients: dict[str, Tensor] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        if name == "optimizer":
+            found = training.backend.gradient_parts()
+            gradients.update({n: part.values.clone() for n, part in found.items()})
+        yield
+
+    errors: dict[str, float] = {}
+    for step in range(STEPS):
+        batch = model.inputs(12, LENGTH, torch.Generator().manual_seed(step))
+        batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+        for each in (reference, training):
+            each.optimizer.set_learning_rate(0.01)
+        reference.step(batch)
+        training.step(rank_inputs(model, strategy, around, batch), phase)
+        parts, truth = training.backend.weight_parts(), dict(whole.named_parameters())
+
+        def mine(name: str, x: Tensor | None, parts: Any = parts) -> Tensor:
+            assert x is not None
+            shard, _ = shards[name]
+            of_strategy: Tensor = parts[name].of(shard.of(x) if shard else x)
+            return of_strategy.flatten()
+
+        held = {name: part.values.flatten() for name, part in parts.items()}
+        expected = {name: mine(name, truth[name].detach()) for name in parts}
+        errors |= _named(f"weight {step}", relative_errors(expected, held))
+        expected = {name: mine(name, truth[name].grad) for name in parts}
+        held = {name: x.flatten() for name, x in gradients.items()}
+        errors |= _named(f"gradient {step}", relative_errors(expected, held))
+    # all parts of all ranks must make each whole, or else equal parts would show little
+    for name, (_, shape) in shards.items():
+        count = torch.zeros(shape, dtype=torch.int64)
+        if name in parts:
+            parts[name].of(count).add_(1)
+        if around.stage.count == 1:  # else other ranks have other parameters
+            dist.all_reduce(count)
+        errors[f"elements {name}"] = 0.0 if count.min() == count.max() > 0 else float("inf")
+    return errors
+
+
+def _named(prefix: str, errors: dict[str, float]) -> dict[str, float]:
+    return {f"{prefix} {name}": error for name, error in errors.items()}
+
+
+SIZES = [
+    ("lasp", {"sp": 2}, 1),
+    ("lasp", {"dp": 2, "sp": 2}, 1),
+    ("tensor_parallel", {"dp": 2, "tp": 2}, 2),
+    ("single", {"dp": 3}, 1),  # uneven shards
+    ("single", {}, 2),
+]
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "micro_batches"), SIZES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_and_updates_are_those_of_one_device(
+    pool: RankPool, backend: str, strategy: str, sizes: dict[str, int], micro_batches: int
+) -> None:
+    asked = cell(backend, strategy, micro_batches, sizes=sizes)
+    world = asked.sizes.world
+    for errors in pool.run(world, errors_of_rank, asked, BACKENDS[backend], axis="dp" if world > 1 else ""):
+        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize("backend", [name for name, cls in BACKENDS.items() if cls.pipelined])
+def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
+    asked = cell(backend, "single", 2, sizes={"dp": 2, "pp": 2})
+    for errors in pool.run(4, errors_of_rank, asked, BACKENDS[backend], axis="dp"):
+        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize("backend", [name for name, cls in BACKENDS.items() if not cls.pipelined])
+def test_whole_models_only(backend: str) -> None:
+    with pytest.raises(Unsupported, match=f"the backend {backend} .* no pipeline stages; use pp 1"):
+        virtual.run(cell(backend, "single", 2, sizes={"pp": 2}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        (faults.ReplicasNotSummed, "gradient 0"),
+        (faults.WeightsNotGathered, "weight 0"),
+        (faults.UpdatesTheNextShard, "weight 0"),
+        (faults.FlatGradientNotSummed, "gradient 0"),
+        (faults.GradientNotSummed, "gradient 0"),
+        (faults.MeanOverRanks, "gradient 0"),
+        (faults.WeightsNotGatheredAnew, "gradient 1"),
+    ],
+)
+def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: str) -> None:
+    asked = cell(fault.name, sizes={"dp": 2, "sp": 2})
+    for errors in pool.run(4, errors_of_rank, asked, fault, axis="dp"):
+        wrong = {name.rsplit(" ", 1)[0] for name, error in errors.items() if error > 1e-3}
+        assert min(wrong) == min(where, *wrong)
+        assert where in wrong
+        assert not any(error > LIMIT for name, error in errors.items() if name.startswith("elements"))
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "legacy_ddp"])
+def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
+    for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):
+        case = Case(strategy_class(strategy), model_preset(model), "model", seq_len=LENGTH, backend=backend)
+        row = verify_case(pool, case, n)
+        assert row.status == "green", row
+
+
+# -- bytes sent and held ----------------------------------------------------------------------------------
+
+
+def seen(asked: Cell, recorder: Recorder, rank: int) -> tuple[Counter[Operation], list[dict[str, Any]]]:
+    """What a rank sent, and where that differs from the closed form."""
+    which = next(i for i, alike in enumerate(alike_ranks(asked)) if rank in alike.ranks)
+    return recorder.communication.counts, plan(asked).difference(recorder.communication, which)
+
+
+def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
+    del mesh  # of one axis
+    mesh = meshed(asked)
+    recorder = Recorder(mesh_axes(mesh))
+    with recorder:
+        record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), 1)
+    recorder.memory.stop()
+    return seen(asked, recorder, dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "precision"), [({"dp": 2, "sp": 2}, "fp16"), ({"dp": 3}, "fp32")], ids=["2x2-fp16", "3-fp32"]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_closed_form_virtual_and_real_ranks_send_the_same(
+    pool: RankPool, backend: str, sizes: dict[str, int], precision: str
+) -> None:
+    asked = cell(backend, "lasp", 2, sizes=sizes, precision=precision)
+    really = pool.run(asked.sizes.world, on_a_real_rank, asked, axis="dp")
+    assert all(counts and not difference for counts, difference in really)
+    for alike in alike_ranks(asked):
+        virtually = seen(asked, virtual.trace(asked, alike.ranks[0]), alike.ranks[0])
+        assert [really[rank] for rank in alike.ranks] == [virtually] * len(alike.ranks)
+
+
+#: most of its memory is weights and what belongs to them
+HEAVY = {"layers": 4, "hidden": 192, "inner": 512, "vocabulary": 1024}
+
+
+def heavy(backend: str, n: int) -> Cell:
+    sizes = {"dp": n}
+    return cell(backend, batch=n, sizes=sizes, precision="fp16", model_options=HEAVY)
+
+
+@cache
+def heavy_run(backend: str, n: int) -> Measurement:
+    return virtual.run(heavy(backend, n))
+
+
+def test_each_stage_of_zero_holds_less() -> None:
+    peaks = {name: heavy_run(name, 8).peak_memory_bytes or 0 for name in BACKENDS}
+    assert peaks["zero3"] < peaks["zero2"] < peaks["zero1"] < peaks["ddp"], peaks
+
+
+#: bytes a parameter of weights and of optimizer state, in fp16 on n ranks: half weights 2, float32 weights 4,
+#: moments 8, float32 gradients where they are kept 4
+HELD: dict[str, Callable[[int], tuple[float, float]]] = {
+    "legacy_ddp": lambda n: (2, 4 + 8),
+    "ddp": lambda n: (2, 4 + 8 + 4),
+    "zero1": lambda n: (2, (4 + 8 + 4) / n),
+    "zero2": lambda n: (4 / n, 8 / n),
+    "zero3": lambda n: (4 / n, 8 / n),
+    "fsdp_flat": lambda n: (0, (4 + 8) / n),
+}
+
+
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_held_between_steps(backend: str, n: int) -> None:
+    at_peak, elements = heavy_run(backend, n).peak_held, model_parameters(heavy(backend, n))
+    weights, state = HELD[backend](n)
+    # small tensors and padding take more than their share
+    assert at_peak["parameters"] == pytest.approx(weights * elements, rel=0.02)
+    assert at_peak["optimizer_state"] == pytest.approx(state * elements, rel=0.02)

@@ -1,0 +1,206 @@
+"""The Triton kernels: their values by Triton's interpreter on the CPU, their types by its compiler."""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from spbench.bench.verification.oracle import relative_errors
+from spbench.impls.kernels import linear_attention as plain
+from tests.impls.kernels.test_linear_attention import made
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+B, Z = 1, 2
+#: bytes of shared memory that a program may have on an A100, the smallest card the kernels are meant for
+SHARED_BYTES = 163 * 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    length: int
+    d: int
+    a: int
+    block: int
+    decay: tuple[float, float] | None
+    passed: bool  # whether there is a state before the first position, and a gradient after the last
+
+
+CASES = {
+    "ragged": Case(100, 16, 24, 80, (0.0, 0.1), True),
+    "tiles of a block, strong decay": Case(140, 16, 16, 256, (0.02, 20.0), True),
+    "tiles of a head, no decay": Case(40, 72, 144, 64, None, False),
+    "one position": Case(1, 4, 4, 256, (0.5, 1000.0), True),
+    "blocks of one": Case(3, 4, 6, 1, (0.5, 0.0), False),
+}
+
+
+def _interpret() -> None:
+    """Make a process interpret kernels as a GPU runs them, each new tensor full of NaN.
+
+    Triton 3.9's interpreter multiplies the bits of bfloat16 operands, and rounds to bfloat16 towards zero.
+    """
+    torch.use_deterministic_algorithms(True)
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dot, convert = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
+
+    def dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    def to_nearest(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.float32 and target == tl.bfloat16:
+            values = torch.from_numpy(np.ascontiguousarray(x, np.float32).reshape(-1))
+            return values.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(x.shape)
+        return convert(x, source, target, rounding)
+
+    interpreter.InterpreterBuilder.create_dot = dot_of_values
+    interpreter._convert_float = to_nearest
+
+
+def _among_nans(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Rows of a larger tensor that is NaN elsewhere, as the heads of a fused projection lie."""
+    batch, heads, length, width = shape
+    room = torch.full((batch, length + 3, heads, width + 5), torch.nan, dtype=dtype)
+    x = room[:, :length, :, :width].transpose(1, 2)
+    return x.copy_(made(*shape, seed=seed, dtype=dtype))
+
+
+def _all_results(operators: Any, case: Case, dtype: torch.dtype, precision: torch.dtype) -> dict[str, Tensor]:
+    """What the four operators make of inputs of values that dtype can hold, computed in a precision."""
+    rows = {"q": case.d, "k": case.d, "v": case.a, "d_o": case.a}
+    q, k, v, d_o = (
+        _among_nans(B, Z, case.length, width, seed=seed, dtype=dtype).to(precision)
+        for seed, width in enumerate(rows.values())
+    )
+    initial = d_final = None
+    if case.passed:
+        state = plain.state_dtype(precision)
+        initial, d_final = (made(B, Z, case.d, case.a, seed=seed, dtype=state) for seed in (5, 6))
+    decay = None if case.decay is None else torch.tensor(case.decay)
+    states = operators["states"](k, v, decay, case.block)
+    o = operators["output"](q, k, v, decay, states, initial, case.block)
+    d_states = operators["state_gradients"](q, d_o, decay, case.block)
+    d_q, d_k, d_v = operators["input_gradients"](
+        q, k, v, d_o, decay, states, initial, d_states, d_final, case.block
+    )
+    return {"states": states, "o": o, "d_states": d_states, "d_q": d_q, "d_k": d_k, "d_v": d_v}
+
+
+OPERATORS = ("states", "output", "state_gradients", "input_gradients")
+
+
+def errors(name: str, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
+    """Of the interpreted kernels and of the plain operators, against plain ones in float64."""
+    from spbench.impls.kernels import linear_attention_triton
+
+    kernels = {operator: getattr(linear_attention_triton, operator) for operator in OPERATORS}
+    plainly = {operator: getattr(plain, f"plain_{operator}") for operator in OPERATORS}
+    exact = _all_results(plainly, CASES[name], dtype, torch.float64)
+    theirs = _all_results(plainly, CASES[name], dtype, dtype)
+    ours = _all_results(kernels, CASES[name], dtype, dtype)
+    assert {n: (x.shape, x.dtype, x.stride()) for n, x in ours.items()} == {
+        n: (x.shape, x.dtype, x.stride()) for n, x in theirs.items()
+    }
+    return relative_errors(exact, ours), relative_errors(exact, theirs)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process of its own: whether kernels are interpreted is settled when Triton is imported."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _interpret) as process:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            process.submit(int).result()  # it starts now
+        yield process
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_the_plain_operators(
+    name: str, dtype: torch.dtype, interpreter: ProcessPoolExecutor
+) -> None:
+    ours, theirs = interpreter.submit(errors, name, dtype).result()
+    for tensor, error in ours.items():
+        # a sum of products may be rounded once more (to bfloat16) on its way to the next product
+        assert error < 2 * theirs[tensor] + 1e-7, tensor
+
+
+# -- types: the interpreter accepts kernels that the compiler does not ------------------------------------
+
+POINTERS = {"x", "y", "w", "out"}
+STATES = {"states", "passed", "rates"}
+COMPILED = [
+    # kernel, precision, columns of the widest tile in TILE, whether seen from the end, arguments that are 1
+    ("_boundaries", torch.bfloat16, 1, False, ()),
+    ("_boundaries", torch.float16, 1, True, ("heads", "count")),
+    ("_scan", torch.float32, 1, False, ("length", "count")),
+    ("_scan", torch.float32, 1, True, ()),
+    ("_positions", torch.bfloat16, 2, True, ()),
+    ("_positions", torch.float16, 2, False, ()),
+    ("_positions", torch.float32, 2, True, ("length", "heads", "count", "tiles")),
+]
+
+
+def shared_bytes(kernel: str, dtype: torch.dtype, columns: int, backward: bool, ones: tuple[str, ...]) -> int:
+    """Compile a kernel for an A100, which needs none, at head size 128; its bytes of shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from spbench.impls.kernels import linear_attention_triton as kernels
+
+    function = getattr(kernels, kernel)
+    settings = kernels._settings(torch.empty(1, 128, dtype=dtype), 128, columns)
+    warps = settings.pop("num_warps")
+    known = {
+        **settings,
+        "BACKWARD": backward,
+        "SIZE": 128 * 128,
+        "TS": kernels.SCANNED,
+        **dict.fromkeys(ones, 1),
+    }
+    if ones:  # without a decay, and without a state before the first position
+        known |= {"rates": None, "passed": None}
+    known["state_column"] = 1
+    held = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+
+    def type_of(name: str) -> str:
+        if name in known:
+            return "constexpr"
+        return held if name in POINTERS else "*fp32" if name in STATES else "i32"
+
+    names = function.arg_names
+    source = triton.compiler.ASTSource(
+        function,
+        {name: type_of(name) for name in names},
+        {(i,): known[name] for i, name in enumerate(names) if name in known},
+        {
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if n in POINTERS | STATES and n not in known
+        },
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": warps})
+    return compiled.metadata.shared
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    "arguments", COMPILED, ids=[f"{x[0]}-{x[1]}-{'backward' if x[3] else 'forward'}" for x in COMPILED]
+)
+def test_kernels_compile_and_fit(arguments: tuple[Any, ...], compiler: ProcessPoolExecutor) -> None:
+    assert compiler.submit(shared_bytes, *arguments).result() <= SHARED_BYTES

@@ -1,0 +1,114 @@
+"""Ring Attention: values and gradients on real ranks, bytes on real and virtual ones, misuse of the ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Sizes
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.virtual import fake_mesh
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
+from spbench.impls.collectives import Ring
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.ring_attention import PLACEMENTS, RingAttention, meeting
+from tests.bench.verification.attention_model import AttentionModel, formula, metered
+
+CASES: list[tuple[AttentionModel, str]] = [
+    *((AttentionModel("causal_attention"), placement) for placement in PLACEMENTS),
+    (AttentionModel("attention"), "contiguous"),
+    (AttentionModel("attention"), "striped"),
+    (AttentionModel("linear_attention"), "contiguous"),
+    (AttentionModel("linear_attention", decay=False), "contiguous"),
+]
+
+
+@pytest.mark.parametrize(("model", "placement"), CASES, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel, placement: str) -> None:
+    options = {"placement": placement}
+    # 2 n: a position or two a rank
+    for dtype, seq_len in (("fp64", 24), ("fp64", 48), ("fp64", 2 * n), ("fp32", 24), ("bf16", 24)):
+        row = verify_case(pool, Case(RingAttention, model, "attention", dtype, 3, seq_len, 0, options), n)
+        assert row.status == "green", row
+
+
+@pytest.mark.parametrize(("placement", "length"), [*((p, 4) for p in PLACEMENTS), ("striped", 1)])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_blocks_cover_what_causality_allows(n: int, placement: str, length: int) -> None:
+    """Every query meets exactly the keys that are not later."""
+    ranks = [RingAttention(planned_size=n, planned_rank=r, placement=placement) for r in range(n)]
+    positions = [strategy.shard(torch.arange(n * length), 0) for strategy in ranks]
+    for rank in range(n):
+        for owner in range(n):
+            met = torch.zeros(length, length, dtype=torch.bool)
+            if (found := meeting(placement, rank, owner, length)) is not None:
+                mine, theirs, causal = found
+                part = met[mine, theirs]
+                part.fill_(True)
+                if causal:
+                    part.copy_(part.tril())
+            assert torch.equal(met, positions[rank].unsqueeze(-1) >= positions[owner])
+
+
+@pytest.mark.parametrize(
+    ("model", "placement", "message"),
+    [
+        (AttentionModel(), "zigzag", "36 is not divisible by twice 4 ranks; use a sequence length of 40"),
+        (AttentionModel("linear_attention"), "striped", "no striped placement; use placement contiguous"),
+    ],
+)
+def test_what_cannot_be(model: AttentionModel, placement: str, message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        RingAttention(planned_size=4, placement=placement).check(model.sites(1, 36))
+
+
+def test_unknown_placement() -> None:
+    with pytest.raises(ValueError, match="one of contiguous, striped, zigzag, not 'spiral'"):
+        RingAttention(placement="spiral")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("model", "placement"), CASES, ids=str)
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 64])
+def test_bytes_are_those_of_the_formula(
+    pool: RankPool, n: int, model: AttentionModel, placement: str, dtype: torch.dtype
+) -> None:
+    case: Any = RingAttention, {"placement": placement}, model, dtype, 2 * n
+    expected = formula(n, *case)
+    for rank in (0, n - 1):
+        with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
+            assert metered(mesh, *case) == expected
+    if n <= 4:
+        assert pool.run(n, metered, *case, axis="sp") == [expected] * n
+
+
+def misuse(mesh: DeviceMesh) -> list[str]:
+    ring, x = Ring(mesh.get_group("sp")), torch.zeros(3)
+    said = []
+
+    def fails(what: Any) -> None:
+        with pytest.raises(RuntimeError) as raised:
+            what()
+        said.append(str(raised.value))
+
+    fails(ring.finish)
+    ring.start(x)
+    fails(lambda: ring.start(x))
+    x.add_(1)
+    fails(ring.finish)
+    return said
+
+
+def test_misuse_of_the_ring_raises(pool: RankPool) -> None:
+    for said in pool.run(2, misuse, axis="sp"):
+        assert [s.split(";")[0] for s in said] == [
+            "nothing is under way",
+            "tensors are under way already",
+            "a tensor was written to while it was being sent",
+        ]

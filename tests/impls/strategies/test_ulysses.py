@@ -1,0 +1,81 @@
+"""DeepSpeed-Ulysses: values and gradients on real ranks, bytes on real and virtual ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from spbench.bench.cell import Sizes
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.virtual import fake_mesh
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.ulysses import Ulysses
+from tests.bench.verification.attention_model import AttentionModel, formula, metered
+
+MODELS = [
+    AttentionModel("causal_attention"),
+    AttentionModel("linear_attention"),
+    AttentionModel("linear_attention", way="left_product"),
+    AttentionModel("linear_attention", decay=False, way="quadratic"),
+    AttentionModel("attention"),
+    AttentionModel("attention", masked=True),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel) -> None:
+    for dtype, seq_len in (("fp64", 24), ("fp64", 48), ("fp32", 24), ("bf16", 24)):
+        row = verify_case(pool, Case(Ulysses, model, "attention", dtype, 3, seq_len), n)
+        assert row.status == "green", row
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("heads", [2, 5])
+def test_heads_that_ranks_do_not_divide_are_padded(pool: RankPool, heads: int, model: AttentionModel) -> None:
+    model = AttentionModel(model.kind, heads=heads, masked=model.masked, decay=model.decay, way=model.way)
+    row = verify_case(pool, Case(Ulysses, model, "attention", options={"pad_heads": True}), 4)
+    assert row.status == "green", row
+    refused = verify_case(pool, Case(Ulysses, model, "attention"), 4)
+    assert (refused.status, "option pad_heads" in refused.reason) == ("unsupported", True)
+
+
+@pytest.mark.parametrize(("n", "nearest"), [(5, "4 or 6"), (24, "12"), (7, "6 or 12")])
+def test_nearest_sizes_are_told(n: int, nearest: str) -> None:
+    with pytest.raises(Unsupported, match=rf"12 attention heads .* {n} ranks; use {nearest}, or"):
+        Ulysses(planned_size=n).check(AttentionModel().sites(1, 5 * 7 * 24))
+
+
+def test_masks_of_own_queries_are_refused() -> None:
+    (site,) = AttentionModel("attention").sites(1, 24)
+    rows = type(site)(site.kind, 1, {**site.dims, "mask_rows": 24})
+    with pytest.raises(Unsupported, match="same for all queries; use mask_shape keys"):
+        Ulysses(planned_size=2).check([rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 64])
+def test_bytes_are_those_of_the_formula(
+    pool: RankPool, n: int, model: AttentionModel, dtype: torch.dtype
+) -> None:
+    case: Any = Ulysses, {"pad_heads": True}, model, dtype, 2 * n
+    expected = formula(n, *case)
+    for rank in (0, n - 1):
+        with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
+            assert metered(mesh, *case) == expected
+    if n <= 4:
+        assert pool.run(n, metered, *case, axis="sp") == [expected] * n
+
+
+@pytest.mark.parametrize("n", [2, 4, 12])
+def test_bytes_are_those_of_the_paper(n: int) -> None:
+    """Section 3.2: 4 messages of M/N forward, M = B L Z A elements, of which (N-1)/N leave the rank."""
+    sent = formula(n, Ulysses, {}, AttentionModel(), torch.float32, 24)
+    one_way = 4 * (3 * 24 * 12 * 4) * 4 * (n - 1) / n**2
+    assert sent == {("forward", "all_to_all"): one_way, ("backward", "all_to_all"): one_way}
