@@ -10,6 +10,7 @@ import torch
 
 from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
 from spbench.bench.commands import output as report
+from spbench.bench.comparison.answers.tables import Table
 from spbench.bench.config.files import UserError, suggestion
 from spbench.bench.config.scenario import load_scenario
 
@@ -22,7 +23,7 @@ def calibrate_cluster(name: str, table_name: str, quantity: str, fits: Sequence[
     """
     scenario = load_scenario(name)
     parsed = [Fit.parse(text) for text in fits]
-    tables = {table.table: table for table in scenario.document.tables}
+    tables = {table.table: table for table in scenario.answers(Table)}
     if table_name not in tables:
         raise UserError(f"{scenario.path}: no table {table_name!r}{suggestion(table_name, tables)}")
     table = tables[table_name]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.claims import Comparison
+from spbench.bench.comparison.compare import Comparison
 from spbench.bench.sweep.results import FINAL, Row, flat
 
 GIB, MIB = 2**30, 2**20

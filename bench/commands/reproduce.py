@@ -18,7 +18,7 @@ from typing import Any
 from spbench.bench.commands import output as report
 from spbench.bench.commands.run import Ran, draw_figure, run_cells
 from spbench.bench.comparison import document as narrative
-from spbench.bench.comparison.claims import Comparison, write_whole
+from spbench.bench.comparison.compare import Comparison
 from spbench.bench.comparison.papers import Paper, scenarios_of
 from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Scenario

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.commands.output import number_or_status
-from spbench.bench.comparison.tables import UNSTATED
+from spbench.bench.comparison.answers.tables import UNSTATED
 from spbench.bench.config.files import UserError, suggestion
 
 SUMMARY = "summary"

@@ -9,7 +9,7 @@ from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.files import UserError, packaged, suggestion
 from spbench.bench.config.scenario import Scenario, load_scenario
 
-FILE = "papers.csv"
+PAPERS_FILE = "papers.csv"
 ALL = "all"
 
 
@@ -24,7 +24,7 @@ class Paper:
 
 def papers() -> dict[str, Paper]:
     """The papers of results/papers/papers.csv by name."""
-    _, _, rows = published_rows(FILE, Path())
+    _, _, rows = published_rows(PAPERS_FILE, Path())
     return {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
 
 

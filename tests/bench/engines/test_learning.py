@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spbench.bench.cell import Cell, Learning
-from spbench.bench.comparison.claims import compare
-from spbench.bench.comparison.curves import deviations, final
+from spbench.bench.comparison.answers.curves import deviations, final
+from spbench.bench.comparison.compare import compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines import run
