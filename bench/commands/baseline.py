@@ -15,9 +15,9 @@ from pathlib import Path
 from spbench.bench.commands import output as report
 from spbench.bench.commands.run import run_cells
 from spbench.bench.comparison import claims as compare
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, Row, finite
 
 FOLDER = Path("results", "baseline")

@@ -10,12 +10,12 @@ import torch
 from spbench.bench.cell import Cell
 from spbench.bench.commands import output as report
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.engines.setup import alike_ranks
 from spbench.bench.engines.stage_traces import simulator_of, stage_traces
 from spbench.bench.engines.virtual import measure, told
+from spbench.bench.errors import UserError
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.simulator.trace_export import export_trace
 from spbench.impls.strategies.base import Unsupported

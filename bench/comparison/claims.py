@@ -12,8 +12,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.comparison.curves import findings
 from spbench.bench.comparison.formulas import evaluate, letters, sent_bytes, sent_elements
 from spbench.bench.comparison.tables import UNSTATED, PublishedRow, Table, rows_of
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Claim, FormulaClaim, Scenario, Selector
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from spbench.bench.cell import Status
 from spbench.bench.commands import output as report
 from spbench.bench.comparison.claims import FILE as COMPARISON
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, Row, finite, read_rows
 
 #: relative, for simulated times; absolute, for relative errors

@@ -11,7 +11,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError, dotted, first_problem, merge, suggestion
+from spbench.bench.config.files import dotted, first_problem, merge
+from spbench.bench.errors import UserError, suggestion
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.strategies.base import MESH_AXES
 from spbench.impls.strategies.registry import strategies, strategy_options

@@ -13,8 +13,8 @@ from typing import get_args
 
 from spbench.bench.cell import Cell, Engine
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError, suggestion
 from spbench.bench.config.scenario import Scenario
+from spbench.bench.errors import UserError, suggestion
 from spbench.impls.models.model import models
 from spbench.impls.strategies.registry import strategies
 

@@ -7,9 +7,9 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.claims import as_frame, compare, write
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.sweep.workers import measure
