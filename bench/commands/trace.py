@@ -54,7 +54,6 @@ def write_trace(
     if fits.status == "oom":
         report.message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
     timeline = simulator_of(cell, recorders, cluster)()
-    output.parent.mkdir(parents=True, exist_ok=True)
     export_trace(timeline, output, ranks or [alike.ranks[0] for alike in alike_ranks(cell)])
     parts = ", ".join(
         f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s"
