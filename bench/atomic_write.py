@@ -28,7 +28,8 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     data = content.encode() if isinstance(content, str) else content
     try:
         target = path.resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # also a file in the folder's place, of which the opening tells
+            target.parent.mkdir(parents=True)
         if target.exists() and not target.is_file() and not target.is_dir():
             target.write_bytes(data)
         else:

@@ -78,5 +78,5 @@ def test_file(scenario: Scenario, tmp_path: Path) -> None:
     assert rows[1][1:6] == ["3.0", "", "", "predicted", "a ratio; numerator was not run"]
     assert rows[2][1:3] == ["114000.0", "4000.0"]
     assert as_frame([]).columns.tolist() == rows[0]
-    with pytest.raises(UserError, match=r"^cannot write .*comparison.csv: "):
-        write(found, tmp_path / "absent")
+    with pytest.raises(UserError, match=r"^cannot write .*comparison.csv: Not a directory"):
+        write(found, path)  # a file, not a folder
