@@ -17,9 +17,9 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.tables import PublishedRow, Table, rows_of
 from spbench.bench.config.cluster import Calibration
-from spbench.bench.config.files import UserError, suggestion
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.simulator.simulate import Simulator
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds

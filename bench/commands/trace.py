@@ -10,10 +10,10 @@ import torch
 from spbench.bench.cell import Cell
 from spbench.bench.commands import output as report
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.engines.virtual import trace_classes
+from spbench.bench.errors import UserError
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.simulator.trace_export import export_trace
 from spbench.impls.strategies.base import Unsupported
@@ -52,7 +52,6 @@ def write_trace(
     if fits.status == "oom":
         report.message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
     timeline = traces.simulator()()
-    output.parent.mkdir(parents=True, exist_ok=True)
     export_trace(timeline, output, ranks or [each.first for each in traces.classes])
     parts = ", ".join(
         f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s"

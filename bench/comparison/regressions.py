@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 from spbench.bench.cell import Cell, Status
 from spbench.bench.commands import output as report
 from spbench.bench.comparison.claims import FILE as COMPARISON
-from spbench.bench.config.files import UserError
 from spbench.bench.engines.engine import engines
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, Row, finite, read_rows
 
 #: relative, for simulated times; absolute, for relative errors

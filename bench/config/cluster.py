@@ -20,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.config.files import UserError, find_file, merge, packaged, read_yaml, suggestion, validate
+from spbench.bench.config.files import find_file, merge, packaged, read_yaml, validate
+from spbench.bench.errors import UserError, suggestion
 
 PACKAGE = "spbench.scenarios.clusters"
 

@@ -11,8 +11,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError, dotted, first_problem, merge, suggestion
+from spbench.bench.config.files import dotted, first_problem, merge
 from spbench.bench.engines.engine import engines
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.registry import meters
 from spbench.bench.search.search import quantities
 from spbench.impls.models.model import model_preset, models

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError, suggestion
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.engine import engines
+from spbench.bench.errors import UserError, suggestion
 from spbench.impls.models.model import models
 from spbench.impls.strategies.registry import strategies
 
