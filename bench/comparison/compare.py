@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.roles import decided_by
-from spbench.bench.comparison.whole_files import write_whole
 from spbench.bench.config.answer import PublishedNumber, answer_kinds
 from spbench.bench.config.inference import Inference
 from spbench.bench.config.scenario import Scenario
@@ -131,6 +131,13 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> Path:
     Raises:
         UserError: it cannot be written; an earlier one is as it was.
     """
-    path = folder / COMPARISON_FILE
-    write_whole({path: as_frame(comparisons).to_csv(index=False)})
-    return path
+    return write_csv(as_frame(comparisons), folder / COMPARISON_FILE)
+
+
+def write_csv(table: DataFrame, path: Path) -> Path:
+    """Write a table as a CSV file, without its index, whole or not at all; returns the path.
+
+    Raises:
+        UserError: it cannot be written; an earlier one is unchanged.
+    """
+    return write_whole(path, table.to_csv(index=False, lineterminator="\n"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from spbench.bench.config.answer import PublishedNumber
-from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.errors import UserError, suggestion
 
 PACKAGE = "spbench.results.papers"
 

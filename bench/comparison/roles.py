@@ -45,6 +45,6 @@ def fitted_cells(cell: Cell, field: str) -> set[str]:
     for name, figure in cluster.figures():
         if field == CAPACITY_FIELD if name in CAPACITIES else field in TIMED:
             found |= set(figure.fitted_on)
-    if field in TIMED and cell.precision in cluster.calibration:
-        found |= set(cluster.calibration[cell.precision].fitted_on)
+    if field in TIMED:
+        found |= set(cluster.calibration_of(cell.precision).fitted_on)
     return found

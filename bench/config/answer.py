@@ -1,24 +1,21 @@
 """The protocol of answers: what a scenario sets beside published numbers, in a section of its file a kind.
 
-The kinds are the modules of ``bench.comparison.answers``. They are found by being there, so that neither the
-schema of scenario files nor the comparison names any of them.
+The kinds are the modules of :mod:`bench.comparison.answers`. They are found by being there, so that neither
+the schema of scenario files nor the comparison names any of them.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from spbench.bench.cell import Cell, Measurement
+from spbench.impls.discovery import named_classes
 
 if TYPE_CHECKING:
     from spbench.bench.comparison.compare import Comparison, ScenarioResults
@@ -77,18 +74,18 @@ class Answer(BaseModel, ABC):
     """An entry of one section of a scenario file: published numbers, and what of ours is set beside them.
 
     Attributes:
-        section: the section's key in the file, a list of such entries.
-        name_key: the field that names an entry; no two entries of a scenario have the same name.
+        name: of the kind, and of its section of the file, a list of such entries.
+        naming_field: the field that names an entry; no two entries of a scenario have the same name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    section: ClassVar[str]
-    name_key: ClassVar[str] = "claim"
+    name: ClassVar[str]
+    naming_field: ClassVar[str] = "claim"
 
     @property
-    def name(self) -> str:
-        """The entry's name."""
-        return str(getattr(self, self.name_key))
+    def entry_name(self) -> str:
+        """The name of this entry, which nothing else that the scenario answers to has."""
+        return str(getattr(self, self.naming_field))
 
     def numbers(self, folder: Path) -> list[PublishedNumber]:
         """The published numbers that it compares; none, where a kind compares something else.
@@ -126,13 +123,6 @@ class Answer(BaseModel, ABC):
                 yield from entry.compare(part)
 
 
-@cache
-def answer_kinds() -> dict[str, type[Answer]]:
-    """The kinds of answers by their sections: the modules of the package, in the order of their names."""
-    package = importlib.import_module(KINDS_PACKAGE)
-    found: dict[str, type[Answer]] = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        for value in vars(importlib.import_module(f"{KINDS_PACKAGE}.{module.name}")).values():
-            if inspect.isclass(value) and issubclass(value, Answer) and "section" in vars(value):
-                found[value.section] = value
-    return found
+def answer_kinds() -> Mapping[str, type[Answer]]:
+    """The kinds of answers by the sections of a scenario file: the modules of the package, then plug-ins."""
+    return named_classes(KINDS_PACKAGE, Answer, "spbench.answers")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from spbench.bench.config.files import suggestion
+from spbench.bench.errors import suggestion
 
 if TYPE_CHECKING:
     from spbench.bench.config.answer import Answer, Mistake, PublishedNumber
@@ -57,7 +57,7 @@ def wrong_inference(
     for index, variant in enumerate(inference.variants):
         if variant not in variants:
             yield ["variants", index], f"unknown variant {variant!r}{suggestion(variant, variants)}"
-    known = {answer.name: answer for answer in answers}
+    known = {answer.entry_name: answer for answer in answers}
     for index, name in enumerate(inference.answers):
         if name not in known:
             yield ["answers", index], f"no answer is called {name!r}{suggestion(name, known)}"

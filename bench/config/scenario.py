@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from spbench.bench.cell import Cell
 from spbench.bench.config.answer import Answer, Mistake, answer_kinds
 from spbench.bench.config.expand import Problem, expand
-from spbench.bench.config.files import UserError, find_file, read_yaml, validate
+from spbench.bench.config.files import find_file, read_yaml, validate
 from spbench.bench.config.inference import Inference, wrong_inference
+from spbench.bench.errors import UserError
 
 PACKAGE = "spbench.scenarios"
 
@@ -70,7 +71,7 @@ class Scenario:
 
     def answers(self, kind: type[AnswerT]) -> list[AnswerT]:
         """Its answers of one kind, as the file orders them."""
-        return getattr(self.document, kind.section)
+        return getattr(self.document, kind.name)
 
 
 def load_scenario(name: str) -> Scenario:
@@ -102,9 +103,12 @@ def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
     found: dict[str, Answer] = {}
     for section, kind in answer_kinds().items():
         for number, answer in enumerate(scenario.answers(kind)):
-            if answer.name in found:
-                yield [section, number, answer.name_key], f"{answer.name!r} is there already; leave one out"
-            found[answer.name] = answer
+            if answer.entry_name in found:
+                yield (
+                    [section, number, answer.naming_field],
+                    f"{answer.entry_name!r} is there already; leave one out",
+                )
+            found[answer.entry_name] = answer
             for declared in scenario.cells.values():
                 for path, message in answer.check(declared, folder):
                     yield [section, number, *path], message

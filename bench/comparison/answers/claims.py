@@ -10,7 +10,7 @@ from spbench.bench.comparison.compare import Comparison, ScenarioResults, relati
 from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import QUANTITIES, Answer, Mistake, PublishedNumber
-from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.sweep.results import Row
 
 
@@ -23,7 +23,7 @@ class Claim(Answer):
         quantity: a field of a measurement.
     """
 
-    section = "claims"
+    name = "claims"
 
     claim: str
     published: PublishedPlace

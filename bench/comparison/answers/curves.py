@@ -29,7 +29,7 @@ class CurveClaim(Answer):
         bound: a larger deviation is not rounding.
     """
 
-    section = "curves"
+    name = "curves"
 
     claim: str
     cell: Selector

@@ -14,7 +14,7 @@ from spbench.bench.comparison.compare import Comparison, ScenarioResults, relati
 from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import Answer, Mistake
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
 from spbench.impls.models.model import model_preset
 from spbench.impls.training.step import PRECISIONS
@@ -42,7 +42,7 @@ class FormulaClaim(Answer):
         phases: of the step.
     """
 
-    section = "formulas"
+    name = "formulas"
 
     claim: str
     published: PublishedPlace

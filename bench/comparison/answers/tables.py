@@ -37,7 +37,7 @@ from spbench.bench.config.answer import (
     Scalar,
     stands_for,
 )
-from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.errors import UserError, suggestion
 from spbench.impls.strategies.base import MESH_AXES
 from spbench.impls.strategies.registry import strategies
 
@@ -92,8 +92,8 @@ class PublishedRow:
 class Table(Answer):
     """A published table; the module's text shows one."""
 
-    section = "tables"
-    name_key = "table"
+    name = "tables"
+    naming_field = "table"
 
     table: str
     published: TableFile

@@ -1,5 +1,6 @@
 """A kind of answer is one file: section, checks and comparisons are taken up by its being there."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import yaml
 
 import spbench.bench.comparison.answers
 from spbench.bench.comparison.compare import compare
-from spbench.bench.config.answer import answer_kinds
-from spbench.bench.config.files import UserError
+from spbench.bench.config.answer import KINDS_PACKAGE, answer_kinds
 from spbench.bench.config.scenario import Scenario, document_model, load_scenario
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
+from spbench.impls.discovery import _named_classes
 
 KIND = '''
 """Bounds: a number that a paper only says is not exceeded."""
@@ -20,11 +22,11 @@ from spbench.bench.comparison.compare import Comparison
 from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import Answer
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 
 
 class Bound(Answer):
-    section = "bounds"
+    name = "bounds"
 
     claim: str
     published: PublishedPlace
@@ -56,6 +58,9 @@ class Bound(Answer):
             )
 '''
 
+#: what remembers the kinds that were found
+CACHES = (_named_classes, document_model)
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -66,10 +71,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = [*spbench.bench.comparison.answers.__path__, str(package)]
     monkeypatch.setattr(spbench.bench.comparison.answers, "__path__", path)
     (tmp_path / "b.csv").write_text("claim,published\nlow,100\nhigh,3000\n")
-    for cached in (answer_kinds, document_model):
+    for cached in CACHES:
         cached.cache_clear()
     yield tmp_path
-    for cached in (answer_kinds, document_model):
+    sys.modules.pop(f"{KINDS_PACKAGE}.bounds", None)
+    for cached in CACHES:
         cached.cache_clear()
 
 

@@ -8,8 +8,8 @@ import yaml
 
 from spbench.bench.cli import exit_code
 from spbench.bench.comparison.answers.formulas import evaluate
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import load_scenario
+from spbench.bench.errors import UserError
 
 SIZES = {"B": 3, "L": 4096, "H": 1024, "N": 4}
 

@@ -7,9 +7,10 @@ import pytest
 import yaml
 
 from spbench.bench.config.cluster import cluster_names, load_cluster
-from spbench.bench.config.files import UserError, packaged
+from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.errors import UserError
 from tests.bench.fakes import SCENARIO
 
 
@@ -97,7 +98,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"defaults__model": "bert-bse"}, "defaults.model: unknown model 'bert-bse'; did you mean 'bert-base'?"),
     ({"defaults__cluster": "piz-daint"}, "defaults.cluster: unknown cluster 'piz-daint'; did you mean"),
-    ({"defaults__engine": "real"}, "defaults.engine: must be 'virtual' or 'distributed', not 'real'"),
+    ({"defaults__engine": "real"}, "defaults.engine: unknown engine 'real' (known: distributed, virtual)"),
     ({"defaults__precision": "fp8"}, "defaults.precision: must be"),
     (
         {"groups__1__model_options__layer": 3},
@@ -122,7 +123,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"groups__1__seq_len": 512}, "groups[1].seq_len: is what the search is to find"),
     ({"defaults__search": None}, "groups[0].seq_len: is missing; give it, or a search for it"),
-    ({"defaults__search__quantity": "length"}, "defaults.search.quantity: must be 'batch' or 'seq_len'"),
+    ({"defaults__search__quantity": "length"}, "defaults.search.quantity: unknown quantity 'length'"),
     ({"groups__1__variant": "x"}, "groups[1].variant: unknown key; variants have a section of their own"),
     ({"groups__0__sizes__tp": [2, 2]}, "is declared twice here; leave one out"),
     ({"variants__all": {}}, "variants.all: 'all' stands for every variant"),
