@@ -221,7 +221,11 @@ def trace(
     "--output", type=click.Path(path_type=Path), help="Folder for results; default results/reproduction."
 )
 @click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
-@click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md anew.")
+@click.option(
+    "--write",
+    is_flag=True,
+    help="Write the generated parts of REPRODUCE.md and its details anew.",
+)
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True, help="What is printed.")
 def reproduce(
     paper: str,
@@ -239,8 +243,7 @@ def reproduce(
     from spbench.bench.commands.reproduce import FOLDER, Reproduction
     from spbench.bench.commands.reproduce import reproduce as reproduce_papers
 
-    document = Path("REPRODUCE.md") if write else None
-    return reproduce_papers(Reproduction(paper, all_variants, jobs, output or FOLDER, fresh, document, form))
+    return reproduce_papers(Reproduction(paper, all_variants, jobs, output or FOLDER, fresh, write, form))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.compare import Comparison
+from spbench.bench.comparison.compare import Comparison, number_or_status
 from spbench.bench.sweep.results import FINAL, Row, flat
 
 GIB, MIB = 2**30, 2**20
@@ -115,14 +115,6 @@ def comparison_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
         }
         for entry in comparisons
     ]
-
-
-def number_or_status(number: float | None, status: str) -> str | None:
-    """A number for people, or why there is none; both, where a run that failed has a number."""
-    if number is None:
-        return status or None
-    text = f"{number:.6g}"
-    return text if status in ("", "ok") else f"{status} ({text})"
 
 
 def message(text: str) -> None:

@@ -17,23 +17,24 @@ from typing import Any
 
 from spbench.bench.commands import output as report
 from spbench.bench.commands.run import Ran, draw_figure, run_cells
-from spbench.bench.comparison import document as narrative
 from spbench.bench.comparison.compare import Comparison, write_csv
+from spbench.bench.comparison.document import DETAILS_FOLDER, Documents
+from spbench.bench.comparison.findings import Findings, read_records
 from spbench.bench.comparison.papers import Paper, scenarios_of
+from spbench.bench.comparison.same_code import check_same_code
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.config.select import ALL as ALL_VARIANTS
 from spbench.bench.config.select import Narrowing
 from spbench.bench.engines.engine import run as run_on_engine
-from spbench.bench.errors import UserError
-from spbench.bench.sweep.results import finite
+from spbench.bench.sweep.results import Row, finite
 from spbench.bench.sweep.workers import Crew
 
-FOLDER = Path("results", "reproduction")
+FOLDER = DETAILS_FOLDER
 
-#: columns of PAPER.csv; the last three say where a number comes from
+#: columns of PAPER.csv; the last four say where a number comes from
 RECORDS = (
     *("table", "cell", "strategy", "quantity", "published", "reproduced", "relative_error"),
-    *("status_published", "status_reproduced", "role", "scenario", "variant", "note"),
+    *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source"),
 )
 #: columns of PAPER_runs.csv; cell_seconds is the sum over cells, however many ran at a time
 RUNS = ("scenario", "cells", "ok", "oom", "unsupported", "failed", "cell_seconds", "torch", "commit")
@@ -45,7 +46,7 @@ class Reproduction:
 
     Attributes:
         output: folder of the CSV files and figures.
-        document: a text whose generated parts are written anew; None: leave it.
+        write: write the generated parts of REPRODUCE.md and of the paper's details anew.
         form: table, csv or json.
     """
 
@@ -54,7 +55,7 @@ class Reproduction:
     jobs: int | None
     output: Path
     fresh: bool
-    document: Path | None
+    write: bool
     form: str
 
     def runs(self, scenario: Scenario) -> Path:
@@ -67,13 +68,15 @@ def reproduce(request: Reproduction) -> int:
     """Reproduce a paper, or all; returns the exit code.
 
     Raises:
-        UserError: an unknown paper, a wrong scenario, or a file that cannot be written or lacks its markers.
+        UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
+            written, or results that the documents may not tell of (see :func:`check_same_code`).
     """
     code = 0
     with Crew(run_on_engine) as crew:
-        for paper, scenarios in scenarios_of(request.paper):
-            if request.document is not None:
-                narrative.check_document(request.document, paper.name, [s.name for s in scenarios])
+        papers = scenarios_of(request.paper)
+        for paper, scenarios in papers if request.write else ():
+            Documents.of(paper.name).check(paper.name, [s.name for s in scenarios])
+        for paper, scenarios in papers:
             found = _run(request, paper, scenarios, crew)
             if found is None:
                 return 130
@@ -84,6 +87,7 @@ def reproduce(request: Reproduction) -> int:
 def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], crew: Crew) -> int | None:
     records: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
+    rows: dict[str, list[Row]] = {}
     drawn: list[Path] = []
     code = 0
     narrowing = Narrowing(variant=ALL_VARIANTS if request.all_variants else None)
@@ -91,6 +95,9 @@ def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], cre
         ran = run_cells(scenario, narrowing, request.runs(scenario), request.jobs, request.fresh, crew)
         if ran is None:
             return None
+        rows[scenario.name] = ran.rows
+        if request.write:
+            check_same_code(rows)
         paths, figure_failed = draw_figure(scenario, ran, request.output / "figures")
         drawn += paths
         code = 1 if ran.failed() or figure_failed else code
@@ -103,9 +110,11 @@ def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], cre
         write_records(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
     ]
     # what is printed and written comes from the files, as it will when they are read again
-    read = narrative.Findings(paper.name, *(narrative.read_records(file) for file in files))
-    if request.document is not None:
-        files.append(narrative.write_document(request.document, read))
+    documents = {scenario.name: scenario.document for scenario in scenarios}
+    lines = [read_records(file) for file in files]
+    read = Findings(paper.name, lines[0], lines[1], documents)
+    if request.write:
+        files += Documents.of(paper.name).write(read)
     _show(request.form, paper, scenarios, read, [*files, *drawn])
     return code
 
@@ -137,10 +146,6 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
     """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
     from pandas import DataFrame
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return write_csv(DataFrame([dict(r) for r in records], columns=list(columns)), path)
 
 
@@ -148,7 +153,7 @@ def _show(
     form: str,
     paper: Paper,
     scenarios: Sequence[Scenario],
-    found: narrative.Findings,
+    found: Findings,
     files: Sequence[Path],
 ) -> None:
     if form == "json":
@@ -162,7 +167,7 @@ def _show(
             for title, lines in found.blocks(scenario.name):
                 report.show_table(f"{scenario.name}: {title}", lines)
                 print()
-        report.show_table("Summary", found.summary())
+        report.show_table("Verdict", found.verdict())
         print()
     for path in files:
         print(path, file=sys.stdout if form == "table" else sys.stderr)

@@ -64,6 +64,14 @@ def relative_error(published: float | None, reproduced: float | None) -> float |
     return reproduced / published - 1 if reproduced is not None and published else None
 
 
+def number_or_status(number: float | None, status: str) -> str | None:
+    """A number for people, or why there is none; both, where a run that failed has a number."""
+    if number is None:
+        return status or None
+    text = f"{number:.6g}"
+    return text if status in ("", "ok") else f"{status} ({text})"
+
+
 @dataclass(frozen=True)
 class ScenarioResults:
     """What the answers of a scenario are compared with.
