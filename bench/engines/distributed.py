@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -24,7 +24,7 @@ from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.setup import alike_ranks, mesh_axes, plan, record_step, telling_set
 from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import device_mesh
 
 #: of weights and data, the same for every strategy and size
 SEED = 1
@@ -95,8 +95,7 @@ def _rank_main(work: Callable[[DeviceMesh, Cell], Any], dumped: dict[str, Any]) 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.sizes.world))
     dist.init_process_group("gloo")
     try:
-        sizes = tuple(getattr(cell.sizes, axis) for axis in MESH_AXES)
-        return work(init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES), cell)
+        return work(device_mesh(cell.sizes.by_axis), cell)
     finally:
         dist.destroy_process_group()
 

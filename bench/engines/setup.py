@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,12 +18,13 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.backends import BACKENDS
+from spbench.impls.axes import MESH_AXES, Place, global_ranks
 from spbench.impls.backends.backend import PlannedStep, planned_sums
+from spbench.impls.backends.registry import backend_class
 from spbench.impls.collectives import Traffic
 from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.strategies.base import MESH_AXES, Site, Strategy, Unsupported
+from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.inference import Inference
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize, training_sites
@@ -64,22 +66,20 @@ class Plan:
         ]
 
 
-def planned_strategy(cell: Cell, rank: int = 0) -> Strategy:
-    """The cell's strategy without process groups, for checks, and for closed forms of what ``rank`` of a
-    strategy's group sends.
+def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
+    """The cell's strategy without process groups, for checks, and for closed forms of what the rank at these
+    coordinates sends; at 0 along the axes that are left out.
 
     Raises:
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
     cls = strategy_class(cell.strategy)
-    for axis in ("tp", "sp"):
-        if axis != cls.axis and getattr(cell.sizes, axis) > 1:
-            raise Unsupported(
-                f"{cls.name} does not use the axis {axis}",
-                f"give the ranks to {cls.axis}" if cls.axis else "use one rank",
-            )
-    size = getattr(cell.sizes, cls.axis) if cls.axis else 1
-    return cls(planned_size=size, planned_rank=rank, **cell.strategy_options)
+    for axis in cls.unused_axes(cell.sizes.by_axis):
+        raise Unsupported(
+            f"{cls.name} does not use the axis {axis}",
+            f"give the ranks to {cls.axes[0]}" if cls.axes else "use one rank",
+        )
+    return cls.configured(Place(cell.sizes.by_axis, coordinates or {}), cell.strategy_options)
 
 
 def plan(cell: Cell) -> Plan:
@@ -107,7 +107,7 @@ def plan(cell: Cell) -> Plan:
     if forward_only:
         check_inference(cell)
     width = precision.parameters.itemsize
-    backend, micro_batches = BACKENDS[cell.training.backend], cell.training.micro_batches
+    backend, micro_batches = backend_class(cell.training.backend), cell.training.micro_batches
     if cell.sizes.pp > 1 and not backend.pipelined:
         raise Unsupported(
             f"the backend {backend.name} shards a whole model and has no pipeline stages",
@@ -115,7 +115,7 @@ def plan(cell: Cell) -> Plan:
         )
     traffic = []
     for alike in alike_ranks(cell):
-        asked, role = sites(alike.stage), planned_strategy(cell, alike.role)
+        asked, role = sites(alike.stage), planned_strategy(cell, alike.coordinates)
         sums = planned_sums(asked, role, cell.sizes.dp)
         build = partial(_without_values, model, role, seq_len, alike.stage)
         entries = [
@@ -147,11 +147,11 @@ class Alike:
 
     Attributes:
         stage: their pipeline stage.
-        role: the rank that one of them has in its strategy's group.
+        coordinates: along the strategy's axes, of the first of them.
     """
 
     stage: Stage
-    role: int
+    coordinates: Mapping[str, int]
     ranks: list[int]
 
 
@@ -163,18 +163,17 @@ def _without_values(model: Model, strategy: Strategy, seq_len: int, stage: Stage
 
 def alike_ranks(cell: Cell) -> list[Alike]:
     """All ranks of a cell, in sets of those that run the same program: by pipeline stage, and within it by
-    :meth:`Strategy.roles`. The mesh (dp, pp, tp, sp) is row-major."""
-    sizes = cell.sizes
-    each = sizes.tp * sizes.sp  # one of the two is 1
-    return [
-        Alike(
-            Stage(stage, sizes.pp),
-            role[0],
-            [(replica * sizes.pp + stage) * each + i for replica in range(sizes.dp) for i in role],
-        )
-        for stage in range(sizes.pp)
-        for role in strategy_class(cell.strategy).roles(each)
-    ]
+    :meth:`Strategy.roles` along each axis of the strategy."""
+    sizes, cls = cell.sizes, strategy_class(cell.strategy)
+    along_axes = [cls.roles(axis, sizes.by_axis[axis]) for axis in cls.axes]
+    found = []
+    for stage in range(sizes.pp):
+        for roles in itertools.product(*along_axes):
+            members = dict(zip(cls.axes, roles, strict=True))
+            first = {axis: coordinates[0] for axis, coordinates in members.items()}
+            ranks = list(global_ranks(sizes.by_axis, {"pp": [stage], **members}))
+            found.append(Alike(Stage(stage, sizes.pp), first, ranks))
+    return found
 
 
 def telling_set(cell: Cell, rank: int) -> int:
@@ -238,7 +237,7 @@ def build_training(
         PRECISIONS[cell.precision],
         moments=cell.training.moments,
         backend=cell.training.backend,
-        gradients=cell.training.gradients,
+        backend_options=cell.training.backend_options,
         around=around,
         micro_batches=cell.training.micro_batches,
         schedule=cell.training.schedule,
@@ -254,8 +253,9 @@ def build_module(
 ) -> tuple[nn.Module, Strategy, Composition]:
     """The module alone, with the arguments of :func:`build_training`."""
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
-    strategy = (cls or strategy_class(cell.strategy))(mesh, **cell.strategy_options)
-    around = Composition(mesh)
+    place = Place.on(mesh)
+    strategy = (cls or strategy_class(cell.strategy)).configured(place, cell.strategy_options)
+    around = Composition(place)
     with default_dtype(precision.parameters):
         module = model.build(strategy, cell.shape[1], around.stage)
     if set_weights is not None:
@@ -295,7 +295,7 @@ def record_step(
                 initialize(module, seed)
 
     training, inputs = set_up(cell, mesh, generator, set_weights)
-    recorder.communication.axes.update(training.around.flattened)
+    recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
     training.step(inputs, recorder.phase)
     return training, inputs
