@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import spbench.bench.commands.run
-import spbench.bench.comparison.papers
 from spbench.bench.cli import exit_code
 from spbench.bench.commands.reproduce import RECORDS, RUNS
 from spbench.bench.comparison.document import Findings, check_document, markdown, read_records, rendered
@@ -56,8 +54,8 @@ Run = Callable[..., tuple[int, str, str]]
 def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line in an empty folder, where small.yaml is the only scenario; its cells are made up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(spbench.bench.commands.run, "sweep", sweep_here)
-    monkeypatch.setattr(spbench.bench.comparison.papers, "packaged", lambda package: ["small.yaml"])
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", sweep_here)
+    monkeypatch.setattr("spbench.bench.comparison.papers.packaged", lambda package: ["small.yaml"])
     Path("small.yaml").write_text(SCENARIO + TABLE)
     Path("t1.csv").write_text(PUBLISHED)
 
