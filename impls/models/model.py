@@ -1,20 +1,18 @@
-"""What a model is to the harness, and the registry of models."""
+"""What a model is to the harness, and the models by name."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.discovery import named_values
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
 
 
@@ -97,15 +95,10 @@ class Part:
     output_dims: Mapping[str, SequenceDim]
 
 
-@cache
-def models() -> dict[str, Model]:
-    """Every model by name: the PRESETS of the modules of this package."""
-    import spbench.impls.models as package
-
-    found: dict[str, Model] = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        found.update(getattr(importlib.import_module(f"spbench.impls.models.{module.name}"), "PRESETS", {}))
-    return found
+def models() -> Mapping[str, Model]:
+    """Every model by name: the PRESETS of the modules of this package, and those that plug-ins add by entry
+    points of the group `spbench.models`, each of a module with PRESETS or of such a mapping."""
+    return named_values(__package__, "PRESETS", Model, "spbench.models")
 
 
 def model_preset(name: str, options: Mapping[str, Any] | None = None) -> Model:

@@ -1,32 +1,18 @@
-"""The registry of strategies: the modules of this package, and other people's entry points."""
+"""Strategies by name: those in the modules of this package, and those of plug-ins."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
-from functools import cache
-from importlib.metadata import entry_points
+from collections.abc import Mapping
 from typing import Any
 
+from spbench.impls.discovery import named_classes
 from spbench.impls.strategies.base import Strategy
 
 
-@cache
-def strategies() -> dict[str, type[Strategy]]:
-    """Every strategy by name: the modules of this package, then the entry points `spbench.strategies`."""
-    import spbench.impls.strategies as package
-
-    found: dict[str, type[Strategy]] = {Strategy.name: Strategy}
-    for module in pkgutil.iter_modules(package.__path__):
-        if not module.ispkg:
-            for value in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values():
-                if inspect.isclass(value) and issubclass(value, Strategy) and "name" in vars(value):
-                    found[value.name] = value
-    for entry in entry_points(group="spbench.strategies"):
-        loaded = entry.load()
-        found[loaded.name] = loaded
-    return found
+def strategies() -> Mapping[str, type[Strategy]]:
+    """Every strategy by name; plug-ins add theirs by entry points of the group `spbench.strategies`."""
+    return named_classes(__package__, Strategy, "spbench.strategies")
 
 
 def strategy_class(name: str) -> type[Strategy]:
