@@ -129,14 +129,14 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
+    module = f"spbench.plots.{figure}"
     try:
-        draw = importlib.import_module(f"spbench.plots.{figure}").draw
-    except (ImportError, AttributeError) as error:
-        message(f"spbench: warning: no figure drawn, there is no plots.{figure}.draw ({error})")
-        return [], False
-    try:
+        draw = importlib.import_module(module).draw
         return [Path(path) for path in draw(ran.known, claims.as_frame(ran.comparisons), folder)], False
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            message(f"spbench: warning: no figure drawn, there is no plots.{figure}")
+            return [], False
         text = " ".join(f"{type(error).__name__}: {error}".split())
         message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")
         return [], True

@@ -50,6 +50,23 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         return tuple(int(word) for word in words)
 
 
+class Settings(click.ParamType[tuple[tuple[str, str], ...]]):
+    """Pairs of a setting's name and its value, separated by commas."""
+
+    name = "setting=value[,...]"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[str, str], ...]:
+        pairs = []
+        for word in filter(None, (word.strip() for word in str(value).split(","))):
+            name, equals, wanted = word.partition("=")
+            if not (name and equals and wanted):
+                self.fail(f"{word!r} is not SETTING=VALUE, such as training.backend=zero1", param, ctx)
+            pairs.append((name.strip(), wanted.strip()))
+        return tuple(pairs)
+
+
 def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(value for several in values for value in several))
 
@@ -88,12 +105,13 @@ def choosing_cells(command: Function) -> Function:
         model: tuple[str, ...],
         cluster: tuple[str, ...],
         world_size: tuple[int, ...],
+        where: tuple[tuple[str, str], ...],
         variant: str | None,
         **arguments: Any,
     ) -> Any:
         from spbench.bench.config.select import Narrowing
 
-        chosen = Narrowing(strategy, model, cluster, world_sizes=world_size, variant=variant)
+        chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where)
         return command(narrowing=chosen, **arguments)
 
     options = [
@@ -102,6 +120,7 @@ def choosing_cells(command: Function) -> Function:
         many("--model", Words(), "Only these models."),
         many("--cluster", Words(), "Run on these clusters instead of the scenario's."),
         many("--world-size", Numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
+        many("--where", Settings(), "Only cells with this setting, such as training.backend=zero1."),
         variant,
     ]
     return functools.reduce(lambda inner, option: option(inner), reversed(options), narrowed)

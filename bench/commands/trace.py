@@ -108,7 +108,7 @@ def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int |
         UserError: none is left, more than one is, or it searches for something that is not given.
     """
     from spbench.bench.config.files import UserError
-    from spbench.bench.config.select import narrowed_cells
+    from spbench.bench.config.select import differing_settings, narrowed_cells
 
     cells = narrowed_cells(scenario, narrowing)
     for field, value in shape.items():
@@ -122,9 +122,10 @@ def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int |
     if len(cells) > 1:
         named = ", ".join(cell.key for cell in cells[:_NAMED])
         more = ", ..." if len(cells) > _NAMED else ""
+        differ = ", ".join(f"{name} ({', '.join(has)})" for name, has in differing_settings(cells).items())
         raise UserError(
             f"{len(cells)} cells are left, a trace is of one: {named}{more}; "
-            "choose with --strategy, --model, --world-size, --variant, --batch or --seq-len"
+            f"they differ in {differ}: choose with --where SETTING=VALUE"
         )
     (cell,) = cells
     if cell.search is not None:
