@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,21 +70,13 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
     Raises:
         UserError: they cannot be written; earlier ones are as they were.
     """
+    from spbench.bench.atomic_write import write_whole
     from spbench.bench.comparison import claims
-    from spbench.bench.config.files import UserError
     from spbench.bench.sweep.results import FILE, finite
 
-    path, unfinished = folder / FILE, folder / f".{FILE}.tmp"
     lines = [
         json.dumps(finite(canonical(row)), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n"
         for row in sorted(rows, key=lambda row: row["key"])
     ]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text("".join(lines))
-        unfinished.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    path = write_whole(folder / FILE, "".join(lines))
     return [path, claims.write(comparisons, folder)] if comparisons else [path]

@@ -35,8 +35,8 @@ def command(scenario: str, table: str, quantity: str, fits: tuple[str, ...]) -> 
     import torch
 
     from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
-    from spbench.bench.config.files import UserError, suggestion
     from spbench.bench.config.scenario import load_scenario
+    from spbench.bench.errors import UserError, suggestion
 
     loaded = load_scenario(scenario)
     parsed = [Fit.parse(text) for text in fits]

@@ -14,7 +14,8 @@ Entries = Iterator[tuple[str, str]]
 
 
 def _declared(package: str, key: str) -> Entries:
-    from spbench.bench.config.files import UserError, packaged, read_yaml
+    from spbench.bench.config.files import packaged, read_yaml
+    from spbench.bench.errors import UserError
 
     for name, path in packaged(package).items():
         try:

@@ -86,7 +86,7 @@ def reproduce(request: Reproduction) -> Iterator[Report]:
     """
     from spbench.bench.comparison.document import check_document
     from spbench.bench.comparison.papers import scenarios_of
-    from spbench.bench.engines import run as run_on_engine
+    from spbench.bench.engines.engine import run as run_on_engine
     from spbench.bench.sweep.workers import Crew
 
     with Crew(run_on_engine) as crew:
@@ -152,14 +152,14 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
     """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
     from pandas import DataFrame
 
-    from spbench.bench.comparison.claims import write_whole
-    from spbench.bench.config.files import UserError
+    from spbench.bench.comparison.claims import write_csv
+    from spbench.bench.errors import UserError
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    return write_whole(DataFrame([dict(r) for r in records], columns=list(columns)), path)
+    return write_csv(DataFrame([dict(r) for r in records], columns=list(columns)), path)
 
 
 def _report(

@@ -56,10 +56,8 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
     import torch
 
     from spbench.bench.config.cluster import load_cluster
-    from spbench.bench.config.files import UserError
-    from spbench.bench.engines.setup import alike_ranks
-    from spbench.bench.engines.stage_traces import simulator_of, stage_traces
-    from spbench.bench.engines.virtual import measure, told
+    from spbench.bench.engines.virtual import trace_classes
+    from spbench.bench.errors import UserError
     from spbench.bench.simulator.costs import RatesUnknown, check_rates
     from spbench.bench.simulator.trace_export import export_trace
     from spbench.impls.strategies.base import Unsupported
@@ -74,15 +72,14 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
     torch.set_num_threads(1)
     message(f"tracing {cell.key}")
     try:
-        recorders = stage_traces(cell)
+        traces = trace_classes(cell, events=True)
     except Unsupported as error:
         raise UserError(f"{cell.key} cannot be run: {error}") from error
-    fits = told(cell, [measure(cell, recorder, which) for which, recorder in enumerate(recorders)])
+    fits = traces.memory_measurement()
     if fits.status == "oom":
         message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
-    timeline = simulator_of(cell, recorders, cluster)()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    export_trace(timeline, output, ranks or [alike.ranks[0] for alike in alike_ranks(cell)])
+    timeline = traces.simulator()()
+    export_trace(timeline, output, ranks or [each.first for each in traces.classes])
     return _report(cell, timeline.step_time_s, timeline.breakdown, output)
 
 
@@ -107,8 +104,8 @@ def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int |
     Raises:
         UserError: none is left, more than one is, or it searches for something that is not given.
     """
-    from spbench.bench.config.files import UserError
     from spbench.bench.config.select import differing_settings, narrowed_cells
+    from spbench.bench.errors import UserError
 
     cells = narrowed_cells(scenario, narrowing)
     for field, value in shape.items():

@@ -72,7 +72,7 @@ def _check_names(
     Raises:
         UserError: with the nearest name that there is.
     """
-    from spbench.bench.config.files import UserError, suggestion
+    from spbench.bench.errors import UserError, suggestion
     from spbench.impls.backends import BACKENDS
     from spbench.impls.models.model import models as all_models
     from spbench.impls.strategies.registry import strategies as all_strategies

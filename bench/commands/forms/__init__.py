@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TextIO
 
 from spbench.bench.commands.report import Report
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 
 GROUP = "spbench.forms"
 _PREFIX = "as_"

@@ -15,7 +15,7 @@ from spbench.bench.cell import Cell, Learning, Measurement
 from spbench.bench.commands.forms import form_names, load_form
 from spbench.bench.commands.report import Report, Table
 from spbench.bench.commands.result_table import result_table
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.sweep.workers import Outcome
 from spbench.impls.models.model import model_preset
