@@ -89,6 +89,31 @@ def test_another_distribution_adds_a_form_to_every_command(tmp_path: Path) -> No
     assert made.stdout.splitlines()[0].startswith("clusters\ta100-lasp\t"), made.stderr
 
 
+def test_a_file_adds_a_command(tmp_path: Path) -> None:
+    """A folder beside the package's own stands for one more file in it."""
+    (tmp_path / "hello.py").write_text(
+        "import click\n"
+        "from spbench.bench.commands.options import reported\n"
+        "from spbench.bench.commands.report import Report\n"
+        '@click.command("hello")\n'
+        "@reported\n"
+        "def command():\n"
+        '    return Report(["hello"], {"hello": 1}, code=1)\n'
+    )
+    script = (
+        "import sys\nfrom spbench.bench import commands\ncommands.__path__.append(sys.argv.pop(1))\n"
+        "from spbench.bench.cli import main\nmain()\n"
+    )
+    for arguments, code, text in (
+        (["--help"], 0, "  hello"),
+        (["hello"], 1, "hello\n"),
+        (["hello", "--format", "json"], 1, '{\n "hello": 1\n}\n'),
+    ):
+        command = [sys.executable, "-c", script, str(tmp_path), *arguments]
+        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (made.returncode, text in made.stdout) == (code, True), made.stderr
+
+
 def test_a_file_adds_a_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder beside the package's own stands for one more file in it."""
     (tmp_path / "as_tsv.py").write_text(TSV)
