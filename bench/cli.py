@@ -82,7 +82,8 @@ def run(
 ) -> int:
     """Run a scenario's cells, and compare them with what was published.
 
-    Results are kept cell by cell: a run that was interrupted goes on where it was.
+    Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
+    model, strategy, code or torch has changed since is run again.
     """
     from spbench.bench.commands.run import Request, dry_run_scenario, run_scenario
     from spbench.bench.config.select import Narrowing
@@ -153,7 +154,7 @@ def compare(base: Path, new: Path, subset: bool, form: str) -> int:
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder of the baselines; default results/baseline."
 )
-@click.option("--resume", is_flag=True, help="Go on with the rows in results/runs, whatever made them.")
+@click.option("--resume", is_flag=True, help="Keep the rows in results/runs that are up to date.")
 def baseline(
     scenario: tuple[str, ...], variant: str | None, jobs: int | None, output: Path | None, resume: bool
 ) -> int:

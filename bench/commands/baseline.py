@@ -29,7 +29,7 @@ def make_baselines(
 
     Args:
         output: gets a folder for each scenario.
-        resume: go on with the rows in results/runs, whatever code made them, instead of running all again.
+        resume: keep the rows in results/runs that are up to date, instead of running all again.
 
     Raises:
         UserError: a scenario is wrong, or a folder cannot be written.

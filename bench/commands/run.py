@@ -18,7 +18,7 @@ from spbench.bench.comparison import claims as compare
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.sweep.provenance import provenance
+from spbench.bench.sweep.digest import is_current, is_final, outdated
 from spbench.bench.sweep.results import (
     FILE,
     FINAL,
@@ -69,7 +69,9 @@ def dry_run_scenario(request: Request) -> int:
     rows, problems = ([], []) if request.fresh else read_rows(request.folder(scenario) / FILE)
     for problem in problems:
         report.message(f"spbench: warning: {problem}")
-    status = {row["key"]: row["status"] for row in rows}
+    kept = {row["key"]: row for row in rows}
+    if stale := outdated(cells, kept):
+        report.message(f"{scenario.name}: {stale}")
     lines = [
         {
             "cell": cell.key,
@@ -77,7 +79,9 @@ def dry_run_scenario(request: Request) -> int:
             "strategy": cell.strategy,
             "GPUs": cell.sizes.world,
             "asked": _asked(cell),
-            "now": f"kept ({status[cell.key]})" if status.get(cell.key) in FINAL else "would run",
+            "now": f"kept ({kept[cell.key]['status']})"
+            if is_final(cell, kept.get(cell.key))
+            else "would run",
         }
         for cell in cells
     ]
@@ -102,7 +106,8 @@ class Ran:
 
     Attributes:
         rows: of the cells that were asked for.
-        known: of these, and of all declared cells that an earlier, differently narrowed run has measured.
+        known: of these, and of all declared cells that an earlier, differently narrowed run has measured and
+            that are not out of date.
         files: cells.jsonl, and comparison.csv if there is anything to compare.
     """
 
@@ -141,7 +146,7 @@ def run_cells(
     cells = narrowed_cells(scenario, narrowing)
     with ResultsFile(folder, fresh=fresh) as results:
         todo = unfinished(cells, results)
-        _announce(scenario, results, len(cells), todo, jobs)
+        _announce(scenario, results, cells, todo, jobs)
         try:
             with report.SweepProgress(len(todo)) as progress:
                 rows = sweep(
@@ -154,14 +159,17 @@ def run_cells(
                 f"spbench: interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
             )
             return None
-        comparisons = compare.compare(scenario, declared, results.rows)
+        known = {cell.key: cell for cell in [*declared, *cells]}
+        current = {
+            key: row for key, row in results.rows.items() if key in known and is_current(known[key], row)
+        }
+        comparisons = compare.compare(scenario, declared, current)
         files = [results.path]
         if comparisons:
             files.append(compare.write(comparisons, folder))
     for row in filter(breaks_formula, rows):
         report.message(f"spbench: warning: {row['key']}: bytes sent are not those of the strategy's formula")
-    known = {cell.key: cell for cell in [*declared, *cells]}
-    return Ran(rows, [results.rows[key] for key in known if key in results.rows], comparisons, files)
+    return Ran(rows, list(current.values()), comparisons, files)
 
 
 def run_scenario(request: Request) -> int:
@@ -177,23 +185,18 @@ def run_scenario(request: Request) -> int:
 
 
 def _announce(
-    scenario: Scenario, results: ResultsFile, total: int, todo: list[Cell], jobs: int | None
+    scenario: Scenario, results: ResultsFile, cells: Sequence[Cell], todo: list[Cell], jobs: int | None
 ) -> None:
     for problem in results.problems:
         report.message(f"spbench: warning: {problem}")
     if results.moved:
         report.message(f"earlier results are now {results.moved}")
+    if stale := outdated(cells, results.rows):
+        report.message(f"{scenario.name}: {stale}")
+    total = len(cells)
     kept = f", {total - len(todo)} of them kept from before" if total > len(todo) else ""
     running = f"; running {len(todo)}, {at_once(todo, jobs)} at a time" if todo else ""
     report.message(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
-    others = {
-        row["provenance"].get("commit")
-        for row in results.rows.values()
-        if isinstance(row.get("provenance"), dict)
-        and row["provenance"].get("commit") != provenance()["commit"]
-    }
-    if others and total > len(todo):
-        report.message("note: some results were made by other code than this; --fresh runs all cells again")
 
 
 def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:
