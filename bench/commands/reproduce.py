@@ -23,7 +23,7 @@ from spbench.bench.comparison.papers import Paper, scenarios_of
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.config.select import ALL as ALL_VARIANTS
 from spbench.bench.config.select import Narrowing
-from spbench.bench.engines import run as run_on_engine
+from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import finite
 from spbench.bench.sweep.workers import Crew

@@ -146,6 +146,10 @@ class Cluster(_Strict):
         total = self.device.memory_total_bytes.value
         return None if total is None else total - (self.device.memory_context_bytes.value or 0)
 
+    def calibration_of(self, precision: str) -> Calibration:
+        """The calibration of a precision; where there is none, what datasheets promise."""
+        return {str(known): found for known, found in self.calibration.items()}.get(precision, Calibration())
+
 
 def cluster_names() -> list[str]:
     """The clusters that come with the package."""

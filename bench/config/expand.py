@@ -12,7 +12,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import load_cluster
 from spbench.bench.config.files import dotted, first_problem, merge
+from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.meters.registry import meters
+from spbench.bench.search.search import quantities
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.strategies.base import MESH_AXES
 from spbench.impls.strategies.registry import strategies, strategy_options
@@ -122,6 +125,14 @@ def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
             ("strategy",),
             f"unknown strategy {cell.strategy!r}{suggestion(cell.strategy, sorted(strategies()))}",
         )
+    for path, kind, named, known in (
+        (("engine",), "engine", [cell.engine], engines()),
+        (("meters",), "meter", cell.meters, meters()),
+        (("search", "quantity"), "quantity", [cell.search.quantity] if cell.search else [], quantities()),
+    ):
+        for name in named:
+            if name not in known:
+                yield path, f"unknown {kind} {name!r}{suggestion(name, known)}"
     try:
         load_cluster(cell.cluster)
     except UserError as error:
