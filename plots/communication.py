@@ -94,7 +94,7 @@ def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
         notes=[
             *_agreement(rows),
             *_exact(claims),
-            *lost_notes((f"{row['cell']['model']}, {_name(row)}", row) for row in lost),
+            *(note for panel in panels for note in panel.notes()),
         ],
         claims=[claim for claim in claims if claim.relative_error and not _met(claim)],
     )
@@ -136,6 +136,15 @@ class _Panel:
         given = {"batch": shared(self.rows, "batch"), "L": shared(self.rows, "seq_len")}
         texts = [f"{name} {value}" for name, value in given.items() if value and self.setting != name]
         ax.set_title(", ".join(filter(None, [self.model, self.setting, *texts])))
+
+    def notes(self) -> Iterator[str]:
+        """A sentence for each row that sends other bytes than its closed form, or has none, and why."""
+        named = [(", ".join(filter(None, [self.model, self.setting, _where(row)])), row) for row in self.rows]
+        for name, row in named:
+            if found := deviations(row):
+                texts = [f"{off:+.2%} {phase}".replace("_", " ").strip() for phase, off in found.items()]
+                yield f"{name}: {', '.join(texts)}"
+        yield from lost_notes(named)
 
     def seen_phases(self) -> set[str]:
         """The phases that are large enough to be seen."""
@@ -196,6 +205,10 @@ def _name(row: Row) -> str:
     return f"{strategy_name(strategy(row))} {gpus(row)} {engine(row)}"
 
 
+def _where(row: Row) -> str:
+    return f"{strategy_name(strategy(row))} at {gpus(row)} GPUs, {engine(row)}"
+
+
 def _unit(rows: Sequence[Row]) -> str:
     """The largest unit of which the row with the most bytes has at least one."""
     highest = max(sent_bytes(row, "communication") or 0.0 for row in rows)
@@ -233,20 +246,12 @@ def _formula_line(x: Sequence[float], y: Sequence[float]) -> Line2D:
 
 
 def _agreement(rows: Sequence[Row]) -> Iterator[str]:
-    """For each engine how many cells send the closed form's bytes in all phases, and which do not."""
+    """A sentence for each engine on how many of its cells send the closed form's bytes in all phases."""
     for name, some in grouped(rows, engine).items():
-        known = [
-            row for row in some if None not in (sent_bytes(row, s) for s in ("communication", "formula"))
-        ]
-        unlike = [row for row in known if deviations(row)]
-        exact = len(known) - len(unlike)
+        sums = [(sent_bytes(row, "communication"), sent_bytes(row, "formula")) for row in some]
+        known = [row for row, both in zip(some, sums, strict=True) if None not in both]
+        exact = sum(not deviations(row) for row in known)
         yield f"engine {name}: {exact} of {len(known)} cells send exactly the bytes of their closed form"
-        for row in unlike:
-            texts = [
-                f"{off:+.2%} {phase}".replace("_", " ").strip() for phase, off in deviations(row).items()
-            ]
-            where = f"{row['cell']['model']}, {strategy_name(strategy(row))} at {gpus(row)} GPUs, {name}"
-            yield f"{where}: {', '.join(texts)}"
 
 
 def _exact(claims: Sequence[Claim]) -> Iterator[str]:

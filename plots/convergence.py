@@ -102,11 +102,11 @@ def _draw_loss(
             "zorder": 2 + index,
         }
         curve = style | {"linewidth": _WIDTHS[min(index, len(_WIDTHS) - 1)]}
-        # in the legend the line is whole, also of a curve that takes turns
-        handles.append(Line2D([], [], label=label, **curve))
         if in_turns and row in runs:
             turn = (_TURN * runs.index(row), (_TURN, _TURN * (len(runs) - 1)))
             curve |= {"linestyle": turn, "linewidth": _TURN_WIDTH}
+        # in the legend the line is whole, also of a curve that takes turns
+        handles.append(Line2D([], [], label=label, **style, linewidth=curve["linewidth"]))
         losses = {at["step"]: at[loss] for at in _losses(row)}
         above.plot(list(losses), list(losses.values()), label=label, gid=f"{loss} {label}", **curve)
         if reference is None or row is reference:

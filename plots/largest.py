@@ -32,37 +32,16 @@ _answer = measured("answer")
 
 @dataclass(frozen=True)
 class Searched:
-    """A field of cells that is searched for.
-
-    Attributes:
-        unit: the axis label of panels other than the first of a row.
-        fixed, fixed_name: the field that is given instead, and its name in titles.
-    """
+    """A field of cells that is searched for, with its name and unit in titles and labels."""
 
     field: str
-    title: str
-    axis_label: str
+    name: str
     unit: str
-    fixed: str
-    fixed_name: str
 
 
-BATCH = Searched(
-    field="batch",
-    title="Largest batch that fits",
-    axis_label="Batch (sequences)",
-    unit="Sequences",
-    fixed="seq_len",
-    fixed_name="sequence length",
-)
-LENGTH = Searched(
-    field="seq_len",
-    title="Largest sequence length that fits",
-    axis_label="Sequence length (tokens)",
-    unit="Tokens",
-    fixed="batch",
-    fixed_name="batch",
-)
+BATCH, LENGTH = Searched("batch", "batch", "sequences"), Searched("seq_len", "sequence length", "tokens")
+#: the field that is given in a search for the other
+_GIVEN = {BATCH: LENGTH, LENGTH: BATCH}
 
 
 def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searched) -> Figure:
@@ -81,13 +60,14 @@ def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searche
     in_order = sorted(models, key=lambda name: (bool(stated[name]), name))
     names = [in_order[at : at + _PANELS_A_ROW] for at in range(0, len(in_order), _PANELS_A_ROW)]
     page = Page(
-        title(rows, searched.title),
+        title(rows, f"Largest {searched.name} that fits"),
         [_PANEL_INCHES] * len(names),
         notes=[note for name in models for note in missing_notes(name, lines[name], GPUS)],
         claims=claims,
         width_inches=PAGE_INCHES if claims or len(models) > 1 else COLUMN_INCHES,
     )
-    quantity = Quantity("largest", searched.axis_label, _answer)
+    axis_label, given = f"{searched.name.capitalize()} ({searched.unit})", _GIVEN[searched]
+    quantity = Quantity("largest", axis_label, _answer)
     handles: list[Artist] = []
     for index, some in enumerate(names):
         widths = [_BARS_WIDTH if stated[name] else 1.0 for name in some]
@@ -101,10 +81,10 @@ def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searche
                 published = _implied(models[name], claims)
                 handles += draw_lines(ax, lines[name], quantity, GPUS, published)
                 ax.set_xlabel(GPUS.label)
-            fixed = shared(models[name], searched.fixed)
+            value = shared(models[name], given.field)
             between = "\n" if len(some) == _PANELS_A_ROW else ", "
-            ax.set_title(name + (f"{between}{searched.fixed_name} {fixed}" if fixed else ""))
-            ax.set_ylabel(searched.axis_label if column == 0 else searched.unit)
+            ax.set_title(name + (f"{between}{given.name} {value}" if value else ""))
+            ax.set_ylabel(axis_label if column == 0 else searched.unit.capitalize())
     lost = [row for name in models if stated[name] for line in lines[name] for row in line.rows]
     return page.finish(in_legend_order(handles, _IMPLIED), [row for row in lost if row["status"] != "ok"])
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.gridspec import GridSpecFromSubplotSpec
+from matplotlib.gridspec import GridSpecFromSubplotSpec, SubplotSpec
 from matplotlib.transforms import blended_transform_factory
 
 from spbench.plots.claims import Claim, claim_handles, draw_claims, height_inches
@@ -42,13 +42,17 @@ class Page:
             line for note in notes for line in shortened(note, int(19 * width_inches), 2).splitlines()
         ]
         self._claims = claims
-        below = [_NOTE_INCHES * len(self._notes) + 0.05] * bool(notes)
-        below += [height_inches(claims)] * bool(claims)
-        self._panel_rows, every = len(heights), [*heights, *below]
-        self.figure = new_figure(width_inches, sum(every), title)
-        self._grid = self.figure.add_gridspec(
-            max(1, len(every)), max(1, columns), height_ratios=every if every else None
-        )
+        parts = [sum(heights)] * bool(heights)
+        parts += [_NOTE_INCHES * len(self._notes) + 0.05] * bool(notes)
+        parts += [height_inches(claims)] * bool(claims)
+        self.figure = new_figure(width_inches, sum(parts), title)
+        self._parts: Iterator[SubplotSpec] = iter(())
+        if parts:
+            outer = self.figure.add_gridspec(len(parts), 1, height_ratios=parts)
+            self._parts = (outer[row] for row in range(len(parts)))
+        if heights:
+            # a grid of their own, as labels of the claims would narrow the panels of the same columns
+            self._grid = next(self._parts).subgridspec(len(heights), columns, height_ratios=heights)
 
     def panel(self, row: int, column: int | None = None) -> Axes:
         """A new panel in a row and column of the grid; without a column it is as wide as the page."""
@@ -65,12 +69,10 @@ class Page:
             handles: legend entries; those of one label become one entry.
             lost: rows without a number, whose status marks get entries too.
         """
-        row = self._panel_rows
         if self._notes:
-            self._write_notes(self.panel(row))
-            row += 1
+            self._write_notes(self.figure.add_subplot(next(self._parts)))
         if self._claims:
-            draw_claims(self.panel(row), self._claims)
+            draw_claims(self.figure.add_subplot(next(self._parts)), self._claims)
         add_legend(self.figure, [*handles, *mark_handles(lost), *claim_handles(self._claims)])
         return self.figure
 

@@ -175,7 +175,8 @@ def test_settings_have_panels_of_their_own(rows: list[Row]) -> None:
     deeper = copy.deepcopy(rows)
     for row, layers in [*((row, 1) for row in rows), *((row, 2) for row in deeper)]:
         row["cell"]["model_options"] = {"layers": layers}
-    figure = drawn([*deeper, *rows])
+    off = compared("a formula with a long name, 2 GPUs, virtual", 1e9, 1e9 + 8, rows[0]["key"])
+    figure = drawn([*deeper, *rows], table(off))
     titles = [f"bert-tiny, layers {layers}, batch 2, L 48" for layers in (1, 2)]
     assert [ax.get_title() for ax in figure.axes[:2]] == titles
     assert [bar.axes for bar in artists(figure, f"forward {TP} 4 virtual")] == figure.axes[:2]
@@ -192,8 +193,8 @@ def test_rows_without_bytes_are_marked_and_told(rows: list[Row]) -> None:
         assert_below_zero(mark)
         assert artists(figure, f"forward {name} {ranks} distributed")
     assert notes(figure)[-2:] == [
-        f"bert-tiny, {TP} 4 virtual: unsupported (a reason)",
-        f"bert-tiny, {RSA} 2 virtual: failed (a reason)",
+        f"bert-tiny, {TP} at 4 GPUs, virtual: unsupported (a reason)",
+        f"bert-tiny, {RSA} at 2 GPUs, virtual: failed (a reason)",
     ]
     assert {"out of memory", "unsupported", "failed"} < set(legend(figure))
 
