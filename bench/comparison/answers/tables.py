@@ -13,7 +13,7 @@ A scenario says which column names which field of a cell, and which column holds
         quantities:
           memory_mb: {field: peak_memory_bytes, unit: 1048576}    # ours / unit is compared
 
-Fields are those in FIELDS: ``parallel`` is the ranks along the strategy's own axis, ``world`` all ranks; an
+Fields are those in FIELDS: ``parallel`` is the ranks along the strategy's own axes, ``world`` all ranks; an
 option is written with its section, as ``model_options.layers``.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.compare import Comparison, ScenarioResults, relative_error
+from spbench.bench.comparison.comparisons import Comparison, ScenarioResults, relative_error
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.answer import (
     QUANTITIES,
@@ -38,7 +38,7 @@ from spbench.bench.config.answer import (
     stands_for,
 )
 from spbench.bench.errors import UserError, suggestion
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.strategies.registry import strategies
 
 #: what a column may be matched to; and, with a dot and a name, an option of SECTIONS
@@ -210,12 +210,11 @@ class Table(Answer):
 def field_value(cell: Cell, field: str) -> Any:
     """A field of a cell as FIELDS and SECTIONS name it; None for an option that the cell does not set."""
     if field == "parallel":
-        axis = strategies()[cell.strategy].axis
-        return getattr(cell.sizes, axis) if axis else 1
+        return ranks_along(strategies()[cell.strategy].axes, cell.sizes.by_axis)
     if field == "world":
         return cell.sizes.world
     if field in MESH_AXES:
-        return getattr(cell.sizes, field)
+        return cell.sizes.by_axis[field]
     section, _, option = field.partition(".")
     found = getattr(cell, section)
     if not option:
