@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
 
-Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics"]
-Engine = Literal["virtual", "distributed"]
+#: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
+#: other bytes than its strategy's closed form says; failed and timeout: there is no result
+Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics", "mismatch"]
 
 
 class _Strict(BaseModel):
@@ -77,12 +78,15 @@ class TrainingOptions(BaseModel):
         return self.__pydantic_extra__ or {}
 
 
-class Search(_Strict):
-    """Ask for the largest ``quantity`` that fits, in multiples of ``step`` (a sequence length of ``step`` a
-    rank, where a strategy cuts it; a batch of ``step`` a micro-batch), not above ``limit``. ``timed``: and
-    for the time of a step there."""
+class SearchRequest(_Strict):
+    """Ask for the largest ``quantity`` that fits, one of :func:`quantities`.
 
-    quantity: Literal["batch", "seq_len"]
+    Values are multiples of ``step`` (a sequence length of ``step`` a rank, where a strategy chunks sequences;
+    a batch of ``step`` a micro-batch), up to ``limit``. ``timed``: simulate the time of a step at the answer
+    too.
+    """
+
+    quantity: str
     step: PositiveInt = 1
     limit: PositiveInt = 2**22
     timed: bool = False
@@ -118,14 +122,16 @@ class Cell(_Strict):
     batch: PositiveInt | None = None
     seq_len: PositiveInt | None = None
     cluster: str = "local"
-    engine: Engine = "virtual"
+    engine: str = "virtual"
     precision: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
     model_options: dict[str, Any] = {}
     strategy_options: dict[str, Any] = {}
     training: TrainingOptions = TrainingOptions()
     timing: Timing = Timing()
-    search: Search | None = None
+    search: SearchRequest | None = None
     learning: Learning | None = None
+    #: names of meters beside those of memory and communication
+    meters: list[str] = []
     #: names a variant of settings within a scenario, for comparison and plots
     variant: str = ""
 
@@ -164,16 +170,18 @@ class Measurement:
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak.
-        communication: rows of :meth:`CommunicationMeter.rows`, of a rank of its
-            pipeline stage that sends what most of them do.
-        formula: the strategy's closed form, see :class:`Plan`.
-        formula_difference: where the closed form and the meter disagree; empty is right.
+        communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
+            stage.
+        formula: the closed form of what these send, rows of :meth:`Plan.formula`.
+        formula_difference: where meter and closed form disagree, rows of :meth:`Plan.difference`; empty is
+            right.
         step_time_s: median of step_time_samples_s, or simulated.
         tokens_per_s, samples_per_s: the whole batch's positions, and its samples, over step_time_s.
         breakdown: what a simulated step time is made of; see :attr:`Timeline.by_rank`.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
             step's update.
+        meters: what further meters found on ``peak_rank``, by their names.
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
 
@@ -194,6 +202,7 @@ class Measurement:
     breakdown: dict[str, float] = field(default_factory=dict)
     calibration: str = ""
     losses: list[dict[str, float]] = field(default_factory=list)
+    meters: dict[str, dict[str, Any]] = field(default_factory=dict)
     answer: int | None = None
     proof: list[dict[str, Any]] = field(default_factory=list)
 

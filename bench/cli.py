@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a command line, tell its errors, and return its exit code."""
-    from spbench.bench.config.files import UserError
+    from spbench.bench.errors import UserError
 
     try:
         code = cli.main(arguments, prog_name="spbench", standalone_mode=False)

@@ -103,9 +103,9 @@ def measured_cluster(world: int, precision: str = "fp32") -> Cluster:
     cell = SMALL.model_copy(update={"sizes": Sizes(sp=world), "precision": precision})
     times = distributed.launch(cell, measure_times)[0]
     alone = cell.model_copy(update={"sizes": Sizes()})
-    recorder = virtual.trace(alone, timeline=True)
-    assert recorder.timeline is not None
-    kernels = int((recorder.timeline.program().kind == KERNEL).sum())
+    program = virtual.trace(alone, events=True).program
+    assert program is not None
+    kernels = int((program.kind == KERNEL).sum())
     return cluster_of(times, kernels, world, precision)
 
 

@@ -15,8 +15,8 @@ import pandas as pd
 from spbench.bench.calibration.local_rates import measured_cluster
 from spbench.bench.cell import Cell, Sizes, Timing
 from spbench.bench.config.cluster import Cluster
-from spbench.bench.engines import distributed
-from spbench.bench.engines.stage_traces import simulator_of, stage_traces
+from spbench.bench.engines.distributed import DistributedEngine
+from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.sweep.provenance import provenance
 from spbench.impls.models.bert import BertModel
 from spbench.impls.strategies.registry import strategy_class
@@ -68,7 +68,7 @@ class Compared:
 
 def simulated(cell: Cell, cluster: Cluster) -> dict[str, float]:
     """The step time of a cell, and what it is made of."""
-    timeline = simulator_of(cell, stage_traces(cell), cluster)()
+    timeline = trace_classes(cell, events=True).simulator(cluster)()
     return {"step_time_s": timeline.step_time_s, **timeline.breakdown}
 
 
@@ -98,7 +98,7 @@ def measure_order(chosen: Sequence[Cell]) -> tuple[list[Compared], dict[int, Clu
     rows = []
     for cell in chosen:
         found = simulated(cell, clusters[cell.sizes.world])
-        rows.append(compared(cell, distributed.run(cell).step_time_samples_s, found))
+        rows.append(compared(cell, DistributedEngine().measure(cell).step_time_samples_s, found))
     return rows, clusters
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from spbench.bench.atomic_write import write_whole
 from spbench.bench.commands import output as report
 from spbench.bench.commands.run import run_cells
 from spbench.bench.comparison import claims as compare
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing
 from spbench.bench.sweep.results import FILE, Row, finite
@@ -66,17 +65,9 @@ def write_baseline(
     Raises:
         UserError: they cannot be written; earlier ones are as they were.
     """
-    path, unfinished = folder / FILE, folder / f".{FILE}.tmp"
     lines = [
         json.dumps(finite(canonical(row)), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n"
         for row in sorted(rows, key=lambda row: row["key"])
     ]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text("".join(lines))
-        unfinished.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    path = write_whole(folder / FILE, "".join(lines))
     return [path, compare.write(comparisons, folder)] if comparisons else [path]

@@ -10,8 +10,8 @@ import torch
 
 from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
 from spbench.bench.commands import output as report
-from spbench.bench.config.files import UserError, suggestion
 from spbench.bench.config.scenario import load_scenario
+from spbench.bench.errors import UserError, suggestion
 
 
 def calibrate_cluster(name: str, table_name: str, quantity: str, fits: Sequence[str], form: str) -> int:

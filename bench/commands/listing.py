@@ -20,7 +20,8 @@ def list_kind(kind: str) -> None:
 
 
 def _declared(package: str, key: str) -> Iterator[tuple[str, str]]:
-    from spbench.bench.config.files import UserError, packaged, read_yaml
+    from spbench.bench.config.files import packaged, read_yaml
+    from spbench.bench.errors import UserError
 
     for name, path in packaged(package).items():
         try:

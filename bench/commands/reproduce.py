@@ -18,13 +18,13 @@ from typing import Any
 from spbench.bench.commands import output as report
 from spbench.bench.commands.run import Ran, draw_figure, run_cells
 from spbench.bench.comparison import document as narrative
-from spbench.bench.comparison.claims import Comparison, write_whole
+from spbench.bench.comparison.claims import Comparison, write_csv
 from spbench.bench.comparison.papers import Paper, scenarios_of
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.config.select import ALL as ALL_VARIANTS
 from spbench.bench.config.select import Narrowing
-from spbench.bench.engines import run as run_on_engine
+from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import finite
 from spbench.bench.sweep.workers import Crew
 
@@ -141,7 +141,7 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    return write_whole(DataFrame([dict(r) for r in records], columns=list(columns)), path)
+    return write_csv(DataFrame([dict(r) for r in records], columns=list(columns)), path)
 
 
 def _show(

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.cell import Cell
 from spbench.bench.commands import output as report
 from spbench.bench.comparison import claims as compare
-from spbench.bench.config.files import UserError, suggestion
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.sweep.provenance import provenance
 from spbench.bench.sweep.results import (
     FILE,

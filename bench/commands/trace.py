@@ -10,12 +10,10 @@ import torch
 from spbench.bench.cell import Cell
 from spbench.bench.commands import output as report
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.engines.setup import alike_ranks
-from spbench.bench.engines.stage_traces import simulator_of, stage_traces
-from spbench.bench.engines.virtual import measure, told
+from spbench.bench.engines.virtual import trace_classes
+from spbench.bench.errors import UserError
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.simulator.trace_export import export_trace
 from spbench.impls.strategies.base import Unsupported
@@ -47,15 +45,14 @@ def write_trace(
     torch.set_num_threads(1)
     report.message(f"tracing {cell.key}")
     try:
-        recorders = stage_traces(cell)
+        traces = trace_classes(cell, events=True)
     except Unsupported as error:
         raise UserError(f"{cell.key} cannot be run: {error}") from error
-    fits = told(cell, [measure(cell, recorder, which) for which, recorder in enumerate(recorders)])
+    fits = traces.memory_measurement()
     if fits.status == "oom":
         report.message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
-    timeline = simulator_of(cell, recorders, cluster)()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    export_trace(timeline, output, ranks or [alike.ranks[0] for alike in alike_ranks(cell)])
+    timeline = traces.simulator()()
+    export_trace(timeline, output, ranks or [each.first for each in traces.classes])
     parts = ", ".join(
         f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s"
         for part, seconds in timeline.breakdown.items()

@@ -19,17 +19,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from spbench.bench.cell import Status
+from spbench.bench.cell import Cell, Status
 from spbench.bench.commands import output as report
 from spbench.bench.comparison.claims import FILE as COMPARISON
-from spbench.bench.config.files import UserError
+from spbench.bench.engines.engine import engines
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, Row, finite, read_rows
 
 #: relative, for simulated times; absolute, for relative errors
 TOLERANCE = 1e-6
 
 #: the better, the earlier
-STATUSES = ("ok", "oom", "unsupported", "numerics", "timeout", "failed")
+STATUSES = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")
 assert set(STATUSES) == set(get_args(Status))
 
 Verdict = Literal["worse", "missing", "better", "new"]
@@ -145,7 +146,8 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
 def _numbers(row: Row) -> dict[str, float | None]:
     """What is judged of a cell, each so that less is better, but for the answer."""
     measured = row["measurement"]
-    virtual = row["cell"].get("engine", "virtual") == "virtual"
+    engine = engines().get(row["cell"].get("engine", Cell.model_fields["engine"].default))
+    exact = engine is not None and engine.is_exact
     sent = measured.get("communication")
     numbers = {
         # exactly rounded, so that the order of the entries does not matter
@@ -153,7 +155,7 @@ def _numbers(row: Row) -> dict[str, float | None]:
         "formula_differences": len(measured.get("formula_difference") or []),
     }
     for quantity in ("answer", "peak_memory_bytes", "reserved_memory_bytes", "step_time_s"):
-        numbers[quantity] = measured.get(quantity) if virtual else None
+        numbers[quantity] = measured.get(quantity) if exact else None
     return numbers
 
 

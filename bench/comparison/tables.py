@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.expand import Problem
-from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.errors import UserError, suggestion
 from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.strategies.registry import strategies
 

@@ -20,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.config.files import UserError, find_file, merge, packaged, read_yaml, suggestion, validate
+from spbench.bench.config.files import find_file, merge, packaged, read_yaml, validate
+from spbench.bench.errors import UserError, suggestion
 
 PACKAGE = "spbench.scenarios.clusters"
 
@@ -140,6 +141,10 @@ class Cluster(_Strict):
         """Bytes of a device that tensors and the allocator's own waste can have; None: no limit."""
         total = self.device.memory_total_bytes.value
         return None if total is None else total - (self.device.memory_context_bytes.value or 0)
+
+    def calibration_of(self, precision: str) -> Calibration:
+        """The calibration of a precision; where there is none, what datasheets promise."""
+        return {str(known): found for known, found in self.calibration.items()}.get(precision, Calibration())
 
 
 def cluster_names() -> list[str]:

@@ -11,7 +11,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError, dotted, first_problem, merge, suggestion
+from spbench.bench.config.files import dotted, first_problem, merge
+from spbench.bench.engines.engine import engines
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.meters.registry import meters
+from spbench.bench.search.search import quantities
 from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
 from spbench.impls.strategies.registry import strategies
@@ -114,20 +118,26 @@ def _cell(content: Mapping[str, Any], layers: _Layers) -> Cell:
 
 def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is wrong with a cell, as (path in the cell, message); not what only a strategy can tell."""
-    if cell.model not in models():
-        yield ("model",), f"unknown model {cell.model!r}{suggestion(cell.model, sorted(models()))}"
-    if cell.strategy not in strategies():
-        yield (
-            ("strategy",),
-            f"unknown strategy {cell.strategy!r}{suggestion(cell.strategy, sorted(strategies()))}",
-        )
+    for path, kind, named, known in (
+        (("model",), "model", [cell.model], sorted(models())),
+        (("strategy",), "strategy", [cell.strategy], sorted(strategies())),
+        (("training", "backend"), "backend", [cell.training.backend], sorted(backends())),
+        (("engine",), "engine", [cell.engine], list(engines())),
+        (("meters",), "meter", cell.meters, list(meters())),
+        (
+            ("search", "quantity"),
+            "quantity",
+            [cell.search.quantity] if cell.search else [],
+            list(quantities()),
+        ),
+    ):
+        for name in named:
+            if name not in known:
+                yield path, f"unknown {kind} {name!r}{suggestion(name, known)}"
     try:
         load_cluster(cell.cluster)
     except UserError as error:
         yield ("cluster",), str(error)
-    if cell.training.backend not in backends():
-        wrong, known = cell.training.backend, sorted(backends())
-        yield ("training", "backend"), f"unknown backend {wrong!r}{suggestion(wrong, known)}"
     yield from _impossible_sizes(cell)
     if cell.learning is not None and cell.search is not None:
         yield ("learning",), "cannot be together with a search; leave one out"
@@ -141,11 +151,9 @@ def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     yield from _impossible_options("model_options", cell.model_options, models()[cell.model])
     of_strategy = strategies()[cell.strategy].options_type()
     yield from _impossible_options("strategy_options", cell.strategy_options, of_strategy)
-    of_backend, settings = (
-        backends()[cell.training.backend].options_type(),
-        list(TrainingOptions.model_fields),
-    )
-    yield from _impossible_options("training", cell.training.backend_options, of_backend, settings)
+    of_backend = backends()[cell.training.backend].options_type()
+    others = list(TrainingOptions.model_fields)
+    yield from _impossible_options("training", cell.training.backend_options, of_backend, others)
 
 
 def _impossible_sizes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:

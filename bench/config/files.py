@@ -5,9 +5,8 @@ Nothing here imports torch, so that listing what is declared is quick.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -15,17 +14,12 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from spbench.bench.errors import UserError, suggestion
+
 Path_ = Sequence[str | int]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 SUFFIXES = (".yaml", ".yml")
-
-
-class UserError(Exception):
-    """Something that the user can mend: shown as one line, with exit code 2."""
-
-    def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
 
 
 class _Loader(yaml.SafeLoader):
@@ -116,14 +110,6 @@ def find_file(name: str, package: str, kind: str) -> Path:
             return path
         raise UserError(f"no {kind} file {name}")
     raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}; or give the path of a YAML file")
-
-
-def suggestion(word: object, known: Iterable[str]) -> str:
-    """``; did you mean 'x'? known: x, y``, as far as there is something to say."""
-    names = [str(name) for name in known]
-    close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
-    guess = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{guess} (known: {', '.join(names)})" if names else guess
 
 
 def dotted(path: Path_) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
-from spbench.bench.cell import Cell, Engine
+from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError, suggestion
 from spbench.bench.config.scenario import Scenario
+from spbench.bench.engines.engine import engines
+from spbench.bench.errors import UserError, suggestion
 from spbench.impls.axes import COMPOSED_AXES, ranks_along
 from spbench.impls.models.model import models
 from spbench.impls.strategies.registry import strategies
@@ -59,7 +59,7 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
         raise UserError(f"scenario {scenario.name} has no variant {narrowing.variant!r}{hint}")
     for cluster in narrowing.clusters:
         load_cluster(cluster)
-    _known("engine", narrowing.engines, get_args(Engine))
+    _known("engine", narrowing.engines, list(engines()))
     cells = [cell for name in chosen for cell in scenario.cells[name]]
     for field, values in (("cluster", narrowing.clusters), ("engine", narrowing.engines)):
         if values:

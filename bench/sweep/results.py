@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
 from spbench.bench.cell import Status
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 
 if TYPE_CHECKING:
     from pandas import DataFrame

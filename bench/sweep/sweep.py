@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import run as run_on_engine
+from spbench.bench.engines.engine import engine_class
+from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.sweep.provenance import provenance
 from spbench.bench.sweep.results import FINAL, ResultsFile, Row
 from spbench.bench.sweep.workers import Crew, Outcome, Run
 from spbench.impls.models.model import model_preset
-
-#: engines that start processes of their own: their cells run one at a time, with nothing beside them
-EXCLUSIVE_ENGINES = ("distributed",)
 
 
 def usable_cores() -> int:
@@ -29,7 +27,7 @@ def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
 
 def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
     """How many of these cells run at a time."""
-    together = [cell for cell in cells if cell.engine not in EXCLUSIVE_ENGINES]
+    together = [cell for cell in cells if not engine_class(cell.engine).runs_alone]
     return max(1, min(jobs or usable_cores(), len(together)))
 
 
@@ -62,8 +60,8 @@ def sweep(
     todo = sorted(
         unfinished(cells, results), key=_cost, reverse=True
     )  # the longest first: none is left at the end
-    alone = [cell for cell in todo if cell.engine in EXCLUSIVE_ENGINES]
-    together = [cell for cell in todo if cell.engine not in EXCLUSIVE_ENGINES]
+    alone = [cell for cell in todo if engine_class(cell.engine).runs_alone]
+    together = [cell for cell in todo if not engine_class(cell.engine).runs_alone]
 
     def keep(cell: Cell, outcome: Outcome) -> None:
         row = as_row(cell, outcome)

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.plots.communication import communication_figure, draw, sent_bytes
 from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
@@ -32,7 +32,7 @@ def traced() -> list[Row]:
                     "seq_len": 48,
                 }
             )
-            measured = virtual.run(cell)
+            measured = VirtualEngine().measure(cell)
             rows.append(
                 {
                     "key": cell.key,

@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import spbench.bench.commands.run
-import spbench.bench.verification.cases
+import spbench.bench.commands.run as run_command
+import spbench.bench.verification.cases as verification_cases
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.cli import exit_code
 from spbench.bench.sweep.results import FILE, ResultsFile, Row, read_rows
@@ -41,7 +41,7 @@ def sweep_here(cells: list[Cell], results: ResultsFile, **hooks: Any) -> list[Ro
 def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line in an empty folder with small.yaml; gives exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(spbench.bench.commands.run, "sweep", sweep_here)
+    monkeypatch.setattr(run_command, "sweep", sweep_here)
     monkeypatch.delenv("SPBENCH_DEBUG", raising=False)
     Path("small.yaml").write_text(SCENARIO)
 
@@ -224,7 +224,7 @@ def test_full_disk(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_internal_errors_have_a_code_of_their_own(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spbench.bench.commands.run, "sweep", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(run_command, "sweep", lambda *_, **__: 1 / 0)
     code, _, err = spbench(*RUN)
     assert code == 70
     assert err.splitlines()[-1].startswith("spbench: internal error: ZeroDivisionError: division by zero")
@@ -279,7 +279,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append((*arguments, options))
             return iter(rows)
 
-        monkeypatch.setattr(spbench.bench.verification.cases, "verify", verify)
+        monkeypatch.setattr(verification_cases, "verify", verify)
 
     found(green, replace(green, status="unsupported", error=None, limit=None, rank=None))
     code, out, err = spbench(

@@ -14,8 +14,9 @@ from spbench.bench.cli import exit_code
 from spbench.bench.commands.reproduce import RECORDS, RUNS
 from spbench.bench.comparison.document import Findings, check_document, markdown, read_records, rendered
 from spbench.bench.comparison.papers import papers, scenarios_of
-from spbench.bench.config.files import UserError, packaged
+from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import load_scenario
+from spbench.bench.errors import UserError
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.fakes import SCENARIO
 

@@ -14,8 +14,8 @@ from spbench.bench.cli import exit_code
 from spbench.bench.commands.baseline import FOLDER
 from spbench.bench.comparison.claims import Comparison, write
 from spbench.bench.comparison.regressions import judge, read_results
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import load_scenario
+from spbench.bench.errors import UserError
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.fakes import SCENARIO
 

@@ -11,9 +11,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.commands import output as report
 from spbench.bench.comparison.claims import Comparison, as_frame, compare
 from spbench.bench.comparison.published import published_rows
-from spbench.bench.config.files import UserError, packaged
+from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
 
 GIB = 2**30

@@ -7,9 +7,10 @@ import pytest
 import yaml
 
 from spbench.bench.config.cluster import cluster_names, load_cluster
-from spbench.bench.config.files import UserError, packaged
+from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.errors import UserError
 from tests.bench.fakes import SCENARIO
 
 

@@ -12,7 +12,7 @@ from spbench.bench.comparison.claims import compare
 from spbench.bench.comparison.curves import deviations, final
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
-from spbench.bench.engines import run
+from spbench.bench.engines.engine import run
 from spbench.bench.engines.learning import learning_rate, losses_of_rank
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.sweep.results import Row

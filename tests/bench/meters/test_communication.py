@@ -14,7 +14,6 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Sizes
-from spbench.bench.engines.setup import mesh_axes
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.bench.meters.recorder import Recorder
@@ -29,7 +28,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def metered(mesh: DeviceMesh, work: Callable[[], Any], phase: str = "forward") -> CommunicationMeter:
-    recorder = Recorder(mesh_axes(mesh))
+    recorder = Recorder(mesh)
     with recorder, recorder.phase(phase):
         work()
     return recorder.communication
@@ -102,7 +101,7 @@ def test_what_is_not_known_is_an_error(mesh: DeviceMesh, work: Callable[[], Any]
 
 def test_rows_are_by_phase_collective_and_axis() -> None:
     with fake_mesh(Sizes(dp=2, tp=2, sp=3), 5) as mesh:
-        recorder = Recorder(mesh_axes(mesh))
+        recorder = Recorder(mesh)
         with recorder:
             for phase, axis in itertools.product(("forward", "backward"), ("tp", "sp")):
                 with recorder.phase(phase):
@@ -158,7 +157,7 @@ def test_ring_sends_all_chunks_but_one(mesh: DeviceMesh) -> None:
 
 
 def test_buffers_that_are_filled_from_others_are_communications(mesh: DeviceMesh) -> None:
-    recorder = Recorder(mesh_axes(mesh))
+    recorder = Recorder(mesh)
     with recorder, recorder.phase("forward"):
         gathered, received = whole(), part()
         dist.all_gather_into_tensor(gathered, part())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, ResultsFile, read_rows
 from spbench.bench.sweep.sweep import sweep, unfinished
 from spbench.bench.sweep.workers import Crew

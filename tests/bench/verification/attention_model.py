@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.setup import mesh_axes
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
 from spbench.impls.composition import ONE_STAGE, Stage
@@ -104,7 +103,7 @@ def metered(
     whole = model.inputs(batch, seq_len, torch.Generator().manual_seed(0))
     inputs = {name: strategy.shard(x, model.sequence_dims[name]) for name, x in whole.items()}
     inputs = {n: x.to(dtype).requires_grad_() if n in "qkv" else x for n, x in inputs.items()}
-    recorder = Recorder(mesh_axes(mesh))
+    recorder = Recorder(mesh)
     with recorder:
         with recorder.phase("forward"):
             y = model.build(strategy, seq_len)(inputs)["y"]

@@ -18,16 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import virtual
+from spbench.bench.engines.plan import model_parameters, rank_classes
 from spbench.bench.engines.rank_pool import RankPool
-from spbench.bench.engines.setup import (
-    alike_ranks,
-    build_training,
-    mesh_axes,
-    model_parameters,
-    plan,
-    rank_inputs,
-    record_step,
-)
+from spbench.bench.engines.setup import build_training, rank_inputs, record_step
+from spbench.bench.engines.traces import Trace
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.cases import verify_case
@@ -152,7 +147,7 @@ def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
 def test_whole_models_only(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"the backend {backend} .* no pipeline stages; use pp 1"):
-        virtual.run(cell(backend, "single", 2, sizes={"pp": 2}))
+        VirtualEngine().measure(cell(backend, "single", 2, sizes={"pp": 2}))
 
 
 @pytest.mark.parametrize(
@@ -188,18 +183,17 @@ def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
 # -- bytes sent and held ----------------------------------------------------------------------------------
 
 
-def seen(asked: Cell, recorder: Recorder, rank: int) -> tuple[Counter[Operation], list[dict[str, Any]]]:
+def seen(trace: Trace) -> tuple[Counter[Operation], list[dict[str, Any]]]:
     """What a rank sent, and where that differs from the closed form."""
-    which = next(i for i, alike in enumerate(alike_ranks(asked)) if rank in alike.ranks)
-    return recorder.communication.counts, plan(asked).difference(recorder.communication, which)
+    counts = trace.communication.counts
+    return counts, [entry | {"rank": None} for entry in trace.measurement(None).formula_difference]
 
 
 def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
-    recorder = Recorder(mesh_axes(mesh))
+    recorder = Recorder(mesh)
     with recorder:
         record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), 1)
-    recorder.memory.stop()
-    return seen(asked, recorder, dist.get_rank())
+    return seen(Trace.of(asked, dist.get_rank(), recorder))
 
 
 @pytest.mark.parametrize(
@@ -212,9 +206,9 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
     asked = cell(backend, "lasp", 2, sizes=sizes, precision=precision)
     really = pool.run(asked.sizes.by_axis, on_a_real_rank, asked)
     assert all(counts and not difference for counts, difference in really)
-    for alike in alike_ranks(asked):
-        virtually = seen(asked, virtual.trace(asked, alike.ranks[0]), alike.ranks[0])
-        assert [really[rank] for rank in alike.ranks] == [virtually] * len(alike.ranks)
+    for each in rank_classes(asked):
+        virtually = seen(virtual.trace(asked, each.first))
+        assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
 
 
 #: most of its memory is weights and what belongs to them
@@ -228,7 +222,7 @@ def heavy(backend: str, n: int) -> Cell:
 
 @cache
 def heavy_run(backend: str, n: int) -> Measurement:
-    return virtual.run(heavy(backend, n))
+    return VirtualEngine().measure(heavy(backend, n))
 
 
 def test_each_stage_of_zero_holds_less() -> None:

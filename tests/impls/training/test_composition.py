@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.verification.oracle import relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.collectives import all_reduce
@@ -150,7 +151,7 @@ def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp:
         model_options=OPTIONS,
         training=TrainingOptions(micro_batches=8),
     )
-    result = virtual.run(cell)
+    result = VirtualEngine().measure(cell)
     assert result.formula_difference == []
     if pp * dp > 1 or cls.axes:
         assert result.communication
@@ -194,4 +195,4 @@ def test_stages_hold_all_layers_once() -> None:
 def test_sizes_that_do_not_divide(change: dict[str, object], reason: str) -> None:
     cell = Cell(model="bert-tiny", strategy="single", batch=8, seq_len=LENGTH, model_options=OPTIONS)
     with pytest.raises(Unsupported, match=reason):
-        virtual.run(cell.model_copy(update=change))
+        VirtualEngine().measure(cell.model_copy(update=change))
