@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
@@ -118,20 +118,17 @@ def _cell(content: Mapping[str, Any], layers: _Layers) -> Cell:
 
 def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is wrong with a cell, as (path in the cell, message); not what only a strategy can tell."""
-    for path, kind, named, known in (
+    searched_for = [cell.search.quantity] if cell.search is not None else []
+    named: list[tuple[tuple[str, ...], str, list[str], Iterable[str]]] = [
         (("model",), "model", [cell.model], sorted(models())),
         (("strategy",), "strategy", [cell.strategy], sorted(strategies())),
+        (("engine",), "engine", [cell.engine], engines()),
+        (("meters",), "meter", cell.meters, meters()),
+        (("search", "quantity"), "quantity", searched_for, quantities()),
         (("training", "backend"), "backend", [cell.training.backend], sorted(backends())),
-        (("engine",), "engine", [cell.engine], list(engines())),
-        (("meters",), "meter", cell.meters, list(meters())),
-        (
-            ("search", "quantity"),
-            "quantity",
-            [cell.search.quantity] if cell.search else [],
-            list(quantities()),
-        ),
-    ):
-        for name in named:
+    ]
+    for path, kind, names, known in named:
+        for name in names:
             if name not in known:
                 yield path, f"unknown {kind} {name!r}{suggestion(name, known)}"
     try:
@@ -151,9 +148,11 @@ def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     yield from _impossible_options("model_options", cell.model_options, models()[cell.model])
     of_strategy = strategies()[cell.strategy].options_type()
     yield from _impossible_options("strategy_options", cell.strategy_options, of_strategy)
-    of_backend = backends()[cell.training.backend].options_type()
-    others = list(TrainingOptions.model_fields)
-    yield from _impossible_options("training", cell.training.backend_options, of_backend, others)
+    of_backend, settings = (
+        backends()[cell.training.backend].options_type(),
+        list(TrainingOptions.model_fields),
+    )
+    yield from _impossible_options("training", cell.training.backend_options, of_backend, settings)
 
 
 def _impossible_sizes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -32,8 +32,8 @@ class RankClass:
 
     Attributes:
         stage: their pipeline stage.
-        coordinates: of the first of them along the strategy's axes, by axis.
-        ranks: the one that stands for all, then the others.
+        coordinates: of the first of them along the strategy's axes.
+        ranks: first the one that stands for all, see :meth:`Strategy.roles`.
     """
 
     stage: Stage
@@ -49,18 +49,16 @@ class RankClass:
 def rank_classes(cell: Cell) -> list[RankClass]:
     """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` along each axis of
     the strategy. The first class of each stage is the one that sends most."""
-    sizes, cls = cell.sizes.by_axis, strategy_class(cell.strategy)
-    along_axes = itertools.product(*(cls.roles(axis, sizes[axis]) for axis in cls.axes))
-    roles = [dict(zip(cls.axes, each, strict=True)) for each in along_axes]
-    return [
-        RankClass(
-            Stage(stage, cell.sizes.pp),
-            {axis: members[0] for axis, members in role.items()},
-            tuple(global_ranks(sizes, {"pp": [stage], **role})),
-        )
-        for stage in range(cell.sizes.pp)
-        for role in roles
-    ]
+    sizes, cls = cell.sizes, strategy_class(cell.strategy)
+    along_axes = [cls.roles(axis, sizes.by_axis[axis]) for axis in cls.axes]
+    found = []
+    for stage in range(sizes.pp):
+        for roles in itertools.product(*along_axes):
+            members = dict(zip(cls.axes, roles, strict=True))
+            first = {axis: coordinates[0] for axis, coordinates in members.items()}
+            ranks = global_ranks(sizes.by_axis, {"pp": [stage], **members})
+            found.append(RankClass(Stage(stage, sizes.pp), first, tuple(ranks)))
+    return found
 
 
 def sending_class(cell: Cell, rank: int) -> RankClass:
@@ -116,7 +114,7 @@ class Plan:
 
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
     """The cell's strategy without process groups, for checks, and for closed forms of what the rank at these
-    coordinates sends; 0 along the axes that are left out.
+    coordinates sends; at 0 along the axes that are left out.
 
     Raises:
         Unsupported: an axis has more than one rank that the strategy does not use.

@@ -100,6 +100,17 @@ def test_plug_ins_are_run_with_options_of_their_own(tmp_path: Path) -> None:
     assert sent == {"all_to_all", "all_reduce"}
 
 
+def test_a_plug_in_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path, **{"my_backend.py": "import no_such_module\n"})
+    ran = spbench(tmp_path, "run", "--scenario", "mine.yaml")
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(
+        "spbench: the entry point mine = my_backend:MyBackend of spbench.backends cannot be"
+    )
+    assert line.endswith("No module named 'no_such_module'; mend or uninstall it")
+
+
 def test_an_unknown_option_of_a_plug_in_is_refused(tmp_path: Path) -> None:
     write(tmp_path, **{"mine.yaml": FILES["mine.yaml"].replace("mood", "mod")})
     ran = spbench(tmp_path, "run", "--scenario", "mine.yaml")

@@ -107,7 +107,7 @@ def test_inference_is_the_forward_of_a_training_step(strategy: str) -> None:
 
 def test_inference_on_real_ranks(pool: RankPool) -> None:
     cell = inference("dsp", 3)
-    for rank, found in enumerate(pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.0)):
+    for rank, found in enumerate(pool.run({"sp": 3}, on_a_real_rank, cell, 0.0)):
         assert found.counts == seen(virtual.trace(cell, rank)).counts
         assert found.difference == []
 
