@@ -17,7 +17,7 @@ from spbench.impls.collectives import Traffic
 
 
 class DistributedDataParallel(Backend):
-    """See the module, and :mod:`impls.backends.buckets`."""
+    """Every rank holds all gradients, summed in buckets (:class:`BucketedGradients`), and all optimizer state."""
 
     name = "ddp"
 

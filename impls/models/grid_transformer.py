@@ -2,8 +2,9 @@
 single-device code.
 
 It is what models of images, videos and volumes have in common when their attention is axial (arXiv
-1912.12180), and shows what a strategy does with other numbers of dims than the two of :mod:`st_dit`. Learned
-is the noise in a latent; nothing tells the time step, which would change no message and hardly any work.
+1912.12180), and it lets strategies be checked on other numbers of dims than the two of :mod:`st_dit`. It
+predicts the noise in a latent, without the time step of the diffusion as an input: that would change no
+message and hardly any work.
 
 Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden.
 """

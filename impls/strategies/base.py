@@ -1,7 +1,7 @@
-"""The strategy interface and its single-device defaults.
+"""The interface between models and strategies, whose defaults are the single device.
 
-A model is written once and asks its strategy for the few things that parallelism changes. The
-defaults below are the single device; a strategy file holds only what it changes.
+A model is written once and asks its strategy for the few things that parallelism changes; a file of a
+strategy overrides what it changes.
 
 Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in the group.
 """
@@ -161,7 +161,8 @@ class Strategy(GridHooks):
         return [list(range(size))]
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of what one rank sends in a training step.
+        """Closed form of what this rank sends over its strategy's groups for one micro-batch, and in the
+        phases gradient_sync and optimizer for one step.
 
         Args:
             sites: what the model and the step ask for.
@@ -176,7 +177,7 @@ class Strategy(GridHooks):
         return x
 
     def block_positions(self, positions: Tensor) -> Tensor:
-        """Of all positions [L] those that this rank has between the projections of a block."""
+        """The positions that this rank has between the projections of a block, of all positions [L]."""
         return self.shard(positions, 0)
 
     # -- what a model leaves open ----------------------------------------------------------------
@@ -191,11 +192,11 @@ class Strategy(GridHooks):
         return GroupedLinear(in_features, out_features, groups)
 
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
-        """As :meth:`linear_in`, of an input that every rank has whole whoever cuts sequences."""
+        """As :meth:`linear_in`, of an input that every rank has whole, also where sequences are cut."""
         return self.linear_in(in_features, out_features)
 
     def linear_out(self, in_features: int, out_features: int) -> Linear:
-        """The projection that closes a block, without bias (whoever closes the block adds it once):
+        """The projection that closes a block, without bias (the model adds it after the sum over ranks):
         [..., in_features or a part] -> [..., out_features]."""
         return Linear(in_features, out_features, bias=False)
 

@@ -83,7 +83,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
-        # 3 heads cannot be split over 2 or 4 ranks, which matters only to who splits heads
+        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
         return [{"checkpointing": True}, plain | {"heads": 3}, {"tied": True, "cross_entropy": "fused"}]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
@@ -103,9 +103,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
-        tokens = {"B": batch, "L": seq_len}
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
-        hidden, again = tokens | {"H": self.hidden}, self.checkpointing
+        hidden, again = {"B": batch, "L": seq_len, "H": self.hidden}, self.checkpointing
         found = [
             Site(kind, len(layers), hidden | {"F": width}, again)
             for width in (self.hidden, self.inner)
@@ -114,18 +113,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         mixers = [site for i in layers for site in self.mixing(i).sites(self, batch, seq_len)]
         alike = Counter((site.kind, tuple(site.dims.items())) for site in mixers)
         found += [Site(kind, count, dict(dims), again) for (kind, dims), count in alike.items()]
-        if stage.first:
-            found.append(Site("embedding", 1, hidden | {"V": rows}))
-        if stage.last:
-            found.append(Site("vocabulary_logits", 1, hidden | {"V": rows}))
-            found.append(Site("cross_entropy", 1, tokens | {"V": rows}))
-        if stage.count > 1:
-            found.append(Site("stage_boundary", 1, hidden))
-            if self.tied:
-                words = rows * self.hidden
-                found.append(
-                    Site("tied_embedding", 1, {"elements": words, "split": words, "vocabulary": words})
-                )
+        found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
         found.append(Site("parameters", 1, self.parameters(rows, stage)))
         return found
 
