@@ -17,7 +17,7 @@ from spbench.impls.collectives import Traffic
 
 
 class DistributedDataParallel(Backend):
-    """Every rank holds all gradients, summed in buckets (:class:`BucketedGradients`), and all optimizer state."""
+    """All gradients and the whole optimizer on every rank; see :class:`BucketedGradients`."""
 
     name = "ddp"
 

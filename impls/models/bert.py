@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.models.blocks.encoder import Alone, Attention, Block, BlockOptions, attention_mask
+from spbench.impls.models.blocks.encoder import (
+    BlockOptions,
+    EncoderAttention,
+    EncoderBlock,
+    LoneEncoderLayer,
+    attention_mask,
+)
 from spbench.impls.models.blocks.text import masked_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.strategies.base import Site, Strategy
@@ -138,8 +144,12 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         losses = {"loss": None, "mlm_loss": None, "order_loss": None}
         outputs = losses | {"hidden": 1, "token_loss": 1}
         return {
-            "attention": ModelPart(lambda s, n: Alone(self, s, n, Attention), hidden_inputs, dims, {"y": 1}),
-            "block": ModelPart(lambda s, n: Alone(self, s, n, Block), hidden_inputs, dims, {"y": 1}),
+            "attention": ModelPart(
+                lambda s, n: LoneEncoderLayer(self, s, n, EncoderAttention), hidden_inputs, dims, {"y": 1}
+            ),
+            "block": ModelPart(
+                lambda s, n: LoneEncoderLayer(self, s, n, EncoderBlock), hidden_inputs, dims, {"y": 1}
+            ),
             "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
@@ -198,7 +208,7 @@ class Bert(nn.Module):
         elif stage.last:
             # the head's copy of the tied weights, under the same name
             self.embeddings = nn.ModuleDict({"words": _words(model, strategy)})
-        self.blocks = nn.ModuleDict({str(i): Block(model, strategy, seq_len) for i in layers})
+        self.blocks = nn.ModuleDict({str(i): EncoderBlock(model, strategy, seq_len) for i in layers})
         if stage.last:
             self.head = MaskedLanguageHead(model, strategy)
             self.pooler = Linear(model.hidden, model.hidden)

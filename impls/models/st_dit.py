@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.models.blocks.grid_blocks import (
-    Alone,
     GridAttention,
+    GridMlp,
     GridModel,
-    Mlp,
+    LoneGridLayer,
     noise_losses,
     one_stage_only,
     sinusoids,
@@ -124,13 +124,13 @@ class StDitModel(GridModel):
         outputs |= dict.fromkeys(("predicted", "token_loss"), self.grid_dims)
         return {
             "attention": ModelPart(
-                lambda s, n: Alone(GridAttention(self, s), self, s, n),
+                lambda s, n: LoneGridLayer(GridAttention(self, s), self, s, n),
                 partial(hidden, alone=True),
                 dims,
                 {"y": self.grid_dims},
             ),
             "block": ModelPart(
-                lambda s, n: Alone(Block(self, s, self.plan(s, n)[:2]), self, s, n),
+                lambda s, n: LoneGridLayer(StDitBlock(self, s, self.plan(s, n)[:2]), self, s, n),
                 partial(hidden, alone=False),
                 {**dims, "text": None, "modulation": None},
                 {"y": self.grid_dims},
@@ -159,7 +159,7 @@ class CrossAttention(nn.Module):
         return self.out.project(y) + self.bias
 
 
-class Block(nn.Module):
+class StDitBlock(nn.Module):
     """The grid [B, T, S, H] -> the grid, as the last stage needs it laid out, recomputed in backward if asked
     for; text [B, W, H], modulation [B, 6, H]."""
 
@@ -172,7 +172,7 @@ class Block(nn.Module):
         self.temporal = GridAttention(model, strategy)
         self.text = CrossAttention(model, strategy)
         self.mlp_norm = LayerNorm(model.hidden, model.norm_epsilon, weighted=False)
-        self.mlp = Mlp(model, strategy)
+        self.mlp = GridMlp(model, strategy)
 
     def forward(self, grid: Grid, text: Tensor, modulation: Tensor) -> Grid:
         if self.checkpointing:
@@ -233,7 +233,7 @@ class StDit(nn.Module):
         self.text = TwoLayers(model.text_hidden, h, "gelu")
         plan = model.plan(strategy, seq_len)
         self.blocks = nn.ModuleDict(
-            {str(i): Block(model, strategy, plan[2 * i : 2 * i + 2]) for i in range(model.layers)}
+            {str(i): StDitBlock(model, strategy, plan[2 * i : 2 * i + 2]) for i in range(model.layers)}
         )
         self.modulation = nn.Parameter(torch.zeros(END_MODULATION, h))
         self.norm = LayerNorm(h, model.norm_epsilon, weighted=False)

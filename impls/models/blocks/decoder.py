@@ -142,16 +142,22 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         # of the first layer the attention, of the last the block: they may differ
         return {
             "attention": ModelPart(
-                lambda s, n: Alone(self.mixing(0).build(self, s), s, n), hidden_inputs, {"x": 1}, {"y": 1}
+                lambda s, n: LoneDecoderLayer(self.mixing(0).build(self, s), s, n),
+                hidden_inputs,
+                {"x": 1},
+                {"y": 1},
             ),
             "block": ModelPart(
-                lambda s, n: Alone(Block(self, s, self.layers - 1), s, n), hidden_inputs, {"x": 1}, {"y": 1}
+                lambda s, n: LoneDecoderLayer(DecoderBlock(self, s, self.layers - 1), s, n),
+                hidden_inputs,
+                {"x": 1},
+                {"y": 1},
             ),
             "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
 
-class Mlp(nn.Module):
+class DecoderMlp(nn.Module):
     """x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x) without a gate."""
 
     def __init__(self, model: DecoderModel, strategy: Strategy):
@@ -166,7 +172,7 @@ class Mlp(nn.Module):
         return self.out.project(x * factors[0] if factors else x)
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
 
     def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
@@ -175,7 +181,7 @@ class Block(nn.Module):
         self.mixer_norm = _norm(model)
         self.mixer = model.mixing(layer).build(model, strategy)
         self.mlp_norm = _norm(model)
-        self.mlp = Mlp(model, strategy)
+        self.mlp = DecoderMlp(model, strategy)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         if self.checkpointing:
@@ -192,7 +198,7 @@ def _norm(model: DecoderModel) -> nn.Module:
     return RMSNorm(model.hidden, weighted=weighted, eps=epsilon, way=way)
 
 
-class Alone(nn.Module):
+class LoneDecoderLayer(nn.Module):
     """A mixer or a block with inputs of its own, for verification."""
 
     def __init__(self, layer: nn.Module, strategy: Strategy, seq_len: int):
@@ -219,7 +225,9 @@ class Decoder(nn.Module):
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
         if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)
-        self.blocks = nn.ModuleDict({str(i): Block(model, strategy, i) for i in stage.layers(model.layers)})
+        self.blocks = nn.ModuleDict(
+            {str(i): DecoderBlock(model, strategy, i) for i in stage.layers(model.layers)}
+        )
         if stage.last:
             self.norm = _norm(model)
             if not model.tied:

@@ -64,7 +64,7 @@ class BlockOptions(AttentionHeads):
             raise ValueError("Linformer attends to projected keys; its mask_shape is 'keys'")
 
 
-class Attention(nn.Module):
+class EncoderAttention(nn.Module):
     """Multi-head self attention without its output bias: x [B, L, H] -> [B, L, H]."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
@@ -119,14 +119,14 @@ class BiasDropoutAddNorm(nn.Module):
         return self.norm(summed)
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """A post-layer-norm transformer block: x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
         super().__init__()
         self.fused_bias_gelu, self.checkpointing = model.fused_bias_gelu, model.checkpointing
         self.random = strategy.random
-        self.attention = Attention(model, strategy, seq_len)
+        self.attention = EncoderAttention(model, strategy, seq_len)
         self.attention_end = BiasDropoutAddNorm(model, strategy)
         self.mlp_in = strategy.linear_in(model.hidden, 4 * model.hidden)
         self.mlp_out = strategy.linear_out(4 * model.hidden, model.hidden)
@@ -142,11 +142,15 @@ class Block(nn.Module):
         return self.mlp_end(self.mlp_out.project(inner), x)
 
 
-class Alone(nn.Module):
+class LoneEncoderLayer(nn.Module):
     """An attention layer or a block with inputs of its own, for verification."""
 
     def __init__(
-        self, model: BlockOptions, strategy: Strategy, seq_len: int, layer: type[Attention] | type[Block]
+        self,
+        model: BlockOptions,
+        strategy: Strategy,
+        seq_len: int,
+        layer: type[EncoderAttention] | type[EncoderBlock],
     ):
         super().__init__()
         self.model, self.strategy = model, strategy

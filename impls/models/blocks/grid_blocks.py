@@ -145,7 +145,7 @@ class GridAttention(nn.Module):
         return self.out.project(y.flatten(-2)) + self.bias
 
 
-class Mlp(nn.Module):
+class GridMlp(nn.Module):
     """x [..., H] -> [..., H] by way of 4 H features and a GELU."""
 
     def __init__(self, model: GridModel, strategy: Strategy):
@@ -185,7 +185,7 @@ def noise_losses(predicted: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, T
     return {"loss": loss, "noise_loss": loss, "token_loss": token_loss}
 
 
-class Alone(nn.Module):
+class LoneGridLayer(nn.Module):
     """A block, or attention along the first stage's dim, with inputs of its own, for verification."""
 
     def __init__(self, layer: nn.Module, model: GridModel, strategy: Strategy, seq_len: int):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
-from spbench.impls.strategies.base import LINEAR_ATTENTION_WAYS, Site, Strategy
+from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
+from spbench.impls.strategies.base import Site, Strategy
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
