@@ -2,9 +2,10 @@
 pytest tests/benchmarks/test_timeline_order.py --benchmark-only -s
 
 Prints each cell's measured and simulated step time, and how well their order agrees; with
-SPBENCH_TIMELINE_ORDER=FILE the table also goes to that CSV file. Times are reported, not judged; the order must
-not be one by chance. Run it on a machine that does nothing else: the threads of a rank wait for each other in every operator, so that one more
-busy process can slow a step tenfold, and in another cell than in the rates. It takes some minutes.
+SPBENCH_TIMELINE_ORDER=FILE the table also goes to that CSV file. Times are reported, not judged; the order
+must not be one by chance. Run it on a machine that does nothing else: the threads of a rank wait for each
+other in every operator, so that one more busy process can slow a step tenfold, and in another cell than in
+the rates. It takes some minutes.
 """
 
 from __future__ import annotations
