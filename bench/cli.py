@@ -64,6 +64,12 @@ def cli(context: click.Context) -> None:
     "--output", type=click.Path(path_type=Path), help="Folder for results; default results/runs/NAME."
 )
 @click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Give a cell up after this time, whatever the scenario says.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True, help="What is printed.")
 def run(
@@ -77,6 +83,7 @@ def run(
     jobs: int | None,
     output: Path | None,
     fresh: bool,
+    timeout: float | None,
     dry_run: bool,
     form: str,
 ) -> int:
@@ -89,7 +96,7 @@ def run(
     from spbench.bench.config.select import Narrowing
 
     narrowing = Narrowing(strategy, model, cluster, engine, world_size, variant)
-    request = Request(scenario, narrowing, jobs, output, fresh, form)
+    request = Request(scenario, narrowing, jobs, output, fresh, form, timeout)
     return dry_run_scenario(request) if dry_run else run_scenario(request)
 
 

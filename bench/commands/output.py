@@ -19,7 +19,7 @@ from rich.table import Table
 
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.claims import Comparison
-from spbench.bench.sweep.results import FINAL, Row, flat
+from spbench.bench.sweep.results import FAULTS, Row, flat
 
 GIB, MIB = 2**30, 2**20
 
@@ -169,7 +169,7 @@ class SweepProgress:
         self.running.pop(row["key"], None)
         line = f"[{self.done}/{self.total}] {_label(row['key'])}: {_outcome(row)}"
         if self.bar:
-            style = None if row["status"] in FINAL else "red"
+            style = "red" if row["status"] in FAULTS else None
             self.bar.console.print(escape(line), style=style, soft_wrap=True)
             self.bar.advance(self.task)
         else:

@@ -25,8 +25,8 @@ from spbench.bench.config.select import ALL as ALL_VARIANTS
 from spbench.bench.config.select import Narrowing
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.errors import UserError
+from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.results import finite
-from spbench.bench.sweep.workers import Crew
 
 FOLDER = Path("results", "reproduction")
 

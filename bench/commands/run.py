@@ -18,19 +18,19 @@ from spbench.bench.comparison import claims as compare
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.digest import is_current, is_final, outdated
 from spbench.bench.sweep.results import (
+    FAULTS,
     FILE,
     FINAL,
     ResultsFile,
     Row,
     as_frame,
-    breaks_formula,
     finite,
     read_rows,
 )
 from spbench.bench.sweep.sweep import at_once, sweep, unfinished
-from spbench.bench.sweep.workers import Crew
 from spbench.impls.backends import BACKENDS
 from spbench.impls.models.model import models as all_models
 from spbench.impls.strategies.registry import strategies as all_strategies
@@ -48,6 +48,7 @@ class Request:
         scenario: a name or a path.
         output: None: results/runs/ and the scenario's name.
         form: table, csv or json.
+        timeout_s: seconds that a cell may take, whatever the scenario says; None: what the scenario says.
     """
 
     scenario: str
@@ -56,6 +57,7 @@ class Request:
     output: Path | None
     fresh: bool
     form: str
+    timeout_s: float | None = None
 
     def folder(self, scenario: Scenario) -> Path:
         """Where the results go."""
@@ -117,14 +119,16 @@ class Ran:
     files: list[Path]
 
     def failed(self) -> bool:
-        """Whether cells failed; says so."""
-        counts = Counter(row["status"] for row in self.rows)
-        failed = sum(count for status, count in counts.items() if status not in FINAL)
-        if failed:
-            report.message(
-                f"spbench: {failed} of {len(self.rows)} cells failed; the same command tries them again"
+        """Whether cells have no result or a wrong one; prints how many, by status."""
+        counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
+        if counts:
+            detail = ", ".join(f"{count} {status}" for status, count in counts.items())
+            text = f"{counts.total()} of {len(self.rows)} cells failed" + f" ({detail})" * (
+                set(counts) != {"failed"}
             )
-        return bool(failed)
+            again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
+            report.message(f"spbench: {text}{again}")
+        return bool(counts)
 
 
 def run_cells(
@@ -134,16 +138,21 @@ def run_cells(
     jobs: int | None,
     fresh: bool,
     crew: Crew | None = None,
+    timeout_s: float | None = None,
 ) -> Ran | None:
-    """Run a scenario's cells into a folder, compare them, and tell progress; None if interrupted.
+    """Run a scenario's cells into a folder, compare them, and print progress; None if interrupted.
 
-    Workers are the ``crew``'s, or the sweep's own.
+    Args:
+        crew: workers to use; None: the sweep's own.
+        timeout_s: seconds that a cell may take, instead of what the scenario says.
 
     Raises:
         UserError: nothing is left to run, or the folder cannot be written.
     """
     declared = declared_cells(scenario, narrowing)
     cells = narrowed_cells(scenario, narrowing)
+    if timeout_s is not None:
+        cells = [cell.model_copy(update={"timeout_s": timeout_s}) for cell in cells]
     with ResultsFile(folder, fresh=fresh) as results:
         todo = unfinished(cells, results)
         _announce(scenario, results, cells, todo, jobs)
@@ -167,8 +176,6 @@ def run_cells(
         files = [results.path]
         if comparisons:
             files.append(compare.write(comparisons, folder))
-    for row in filter(breaks_formula, rows):
-        report.message(f"spbench: warning: {row['key']}: bytes sent are not those of the strategy's formula")
     return Ran(rows, list(current.values()), comparisons, files)
 
 
@@ -176,7 +183,9 @@ def run_scenario(request: Request) -> int:
     """Run a scenario, write and print what comes of it; returns the exit code."""
     scenario = load_scenario(request.scenario)
     folder = request.folder(scenario)
-    ran = run_cells(scenario, request.narrowing, folder, request.jobs, request.fresh)
+    ran = run_cells(
+        scenario, request.narrowing, folder, request.jobs, request.fresh, timeout_s=request.timeout_s
+    )
     if ran is None:
         return 130
     drawn, figure_failed = draw_figure(scenario, ran, folder)

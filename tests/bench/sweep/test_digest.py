@@ -14,7 +14,7 @@ import spbench.bench.sweep.digest as digest_module
 from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.engines import run as run_on_engine
+from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.sweep.digest import (
     NOT_MEASURING,
     changed_parts,
