@@ -69,8 +69,9 @@ _FUNCTIONAL: dict[str, tuple[str, Callable[[Sequence[Any]], int]]] = {
 _NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
 )
-#: operators there that send nothing: the wait for a functional collective
-_SILENT = frozenset({"_c10d_functional::wait_tensor"})
+#: operators there that send nothing: the wait for a functional collective, and what it returns wrapped for
+#: autograd
+_SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
 
 
 def communication_of(operator: torch._ops.OpOverload, args: Sequence[Any]) -> Communication | None:

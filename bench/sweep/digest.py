@@ -17,7 +17,7 @@ import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -28,7 +28,7 @@ from spbench.bench.config.cluster import load_cluster
 from spbench.bench.sweep.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.registry import strategy_class, strategy_options
+from spbench.impls.strategies.registry import strategy_class
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
 
@@ -69,7 +69,7 @@ def digest(cell: Cell) -> dict[str, str]:
     return {
         "cluster": _sha256(_without_texts(cluster)),
         "model": _sha256([_path_of(type(model)), options, cell.model_dump(mode="json")]),
-        "strategy": _sha256([_path_of(strategy), strategy_options(strategy) | cell.strategy_options]),
+        "strategy": _sha256([_path_of(strategy), asdict(strategy.options_type()) | cell.strategy_options]),
         "code": code_digest(),
         "torch": installed_version("torch") or "",
     }
