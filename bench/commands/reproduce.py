@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from spbench.bench.comparison.findings import Findings
     from spbench.bench.comparison.papers import Paper
     from spbench.bench.config.scenario import Scenario
+    from spbench.bench.sweep.crew import Crew
     from spbench.bench.sweep.results import Row
-    from spbench.bench.sweep.workers import Crew
 
 FOLDER = Path("results", "reproduction")
 
@@ -88,7 +88,7 @@ def reproduce(request: Reproduction) -> Iterator[Report]:
     from spbench.bench.comparison.document import Documents
     from spbench.bench.comparison.papers import scenarios_of
     from spbench.bench.engines.engine import run as run_on_engine
-    from spbench.bench.sweep.workers import Crew
+    from spbench.bench.sweep.crew import Crew
 
     with Crew(run_on_engine) as crew:
         papers = scenarios_of(request.paper)
