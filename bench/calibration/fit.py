@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.tables import PublishedRow, Table, rows_of
+from spbench.bench.comparison.answers.tables import PublishedRow, Table
 from spbench.bench.config.cluster import Calibration
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
@@ -83,8 +83,8 @@ def known_cells(
     by_sample = table.quantities[quantity].field == "samples_per_s"
     cells = next(iter(scenario.cells.values()))
     known = []
-    for row in rows_of(table, scenario.path.parent):
-        throughput = row.number(quantity)
+    for row in table.rows(scenario.path.parent):
+        throughput = row.value(quantity)
         cell = next((c for c in cells if table.matches(row, c)), None)
         if throughput is None or cell is None:
             continue
@@ -162,7 +162,9 @@ def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> flo
 class Residual:
     """A cell under a calibration; relative errors are of step time, simulated / published - 1.
 
-    ``left_out`` is the error when the fit did not know the cell, of a cell that it was fitted on with others.
+    Attributes:
+        role: calibrated or held out, as the fit did or did not use the cell.
+        left_out: the error when the fit did not know the cell, of a cell that it was fitted on with others.
     """
 
     label: str
@@ -191,7 +193,7 @@ def residuals(fits: Sequence[Fit], known: Sequence[Known], table: Table, quantit
                 published_s=k.published_s,
                 simulated_s=simulated,
                 relative_error=simulated / k.published_s - 1,
-                role="calibrated" if k.cell.key in calibration.fitted_on else "predicted",
+                role="calibrated" if k.cell.key in calibration.fitted_on else "held out",
                 left_out=left_out,
             )
         )
@@ -199,8 +201,8 @@ def residuals(fits: Sequence[Fit], known: Sequence[Known], table: Table, quantit
 
 
 def summary(lines: Sequence[Residual]) -> str:
-    """The predicted cells in one line."""
-    errors = [abs(line.relative_error) for line in lines if line.role == "predicted"]
+    """The errors of the cells that nothing was fitted on, in one line."""
+    errors = [abs(line.relative_error) for line in lines if line.role == "held out"]
     if not errors:
-        return "no cell is predicted: all were fitted on"
-    return f"{len(errors)} predicted cells: median error {median(errors):.1%}, worst {max(errors):.1%}"
+        return "no cell is held out: all were fitted on"
+    return f"{len(errors)} cells held out: median error {median(errors):.1%}, worst {max(errors):.1%}"

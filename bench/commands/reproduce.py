@@ -20,18 +20,19 @@ from spbench.bench.commands.options import fresh, jobs, output_folder, reported
 from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
-    from spbench.bench.comparison.claims import Comparison
-    from spbench.bench.comparison.document import Findings
+    from spbench.bench.comparison.compare import Comparison
+    from spbench.bench.comparison.findings import Findings
     from spbench.bench.comparison.papers import Paper
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.sweep.crew import Crew
+    from spbench.bench.sweep.results import Row
 
 FOLDER = Path("results", "reproduction")
 
-#: columns of PAPER.csv; the last three say where a number comes from
+#: columns of PAPER.csv; the last four say where a number comes from
 RECORDS = (
     *("table", "cell", "strategy", "quantity", "published", "reproduced", "relative_error"),
-    *("status_published", "status_reproduced", "role", "scenario", "variant", "note"),
+    *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source"),
 )
 #: columns of PAPER_runs.csv; cell_seconds is the sum over cells, however many ran at a time
 RUNS = ("scenario", "cells", "ok", "oom", "unsupported", "failed", "cell_seconds", "torch", "commit")
@@ -43,7 +44,7 @@ class Reproduction:
 
     Attributes:
         output: folder of the CSV files and figures.
-        document: a text whose generated parts are written anew; None: leave it.
+        write: write the generated parts of REPRODUCE.md and of the paper's details anew.
     """
 
     paper: str
@@ -51,7 +52,7 @@ class Reproduction:
     jobs: int | None
     output: Path
     fresh: bool
-    document: Path | None
+    write: bool
 
     def runs(self, scenario: Scenario) -> Path:
         """Where a scenario's cells are kept: with those of `spbench run`, or below another output."""
@@ -65,7 +66,7 @@ class Reproduction:
 @jobs
 @output_folder("Folder for results; default results/reproduction.")
 @fresh
-@click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md anew.")
+@click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @reported
 def command(
     paper: str, all_variants: bool, jobs: int | None, output: Path | None, fresh: bool, write: bool
@@ -74,39 +75,46 @@ def command(
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
-    document = Path("REPRODUCE.md") if write else None
-    return reproduce(Reproduction(paper, all_variants, jobs, output or FOLDER, fresh, document))
+    return reproduce(Reproduction(paper, all_variants, jobs, output or FOLDER, fresh, write))
 
 
 def reproduce(request: Reproduction) -> Iterator[Report]:
     """Reproduce a paper, or all: the report of each as soon as its cells have run.
 
     Raises:
-        UserError: an unknown paper, a wrong scenario, or a file that cannot be written or lacks its markers.
+        UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
+            written, or results that the documents may not tell of (see :func:`check_same_code`).
     """
-    from spbench.bench.comparison.document import check_document
+    from spbench.bench.comparison.document import Documents
     from spbench.bench.comparison.papers import scenarios_of
     from spbench.bench.engines.engine import run as run_on_engine
     from spbench.bench.sweep.crew import Crew
 
+    papers = scenarios_of(request.paper)
+    for paper, scenarios in papers if request.write else ():
+        Documents.of(paper.name).check(paper.name, [s.name for s in scenarios])
     with Crew(run_on_engine) as crew:
-        for paper, scenarios in scenarios_of(request.paper):
-            if request.document is not None:
-                check_document(request.document, paper.name, [s.name for s in scenarios])
+        for paper, scenarios in papers:
             yield _run(request, paper, scenarios, crew)
 
 
 def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], crew: Crew) -> Report:
-    from spbench.bench.comparison.document import Findings, read_records, write_document
+    from spbench.bench.comparison.document import Documents
+    from spbench.bench.comparison.findings import Findings, read_records
+    from spbench.bench.comparison.same_code import check_same_code
     from spbench.bench.config.select import ALL, Narrowing
 
     records: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
+    rows: dict[str, list[Row]] = {}
     drawn: list[Path] = []
     code = 0
     narrowing = Narrowing(variant=ALL if request.all_variants else None)
     for scenario in scenarios:
         ran = run_cells(scenario, narrowing, request.runs(scenario), request.jobs, request.fresh, crew)
+        rows[scenario.name] = ran.rows
+        if request.write:
+            check_same_code(rows)
         paths, figure_failed = draw_figure(scenario, ran, request.output / "figures")
         drawn += paths
         code = 1 if ran.failed() or figure_failed else code
@@ -119,9 +127,11 @@ def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], cre
         write_records(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
     ]
     # what is printed and written comes from the files, as it will when they are read again
-    read = Findings(paper.name, *(read_records(file) for file in files))
-    if request.document is not None:
-        files.append(write_document(request.document, read))
+    documents = {scenario.name: scenario.document for scenario in scenarios}
+    lines = [read_records(file) for file in files]
+    read = Findings(paper.name, lines[0], lines[1], documents)
+    if request.write:
+        files += Documents.of(paper.name).write(read)
     return _report(paper, scenarios, read, [*files, *drawn], code)
 
 
@@ -152,13 +162,8 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
     """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
     from pandas import DataFrame
 
-    from spbench.bench.comparison.claims import write_csv
-    from spbench.bench.errors import UserError
+    from spbench.bench.comparison.compare import write_csv
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return write_csv(DataFrame([dict(r) for r in records], columns=list(columns)), path)
 
 
@@ -171,7 +176,7 @@ def _report(
     for scenario in scenarios:
         for title, lines in found.blocks(scenario.name):
             sections.append(Table(f"{scenario.name}: {title}", lines))
-    sections.append(Table("Summary", found.summary()))
+    sections.append(Table("Verdict", found.verdict()))
     content = {"paper": paper.name, "records": found.records, "runs": found.runs}
     content["files"] = [str(path) for path in files]
     return Report(sections, finite(content), found.records, RECORDS, files=files, code=code)

@@ -10,7 +10,7 @@ from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.errors import UserError, suggestion
 
-FILE = "papers.csv"
+PAPERS_FILE = "papers.csv"
 ALL = "all"
 
 
@@ -25,7 +25,7 @@ class Paper:
 
 def papers() -> dict[str, Paper]:
     """The papers of results/papers/papers.csv by name."""
-    _, _, rows = published_rows(FILE, Path())
+    _, _, rows = published_rows(PAPERS_FILE, Path())
     return {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
 
 

@@ -6,44 +6,64 @@ import csv
 from importlib.resources import files
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict
+
+from spbench.bench.config.answer import PublishedNumber
 from spbench.bench.errors import UserError, suggestion
 
 PACKAGE = "spbench.results.papers"
 
 
-def published_value(file: str, key: str, row: str, column: str, beside: Path) -> float:
-    """The number that :func:`published_text` gives.
+class PublishedPlace(BaseModel):
+    """Where a published number or formula stands: in the row of a CSV file whose ``key`` is the claim's name.
 
-    Raises:
-        UserError: there is no such file, row or column, or no number there.
+    The methods take that name and the scenario file's folder; a file in that folder has precedence over one
+    that comes with the package.
     """
-    text = published_text(file, key, row, column, beside)
-    try:
-        return float(text)
-    except ValueError as error:
-        raise UserError(f"{file}: {column} of {row!r} is not a number: {text!r}") from error
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-def published_text(file: str, key: str, row: str, column: str, beside: Path) -> str:
-    """What stands in ``column`` of the row whose ``key`` is ``row``.
+    file: str
+    key: str = "claim"
+    column: str = "published"
 
-    Args:
-        file: a CSV file in the folder ``beside``, or else one that comes with the package.
+    def source(self, claim: str) -> str:
+        """FILE:ROW:COLUMN."""
+        return f"{self.file}:{claim}:{self.column}"
 
-    Raises:
-        UserError: there is no such file, row or column.
-    """
-    path, columns, rows = published_rows(file, beside)
-    for name in (key, column):
-        if name not in columns:
-            raise UserError(f"{path}: no column {name!r}{suggestion(name, columns)}")
-    found = [entry for entry in rows if entry[key] == row]
-    if len(found) != 1:
-        many = f"{len(found)} rows have" if found else "no row has"
-        raise UserError(
-            f"{path}: {many} {key} {row!r}{suggestion(row, [e[key] for e in rows]) if not found else ''}"
-        )
-    return found[0][column]
+    def text(self, claim: str, folder: Path) -> str:
+        """What stands there.
+
+        Raises:
+            UserError: there is no such file, row or column.
+        """
+        return self._row(claim, folder)[self.column]
+
+    def number(self, claim: str, quantity: str, folder: Path) -> PublishedNumber:
+        """The number that stands there, as one of this quantity.
+
+        Raises:
+            UserError: there is no such file, row or column, or no number there.
+        """
+        row = self._row(claim, folder)
+        try:
+            value = float(row[self.column])
+        except ValueError as error:
+            found = row[self.column]
+            raise UserError(f"{self.file}: {self.column} of {claim!r} is not a number: {found!r}") from error
+        return PublishedNumber(self.source(claim), quantity, value, row)
+
+    def _row(self, claim: str, folder: Path) -> dict[str, str]:
+        path, columns, rows = published_rows(self.file, folder)
+        for name in (self.key, self.column):
+            if name not in columns:
+                raise UserError(f"{path}: no column {name!r}{suggestion(name, columns)}")
+        found = [entry for entry in rows if entry[self.key] == claim]
+        if len(found) != 1:
+            many = f"{len(found)} rows have" if found else "no row has"
+            hint = suggestion(claim, [e[self.key] for e in rows]) if not found else ""
+            raise UserError(f"{path}: {many} {self.key} {claim!r}{hint}")
+        return found[0]
 
 
 def published_rows(file: str, beside: Path) -> tuple[Path, list[str], list[dict[str, str]]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spbench.bench.cell import Cell, Status
-from spbench.bench.comparison.claims import FILE as COMPARISON
+from spbench.bench.comparison.compare import COMPARISON_FILE
 from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, Row, read_rows
@@ -106,7 +106,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
         equal["cells"] += not differences
     if base.claims is None or (new.claims is None and not new.path.is_dir()):
         side = base if base.claims is None else new
-        notes.append(f"{side.path} has no {COMPARISON}: errors against published numbers are not judged")
+        notes.append(f"{side.path} has no {COMPARISON_FILE}: errors against published numbers are not judged")
     else:
         for name in dict.fromkeys([*base.claims, *(new.claims or {})]):
             before, now = base.claims.get(name), (new.claims or {}).get(name)
@@ -217,7 +217,7 @@ def read_results(path: Path) -> Results:
         raise UserError(problems[0].replace("skipped", "so that nothing can be compared"))
     if not rows:
         raise UserError(f"{cells} has no rows, so that nothing can be compared")
-    claims = path / COMPARISON
+    claims = path / COMPARISON_FILE
     return Results(
         path, {row["key"]: row for row in rows}, _read_claims(claims) if claims.is_file() else None
     )

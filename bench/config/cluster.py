@@ -6,6 +6,7 @@ only what differs from that packaged cluster.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -21,6 +22,7 @@ from pydantic import (
 )
 
 from spbench.bench.config.files import find_file, merge, packaged, parse_yaml, read_file, validate
+from spbench.bench.config.inference import Inference
 from spbench.bench.errors import UserError, suggestion
 
 PACKAGE = "spbench.scenarios.clusters"
@@ -40,12 +42,14 @@ class Figure(_Strict, Generic[Number]):
 
     Attributes:
         fitted_on: for a calibrated figure, the published cells that it was fitted on.
+        inferred_from: for one that was chosen by looking at published numbers, these.
     """
 
     value: Number | None
     source: str
     note: str = ""
     fitted_on: list[str] = []
+    inferred_from: list[Inference] = []
 
 
 class Device(_Strict):
@@ -80,9 +84,16 @@ class Link(_Strict):
 
 
 class Network(Link):
-    """The links of a node to the others: figures of one network card, and how many a node's devices share."""
+    """The links of a node to the others.
+
+    Attributes:
+        latency_s, bandwidth_bytes_per_s: of one network card.
+        nics_per_node: how many cards the devices of a node share.
+        inferred_from: the published numbers by which ``nics_per_node`` was chosen, if it was.
+    """
 
     nics_per_node: PositiveInt = 1
+    inferred_from: list[Inference] = []
 
 
 class Calibration(_Strict):
@@ -149,6 +160,23 @@ class Cluster(_Strict):
     def calibration_of(self, precision: str) -> Calibration:
         """The calibration of a precision; where there is none, what datasheets promise."""
         return {str(known): found for known, found in self.calibration.items()}.get(precision, Calibration())
+
+    def figures(self) -> Iterator[tuple[str, Figure[Any]]]:
+        """Every figure under its key path, as device.memory_total_bytes."""
+        return _figures(self, "")
+
+    @property
+    def inferences(self) -> list[Inference]:
+        """What of the cluster was chosen by looking at published numbers."""
+        return [*self.network.inferred_from, *(i for _, f in self.figures() for i in f.inferred_from)]
+
+
+def _figures(part: BaseModel | dict[str, Any], path: str) -> Iterator[tuple[str, Figure[Any]]]:
+    for key, value in part.items() if isinstance(part, dict) else part:
+        if isinstance(value, Figure):
+            yield f"{path}{key}", value
+        elif isinstance(value, BaseModel | dict):
+            yield from _figures(value, f"{path}{key}.")
 
 
 def cluster_names() -> list[str]:

@@ -6,142 +6,37 @@ lists multiply. Nested settings merge deeply: defaults, then the group, then the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from spbench.bench.cell import Cell, Measurement
-from spbench.bench.comparison.formulas import LETTERS, evaluate
-from spbench.bench.comparison.published import published_text, published_value
-from spbench.bench.comparison.tables import Table, check_tables
+from spbench.bench.cell import Cell
+from spbench.bench.config.answer import Answer, Mistake, answer_kinds
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.files import find_file, read_yaml, validate
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.config.inference import Inference, wrong_inference
+from spbench.bench.errors import UserError
 
 PACKAGE = "spbench.scenarios"
 
-#: fields of a measurement that are one number
-QUANTITIES = (
-    *("answer", "peak_memory_bytes", "reserved_memory_bytes"),
-    *("step_time_s", "tokens_per_s", "samples_per_s"),
-)
-assert {f.name for f in fields(Measurement)} >= set(QUANTITIES)
+AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Published(_Strict):
-    """Where a published number stands: the row of a CSV file whose ``key`` is the claim's name."""
-
-    file: str
-    key: str = "claim"
-    column: str = "published"
-
-
-class Selector(_Strict):
-    """Names one cell of a scenario by what is particular to it; what is left out may be anything.
-
-    Of model_options, strategy_options and training, the settings given must be the cell's.
-    """
-
-    model: str | None = None
-    strategy: str | None = None
-    world: PositiveInt | None = None
-    batch: PositiveInt | None = None
-    seq_len: PositiveInt | None = None
-    precision: str | None = None
-    model_options: dict[str, Any] = {}
-    strategy_options: dict[str, Any] = {}
-    training: dict[str, Any] = {}
-
-    def matches(self, cell: Cell) -> bool:
-        """Whether the cell is one of those named."""
-        for name in ("model", "strategy", "batch", "seq_len", "precision"):
-            if (wanted := getattr(self, name)) is not None and wanted != getattr(cell, name):
-                return False
-        has = cell.model_dump()
-        nested = all(
-            has[name].get(option, _ABSENT) == value
-            for name in ("model_options", "strategy_options", "training")
-            for option, value in getattr(self, name).items()
-        )
-        return nested and self.world in (None, cell.sizes.world)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{key} {value}" for key, value in self.model_dump(exclude_defaults=True).items())
-
-
-_ABSENT = object()
-
-
-class Claim(_Strict):
-    """A published number and what of ours is set beside it.
-
-    Attributes:
-        denominator: if given, the ratio of the two cells' quantities is compared.
-        role: "predicted", or "calibrated" where a setting was fitted to this very number.
-    """
-
-    claim: str
-    published: Published
-    numerator: Selector
-    denominator: Selector | None = None
-    quantity: str = "answer"
-    role: Literal["predicted", "calibrated"] = "predicted"
-    note: str = ""
-
-
-class FormulaClaim(_Strict):
-    """A published formula of what a GPU sends for one layer, set beside the metered elements of every cell
-    that it speaks of.
-
-    Attributes:
-        published: where the formula stands; see :func:`evaluate`.
-        cells: any number of cells.
-        less: model options of the cell, otherwise the same, whose elements are subtracted, so that what
-            is left is one layer's.
-        phases: of the step.
-    """
-
-    claim: str
-    published: Published
-    cells: Selector
-    less: dict[str, Any]
-    phases: list[Literal["forward", "backward", "gradient_sync", "optimizer"]]
-
-
-class CurveClaim(_Strict):
-    """That a cell's training run has the losses of another's, which a paper shows by curves that coincide.
-
-    Compared is the largest relative deviation, over all steps, of each loss from the reference's.
-
-    Attributes:
-        bound: a larger deviation is not rounding.
-    """
-
-    claim: str
-    cell: Selector
-    reference: Selector
-    bound: PositiveFloat
-    note: str = ""
-
-    def sides(self) -> dict[str, Selector]:
-        """The two cells, by what they are here."""
-        return {"cell": self.cell, "reference": self.reference}
-
-
-class Document(_Strict):
-    """A scenario file as it is written.
+class Document(BaseModel):
+    """A scenario file as it is written; :func:`document_model` adds a section for each kind of answer.
 
     Attributes:
         paper: what it reproduces, by its name or source in results/papers/papers.csv.
+        inferred_from: settings chosen by looking at published numbers, and which these are.
+        not_reproduced: one line for REPRODUCE.md: which published numbers are not met, and why.
         figure: a module in plots/.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: str
     paper: str = ""
@@ -149,11 +44,16 @@ class Document(_Strict):
     defaults: dict[str, Any] = {}
     groups: list[dict[str, Any]] = Field(min_length=1)
     variants: dict[str, dict[str, Any]] = {}
-    claims: list[Claim] = []
-    formulas: list[FormulaClaim] = []
-    curves: list[CurveClaim] = []
-    tables: list[Table] = []
+    inferred_from: list[Inference] = []
+    not_reproduced: str = ""
     figure: str | None = None
+
+
+@cache
+def document_model() -> type[Document]:
+    """:class:`Document` with a section, a list that may be left out, for each kind of answer."""
+    sections: dict[str, Any] = {section: (list[kind], []) for section, kind in answer_kinds().items()}  # type: ignore[valid-type]
+    return create_model("ScenarioDocument", __base__=Document, **sections)
 
 
 @dataclass(frozen=True)
@@ -169,15 +69,9 @@ class Scenario:
     document: Document
     cells: Mapping[str, Sequence[Cell]]
 
-    def published(self, claim: Claim) -> float:
-        """The published number of a claim, or UserError."""
-        at = claim.published
-        return published_value(at.file, at.key, claim.claim, at.column, self.path.parent)
-
-    def formula(self, claim: FormulaClaim) -> str:
-        """The published formula of a claim, or UserError."""
-        at = claim.published
-        return published_text(at.file, at.key, claim.claim, at.column, self.path.parent)
+    def answers(self, kind: type[AnswerT]) -> list[AnswerT]:
+        """Its answers of one kind, as the file orders them."""
+        return getattr(self.document, kind.name)
 
 
 def load_scenario(name: str) -> Scenario:
@@ -187,7 +81,7 @@ def load_scenario(name: str) -> Scenario:
         UserError: there is none, or something in it cannot be; names the file, the key and the mend.
     """
     path = find_file(name, PACKAGE, "scenario")
-    document = validate(Document, read_yaml(path), str(path))
+    document = validate(document_model(), read_yaml(path), str(path))
     if "all" in document.variants:
         raise UserError(f"{path}: variants.all: 'all' stands for every variant; choose another name")
     try:
@@ -195,54 +89,31 @@ def load_scenario(name: str) -> Scenario:
             variant: expand(document.defaults, document.groups, document.variants, variant)
             for variant in document.variants or [""]
         }
-        _check_claims(document, cells)
-        check_tables(document.tables, cells, path.parent, QUANTITIES)
+        scenario = Scenario(path.stem, path, document, cells)
+        for key_path, message in _mistakes(scenario):
+            raise Problem(key_path, message)
     except Problem as problem:
         raise UserError(f"{path}: {problem}") from problem
-    scenario = Scenario(path.stem, path, document, cells)
-    for number, claim in enumerate(document.claims):
-        try:
-            scenario.published(claim)
-        except UserError as error:
-            raise UserError(f"{path}: claims[{number}].published: {error}") from error
-    for number, formula in enumerate(document.formulas):
-        try:
-            evaluate(scenario.formula(formula), dict.fromkeys(LETTERS, 1.0))
-        except UserError as error:
-            raise UserError(f"{path}: formulas[{number}].published: {error}") from error
     return scenario
 
 
-def _check_claims(document: Document, cells: Mapping[str, Sequence[Cell]]) -> None:
-    names = [claim.claim for claim in document.claims]
-    for number, claim in enumerate(document.claims):
-        if claim.claim in names[:number]:
-            raise Problem(["claims", number, "claim"], f"{claim.claim!r} is there already; leave one out")
-        if claim.quantity not in QUANTITIES:
-            hint = suggestion(claim.quantity, QUANTITIES)
-            raise Problem(["claims", number, "quantity"], f"unknown quantity {claim.quantity!r}{hint}")
-        for side in ("numerator", "denominator"):
-            if (selector := getattr(claim, side)) is None:
-                continue
-            for declared in cells.values():
-                selected = [cell for cell in declared if selector.matches(cell)]
-                _check_selected(["claims", number, side], selector, selected)
-    for number, curve in enumerate(document.curves):
-        if curve.claim in names + [other.claim for other in document.curves[:number]]:
-            raise Problem(["curves", number, "claim"], f"{curve.claim!r} is there already; leave one out")
-        for side, selector in curve.sides().items():
-            for declared in cells.values():
-                selected = [c for c in declared if c.learning is not None and selector.matches(c)]
-                _check_selected(["curves", number, side], selector, selected)
-
-
-def _check_selected(path: list[str | int], selector: Selector, selected: Sequence[Cell]) -> None:
-    """A claim needs one cell on each cluster and engine."""
-    if not selected:
-        raise Problem(path, f"no group declares a cell with {selector}")
-    if len({(cell.cluster, cell.engine) for cell in selected}) < len(selected):
-        raise Problem(
-            path,
-            f"selects {len(selected)} cells, such as {selected[0].key} and {selected[1].key}; "
-            "add a key that tells them apart",
-        )
+def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
+    """What is wrong with the answers and inferences of a scenario whose cells are right."""
+    folder = scenario.path.parent
+    found: dict[str, Answer] = {}
+    for section, kind in answer_kinds().items():
+        for number, answer in enumerate(scenario.answers(kind)):
+            if answer.entry_name in found:
+                yield (
+                    [section, number, answer.naming_field],
+                    f"{answer.entry_name!r} is there already; leave one out",
+                )
+            found[answer.entry_name] = answer
+            for declared in scenario.cells.values():
+                for path, message in answer.check(declared, folder):
+                    yield [section, number, *path], message
+                if not answer.selected(declared):
+                    yield [section, number], "no group declares a cell that it speaks of"
+    for number, inference in enumerate(scenario.document.inferred_from):
+        for path, message in wrong_inference(inference, [*found.values()], [*scenario.cells], folder):
+            yield ["inferred_from", number, *path], message

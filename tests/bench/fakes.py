@@ -43,7 +43,10 @@ claims:
   - claim: rsa-linformer-upper-bound
     published: {file: rsa_claims.csv}
     numerator: {strategy: ring_self_attention, world: 4, model_options: {layers: 3}}
-    role: calibrated
+inferred_from:
+  - setting: "model_options.layers: 3"
+    answers: [rsa-linformer-upper-bound]
+    reason: fewer would not fit the bound
 """
 
 #: names of environment variables

@@ -10,7 +10,7 @@ import pytest
 
 from spbench.bench.calibration.fit import Fit, Known, chosen, fitted, residuals, summary
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.comparison.tables import PublishedRow, Table
+from spbench.bench.comparison.answers.tables import PublishedRow, Table
 from spbench.bench.config.cluster import Calibration
 from spbench.bench.errors import UserError
 
@@ -50,9 +50,9 @@ def test_planted_scalars_are_found() -> None:
     assert found.link_efficiency == pytest.approx(0.25, rel=1e-9)
     assert found.fitted_on == [cells[0].cell.key, cells[1].cell.key]
     lines = residuals(FITS, cells, TABLE, "tokens")
-    assert [line.role for line in lines] == ["calibrated", "calibrated", "predicted"]
+    assert [line.role for line in lines] == ["calibrated", "calibrated", "held out"]
     assert lines[2].relative_error == pytest.approx(0, abs=1e-9)
-    assert summary(lines) == "1 predicted cells: median error 0.0%, worst 0.0%"
+    assert summary(lines) == "1 cells held out: median error 0.0%, worst 0.0%"
 
 
 def test_a_cost_is_found_too() -> None:
@@ -77,7 +77,7 @@ def test_rows_that_disagree_share_the_error_and_leaving_one_out_shows_it() -> No
     assert lines[0].relative_error == pytest.approx(1 / 1.1 - 1)
     assert lines[1].relative_error == pytest.approx(0.1)
     assert lines[0].left_out == pytest.approx(math.pow(1.1, -2) - 1)
-    assert summary(lines) == "no cell is predicted: all were fitted on"
+    assert summary(lines) == "no cell is held out: all were fitted on"
 
 
 @pytest.mark.parametrize(

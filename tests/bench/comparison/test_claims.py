@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.claims import as_frame, compare, write
+from spbench.bench.comparison.compare import as_frame, compare, write
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
@@ -34,7 +34,7 @@ def test_ratio_and_value(scenario: Scenario) -> None:
     assert (ratio.role, ratio.note, ratio.variant) == ("predicted", "a ratio", "first")
     assert ratio.numerator.startswith("bert-tiny/ring_self_attention/sp8/")
     assert ratio.denominator.startswith("bert-tiny/tensor_parallel/tp2/")
-    assert (value.published, value.reproduced, value.role) == (114000.0, 4000.0, "calibrated")
+    assert (value.published, value.reproduced, value.role) == (114000.0, 4000.0, "inferred")
     assert value.denominator == ""
 
 
@@ -73,7 +73,7 @@ def test_file(scenario: Scenario, tmp_path: Path) -> None:
     assert rows[0] == [
         *("claim", "published", "reproduced", "relative_error", "role", "note"),
         *("variant", "numerator", "denominator"),
-        *("table", "cell", "strategy", "quantity", "status_published", "status_reproduced"),
+        *("table", "cell", "strategy", "quantity", "status_published", "status_reproduced", "source"),
     ]
     assert rows[1][1:6] == ["3.0", "", "", "predicted", "a ratio; numerator was not run"]
     assert rows[2][1:3] == ["114000.0", "4000.0"]

@@ -9,7 +9,8 @@ import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.commands.result_table import comparison_table
-from spbench.bench.comparison.claims import Comparison, as_frame, compare
+from spbench.bench.comparison.answers.tables import Table
+from spbench.bench.comparison.compare import Comparison, as_frame, compare
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
@@ -46,7 +47,6 @@ SCENARIO: dict[str, Any] = {
                 "memory_gib": {"field": "peak_memory_bytes", "unit": GIB},
                 "speed": {"field": "tokens_per_s"},
             },
-            "calibrated": {"speed": [{"ranks": 1, "how": "Megatron"}]},
             "note": "a note",
         }
     ],
@@ -89,7 +89,7 @@ def test_each_number_has_its_row(tmp_path: Path) -> None:
         ("memory_gib", None, 2.0, "predicted"),
         ("memory_gib", 4.0, 2.0, "predicted"),
         ("memory_gib", 8.0, 2.0, "predicted"),
-        ("speed", 100.0, 110.0, "calibrated"),
+        ("speed", 100.0, 110.0, "predicted"),
         ("speed", None, 110.0, "predicted"),
         ("speed", 200.5, 110.0, "predicted"),
     ]
@@ -155,7 +155,7 @@ def test_a_number_we_lack_is_said(tmp_path: Path) -> None:
 
 
 def test_rows_can_be_chosen(tmp_path: Path) -> None:
-    content = changed(where={"how": ["Ring"], "ranks": [4, 8]}, calibrated={})
+    content = changed(where={"how": ["Ring"], "ranks": [4, 8]})
     found = compared(load_scenario(written(tmp_path, content)), "ok", "ok", "ok", "ok")
     assert [(c.quantity, c.published) for c in found] == [("memory_gib", 8.0), ("speed", 200.5)]
 
@@ -185,14 +185,12 @@ WRONG = [
         changed(quantities={"speed": {"field": "answer", "unit": 0}}),
         "quantities.speed.unit: must be greater than 0, not 0",
     ),
-    (changed(quantities={"how": {"field": "answer"}}, calibrated={}), "row 1 of t1.csv has no number there"),
+    (changed(quantities={"how": {"field": "answer"}}), "row 1 of t1.csv has no number there"),
     (changed(status="how"), "status: row 1 of t1.csv says 'Megatron'; it must be ok, oom or unstated"),
-    (changed(calibrated={"sped": []}), "calibrated.sped: is not in quantities; did you mean 'speed'?"),
     (
-        changed(calibrated={"speed": [{"ranks": 2}]}),
-        "calibrated.speed[0]: no row of t1.csv is {'ranks': 2}",
+        changed(calibrated={"speed": [{"ranks": 1}]}),
+        "calibrated: unknown key (known: table, published, match",
     ),
-    (changed(calibrated={"speed": [{"rank": 1}]}), "calibrated.speed[0].rank: t1.csv has no column 'rank'"),
     (
         changed(names={}),
         "no group declares the cell of row 1 of t1.csv (ranks 1, sequence 512, how Megatron)",
@@ -228,7 +226,7 @@ def test_short_rows_are_blank(tmp_path: Path) -> None:
 
 def test_tables_of_the_package_are_whole() -> None:
     """Every packaged scenario loads, so that each of its published rows has a cell."""
-    tables = {name: load_scenario(name).document.tables for name in packaged("spbench.scenarios")}
+    tables = {name: load_scenario(name).answers(Table) for name in packaged("spbench.scenarios")}
     for name in ("rsa_table4", "rsa_throughput", "rsa_pipeline"):
         assert [table.table for table in tables[name]] == [name.replace("_", "-")]
 
@@ -261,7 +259,6 @@ def test_the_table_of_the_rsa_paper(tmp_path: Path) -> None:
                     "memory_mb": {"field": "peak_memory_bytes", "unit": 2**20},
                     "throughput_tokens_per_s": {"field": "tokens_per_s"},
                 },
-                "calibrated": {"throughput_tokens_per_s": [{"parallel_size": 1, "batch_size": 64}]},
             }
         ],
     }
@@ -272,4 +269,3 @@ def test_the_table_of_the_rsa_paper(tmp_path: Path) -> None:
     assert [c.status_published for c in found].count("oom") == 2
     memory = [c for c in found if c.quantity == "memory_mb"]
     assert memory[0].relative_error == pytest.approx(8192 / 8477.28 - 1)
-    assert [c.role for c in found].count("calibrated") == 4

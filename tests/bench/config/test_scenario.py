@@ -53,7 +53,9 @@ def test_lists_multiply_and_settings_merge(scenario: Scenario) -> None:
 
 def test_several_lists(tmp_path: Path) -> None:
     text = changed(
-        groups=[{"strategy": "single", "precision": ["fp16", "fp32"], "batch": [1, 2, 3]}], claims=[]
+        groups=[{"strategy": "single", "precision": ["fp16", "fp32"], "batch": [1, 2, 3]}],
+        claims=[],
+        inferred_from=[],
     )
     cells = load_scenario(write(tmp_path, text)).cells["first"]
     assert [(c.precision, c.batch) for c in cells] == [(p, b) for b in (1, 2, 3) for p in ("fp16", "fp32")]
@@ -113,7 +115,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"defaults__model": "bert-bse"}, "defaults.model: unknown model 'bert-bse'; did you mean 'bert-base'?"),
     ({"defaults__cluster": "piz-daint"}, "defaults.cluster: unknown cluster 'piz-daint'; did you mean"),
-    ({"defaults__engine": "real"}, "defaults.engine: must be 'virtual' or 'distributed', not 'real'"),
+    ({"defaults__engine": "real"}, "defaults.engine: unknown engine 'real' (known: distributed, virtual)"),
     ({"defaults__precision": "fp8"}, "defaults.precision: must be"),
     (
         {"groups__1__model_options__layer": 3},
@@ -138,7 +140,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"groups__1__seq_len": 512}, "groups[1].seq_len: is what the search is to find"),
     ({"defaults__search": None}, "groups[0].seq_len: is missing; give it, or a search for it"),
-    ({"defaults__search__quantity": "length"}, "defaults.search.quantity: must be 'batch' or 'seq_len'"),
+    ({"defaults__search__quantity": "length"}, "defaults.search.quantity: unknown quantity 'length'"),
     ({"groups__1__variant": "x"}, "groups[1].variant: unknown key; variants have a section of their own"),
     ({"groups__0__sizes__tp": [2, 2]}, "is declared twice here; leave one out"),
     ({"variants__all": {}}, "variants.all: 'all' stands for every variant"),
@@ -150,7 +152,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"claims__0__quantity": "answr"},
         "claims[0].quantity: unknown quantity 'answr'; did you mean 'answer'?",
     ),
-    ({"claims__0__role": "guess"}, "claims[0].role: must be 'predicted' or 'calibrated', not 'guess'"),
+    ({"claims__0__role": "predicted"}, "claims[0].role: unknown key (known: claim, published, numerator,"),
+    (
+        {"inferred_from__0__answers": ["rsa-max-seqlen"]},
+        "answers[0]: no answer is called 'rsa-max-seqlen'; did you mean 'rsa-max-seqlen-base'?",
+    ),
+    ({"inferred_from__0__answers": []}, "inferred_from[0].answers: is empty; give at least one"),
+    (
+        {"inferred_from__0__quantities": ["ratio"]},
+        "inferred_from[0].quantities[0]: rsa-linformer-upper-bound has",
+    ),
+    (
+        {"inferred_from__0__rows": [{"model": "gpt"}]},
+        "inferred_from[0].rows[0]: no row of rsa-linformer-upper",
+    ),
+    ({"inferred_from__0__variants": ["frist"]}, "unknown variant 'frist'; did you mean 'first'?"),
+    ({"inferred_from__0__reasn": "x"}, "inferred_from[0].reasn: unknown key; did you mean 'reason'?"),
     ({"claims__1__claim": "rsa-max-seqlen-base"}, "is there already; leave one out"),
     ({"claims__0__claim": "rsa-max-seqlen-bas"}, "claims[0].published: "),
     ({"claims__0__published__file": "rsa_claim.csv"}, "cannot read published file rsa_claim.csv"),
@@ -253,7 +270,7 @@ def test_narrowing_that_leaves_nothing(scenario: Scenario, narrowing: Narrowing,
 
 
 def test_single_device_has_no_other_size(tmp_path: Path) -> None:
-    text = changed(groups=[{"strategy": "single"}], claims=[], variants={})
+    text = changed(groups=[{"strategy": "single"}], claims=[], inferred_from=[], variants={})
     scenario = load_scenario(write(tmp_path, text))
     assert [c.variant for c in narrowed_cells(scenario, Narrowing(world_sizes=[1]))] == [""]
     with pytest.raises(UserError, match="run on one rank, not 4"):

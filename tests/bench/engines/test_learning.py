@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell, Learning
-from spbench.bench.comparison.claims import compare
-from spbench.bench.comparison.curves import deviations, final
+from spbench.bench.comparison.answers.curves import deviations, final
+from spbench.bench.comparison.compare import compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines.engine import run

@@ -12,7 +12,6 @@ A scenario says which column names which field of a cell, and which column holds
         status: status                              # the column with one of STATUSES
         quantities:
           memory_mb: {field: peak_memory_bytes, unit: 1048576}    # ours / unit is compared
-        calibrated: {memory_mb: [{parallel_size: 1}]}   # rows that a setting was fitted on
 
 Fields are those in FIELDS: ``parallel`` is the ranks along the strategy's own axes, ``world`` all ranks; an
 option is written with its section, as ``model_options.layers``.
@@ -28,8 +27,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from spbench.bench.cell import Cell
+from spbench.bench.comparison.compare import Comparison, ScenarioResults, relative_error
 from spbench.bench.comparison.published import published_rows
-from spbench.bench.config.expand import Problem
+from spbench.bench.config.answer import (
+    QUANTITIES,
+    Answer,
+    Mistake,
+    PublishedNumber,
+    Scalar,
+    stands_for,
+)
 from spbench.bench.errors import UserError, suggestion
 from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.strategies.registry import strategies
@@ -45,9 +52,6 @@ SECTIONS = ("model_options", "strategy_options", "training")
 UNSTATED = "unstated"
 #: what a published row may say became of its run
 STATUSES = ("ok", "oom", UNSTATED)
-
-Value = str | int | float | bool
-_Path = Sequence[str | int]
 
 
 class _Strict(BaseModel):
@@ -67,45 +71,6 @@ class Quantity(_Strict):
     unit: PositiveFloat = 1.0
 
 
-class Table(_Strict):
-    """A published table; the module's text shows one."""
-
-    table: str
-    published: TableFile
-    match: dict[str, str] = Field(min_length=1)
-    quantities: dict[str, Quantity] = Field(min_length=1)
-    status: str | None = None
-    cells: dict[str, Value] = {}
-    where: dict[str, list[Value]] = {}
-    names: dict[str, dict[str, Value]] = {}
-    calibrated: dict[str, list[dict[str, Value]]] = {}
-    note: str = ""
-
-    def matches(self, row: PublishedRow, cell: Cell) -> bool:
-        """Whether the cell is the one that the row speaks of."""
-        if any(field_value(cell, field) != value for field, value in self.cells.items()):
-            return False
-        return all(
-            _same(row.text[column], field_value(cell, field), self.names.get(column, {}))
-            for column, field in self.match.items()
-        )
-
-    def role(self, row: PublishedRow, quantity: str) -> str:
-        """calibrated, where the row is one that a setting was fitted on, else predicted."""
-        fitted = any(row.has(selector) for selector in self.calibrated.get(quantity, []))
-        return "calibrated" if fitted else "predicted"
-
-    def label(self, row: PublishedRow, quantity: str) -> str:
-        """A name for one number of the table that nothing else in the scenario has."""
-        where = ", ".join(f"{column} {row.text[column]}" for column in self.match)
-        return f"{self.table}: {quantity}, {where}"
-
-    def settings(self, row: PublishedRow) -> str:
-        """The options that a row names; the name of its cell has a hash in their place."""
-        optional = [c for c, field in self.match.items() if field.partition(".")[0] in SECTIONS]
-        return ", ".join(f"{column} {row.text[column]}" for column in optional if row.text[column])
-
-
 @dataclass(frozen=True)
 class PublishedRow:
     """A row of a published file.
@@ -118,25 +83,128 @@ class PublishedRow:
     line: int
     text: Mapping[str, str]
 
-    def has(self, selector: Mapping[str, Value]) -> bool:
-        """Whether the row has these values."""
-        return all(_same(self.text[column], value, {}) for column, value in selector.items())
-
-    def number(self, column: str) -> float | None:
+    def value(self, column: str) -> float | None:
         """The number in a column, or None where none was published; ValueError for anything else."""
         text = self.text[column].strip()
         return float(text) if text else None
 
 
-def rows_of(table: Table, beside: Path) -> list[PublishedRow]:
-    """The rows of a table that a scenario asks for, or UserError."""
-    _, _, rows = published_rows(table.published.file, beside)
-    numbered = [PublishedRow(line, row) for line, row in enumerate(rows, start=1)]
-    return [
-        row
-        for row in numbered
-        if all(any(row.has({c: value}) for value in values) for c, values in table.where.items())
-    ]
+class Table(Answer):
+    """A published table; the module's text shows one."""
+
+    name = "tables"
+    naming_field = "table"
+
+    table: str
+    published: TableFile
+    match: dict[str, str] = Field(min_length=1)
+    quantities: dict[str, Quantity] = Field(min_length=1)
+    status: str | None = None
+    cells: dict[str, Scalar] = {}
+    where: dict[str, list[Scalar]] = {}
+    names: dict[str, dict[str, Scalar]] = {}
+    note: str = ""
+
+    def matches(self, row: PublishedRow, cell: Cell) -> bool:
+        """Whether the cell is the one that the row speaks of."""
+        if any(field_value(cell, field) != value for field, value in self.cells.items()):
+            return False
+        return all(
+            self._same(column, row.text[column], field_value(cell, field))
+            for column, field in self.match.items()
+        )
+
+    def _same(self, column: str, text: str, value: Any) -> bool:
+        """Whether a published word of a column stands for a value of ours."""
+        names = self.names.get(column, {})
+        return names[text] == value if text in names else stands_for(text, value)
+
+    def rows(self, folder: Path) -> list[PublishedRow]:
+        """The rows that the scenario asks for, or UserError."""
+        _, _, rows = published_rows(self.published.file, folder)
+        numbered = [PublishedRow(line, row) for line, row in enumerate(rows, start=1)]
+        return [
+            row
+            for row in numbered
+            if all(any(stands_for(row.text[c], v) for v in values) for c, values in self.where.items())
+        ]
+
+    def number(self, row: PublishedRow, quantity: str) -> PublishedNumber:
+        """One number of a row."""
+        source = f"{self.published.file}:{row.line}:{quantity}"
+        return PublishedNumber(source, quantity, row.value(quantity), row.text)
+
+    def numbers(self, folder: Path) -> list[PublishedNumber]:
+        return [self.number(row, quantity) for quantity in self.quantities for row in self.rows(folder)]
+
+    def selected(self, declared: Sequence[Cell]) -> list[Cell]:
+        fixed = self.cells.items()
+        return [c for c in declared if all(field_value(c, field) == value for field, value in fixed)]
+
+    def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
+        yield from _wrong_words(self, folder)
+        rows = self.rows(folder)
+        yield from _wrong_rows(self, rows)
+        yield from _wrong_matches(self, rows, declared)
+
+    def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
+        for quantity in self.quantities:
+            for row in self.rows(results.folder):
+                if row.value(quantity) is None and self._status(row) == "ok":
+                    continue
+                for cell in results.cells:
+                    if self.matches(row, cell):
+                        yield self._entry(row, quantity, cell, results)
+
+    def _status(self, row: PublishedRow) -> str:
+        return row.text[self.status] if self.status is not None else "ok"
+
+    def _entry(self, row: PublishedRow, quantity: str, cell: Cell, results: ScenarioResults) -> Comparison:
+        """One number of the table, or the status of a run that has none."""
+        published, status = self.number(row, quantity), self._status(row)
+        found = results.rows.get(cell.key)
+        field, unit = self.quantities[quantity].field, self.quantities[quantity].unit
+        ours, notes = None, [*filter(None, (self._settings(row), self.note))]
+        if found is None:
+            notes.append("was not run")
+        else:
+            value = found["measurement"].get(field)
+            ours = None if value is None else value / unit
+            reason = f": {found['reason']}" if found["reason"] else ""
+            if status == UNSTATED:
+                notes += [f"{found['status']}{reason}"] * (found["status"] != "ok")
+            elif found["status"] != status:
+                notes.append(f"published {status}, ours {found['status']}{reason}")
+            elif ours is None and published.value is not None:
+                notes.append(f"has no {field}")
+        return Comparison(
+            claim=self.label(row, quantity),
+            published=published.value,
+            reproduced=ours,
+            relative_error=relative_error(published.value, ours),
+            role=results.role(self.table, published, field, [cell]),
+            note="; ".join(notes),
+            variant=cell.variant,
+            numerator=cell.key,
+            denominator="",
+            table=self.table,
+            cell=cell.key,
+            strategy=cell.strategy,
+            quantity=quantity,
+            status_published=status,
+            status_reproduced="" if found is None else found["status"],
+            source=published.source,
+        )
+
+    def label(self, row: PublishedRow, quantity: str) -> str:
+        """A name for one number of the table that nothing else in the scenario has."""
+        where = ", ".join(f"{column} {row.text[column]}" for column in self.match)
+        return f"{self.table}: {quantity}, {where}"
+
+    def _settings(self, row: PublishedRow) -> str:
+        """The options that a row names; the name of its cell has a hash in their place."""
+        optional = [c for c, field in self.match.items() if field.partition(".")[0] in SECTIONS]
+        return ", ".join(f"{column} {row.text[column]}" for column in optional if row.text[column])
 
 
 def field_value(cell: Cell, field: str) -> Any:
@@ -154,91 +222,36 @@ def field_value(cell: Cell, field: str) -> Any:
     return found.get(option) if isinstance(found, Mapping) else getattr(found, option, None)
 
 
-def _same(text: str, value: Any, names: Mapping[str, Value]) -> bool:
-    """Whether a published word stands for a value of ours."""
-    if text in names:
-        return names[text] == value
-    if isinstance(value, bool):
-        return text.lower() == str(value).lower()
-    if isinstance(value, int | float):
-        try:
-            return float(text) == value
-        except ValueError:
-            return False
-    return text == ("" if value is None else str(value))
-
-
 # -- what is wrong with a table --------------------------------------------------------------------------
 
 
-def check_tables(
-    tables: Sequence[Table],
-    cells: Mapping[str, Sequence[Cell]],
-    beside: Path,
-    known_quantities: Sequence[str],
-) -> None:
-    """Refuse tables that cannot be compared.
-
-    Args:
-        cells: the scenario's, by variant.
-        known_quantities: what a measurement has.
-
-    Raises:
-        Problem: what is wrong, at its key path in the scenario file.
-    """
-    for number, table in enumerate(tables):
-        at: list[str | int] = ["tables", number]
-        if table.table in [other.table for other in tables[:number]]:
-            raise Problem([*at, "table"], f"{table.table!r} is there already; leave one out")
-        for path, message in _wrong(table, beside, known_quantities):
-            raise Problem([*at, *path], message)
-        rows = rows_of(table, beside)
-        for path, message in _wrong_rows(table, rows):
-            raise Problem([*at, *path], message)
-        for declared in cells.values():
-            _check_matches(table, rows, declared, at)
-
-
-def _wrong(table: Table, beside: Path, known_quantities: Sequence[str]) -> Iterator[tuple[_Path, str]]:
+def _wrong_words(table: Table, folder: Path) -> Iterator[Mistake]:
     """What can be told from the table and the header of its file."""
     try:
-        _, columns, _ = published_rows(table.published.file, beside)
+        _, columns, _ = published_rows(table.published.file, folder)
     except UserError as error:
         yield ["published"], str(error)
         return
-    for path, column in _columns_named(table):
+    keys = ("match", "where", "names", "quantities")
+    named = [([key, column], column) for key in keys for column in getattr(table, key)]
+    named += [(["status"], table.status)] if table.status is not None else []
+    for path, column in named:
         if column not in columns:
             yield path, f"{table.published.file} has no column {column!r}{suggestion(column, columns)}"
-    fields: list[tuple[_Path, str]] = [(["match", column], field) for column, field in table.match.items()]
+    fields = [(["match", column], field) for column, field in table.match.items()]
     fields += [(["cells", field], field) for field in table.cells]
     for path, field in fields:
         section, _, option = field.partition(".")
         if field not in FIELDS and not (option and section in SECTIONS):
             yield path, f"unknown field {field!r}{suggestion(field, FIELDS)}"
     for column, quantity in table.quantities.items():
-        if quantity.field not in known_quantities:
-            hint = suggestion(quantity.field, known_quantities)
+        if quantity.field not in QUANTITIES:
+            hint = suggestion(quantity.field, QUANTITIES)
             yield ["quantities", column, "field"], f"unknown quantity {quantity.field!r}{hint}"
-    for column in table.calibrated:
-        if column not in table.quantities:
-            yield ["calibrated", column], f"is not in quantities{suggestion(column, table.quantities)}"
 
 
-def _columns_named(table: Table) -> Iterator[tuple[_Path, str]]:
-    """Where a table names a column of its file."""
-    for key in ("match", "where", "names", "quantities"):
-        for column in getattr(table, key):
-            yield [key, column], column
-    if table.status is not None:
-        yield ["status"], table.status
-    for quantity, selectors in table.calibrated.items():
-        for index, selector in enumerate(selectors):
-            for column in selector:
-                yield ["calibrated", quantity, index, column], column
-
-
-def _wrong_rows(table: Table, rows: Sequence[PublishedRow]) -> Iterator[tuple[_Path, str]]:
-    """What is wrong with the rows of the file, or with what is said of them."""
+def _wrong_rows(table: Table, rows: Sequence[PublishedRow]) -> Iterator[Mistake]:
+    """What is wrong with the rows of the file."""
     file = table.published.file
     if not rows:
         yield ["where" if table.where else "published"], f"no row of {file} is left; every table needs one"
@@ -248,33 +261,26 @@ def _wrong_rows(table: Table, rows: Sequence[PublishedRow]) -> Iterator[tuple[_P
             yield ["status"], f"row {row.line} of {file} says {found!r}; it must be {known} or {STATUSES[-1]}"
         for column in table.quantities:
             try:
-                row.number(column)
+                row.value(column)
             except ValueError:
                 found = row.text[column]
                 yield ["quantities", column], f"row {row.line} of {file} has no number there but {found!r}"
-    for quantity, selectors in table.calibrated.items():
-        for index, selector in enumerate(selectors):
-            if not any(row.has(selector) for row in rows):
-                yield ["calibrated", quantity, index], f"no row of {file} is {selector}"
 
 
-def _check_matches(
-    table: Table, rows: Sequence[PublishedRow], cells: Sequence[Cell], at: list[str | int]
-) -> None:
+def _wrong_matches(table: Table, rows: Sequence[PublishedRow], declared: Sequence[Cell]) -> Iterator[Mistake]:
     """Each row must speak of one cell on each cluster and engine, and no two rows of the same."""
     spoken_of: dict[str, int] = {}
     for row in rows:
-        matched = [cell for cell in cells if table.matches(row, cell)]
+        matched = [cell for cell in declared if table.matches(row, cell)]
         what = ", ".join(f"{column} {row.text[column]}" for column in table.match)
         where = f"row {row.line} of {table.published.file} ({what})"
         if not matched:
-            raise Problem([*at, "match"], f"no group declares the cell of {where}")
+            yield ["match"], f"no group declares the cell of {where}"
         if len({(cell.cluster, cell.engine) for cell in matched}) < len(matched):
             keys = f"{matched[0].key} and {matched[1].key}"
             mend = "match another column, or tell them apart in cells"
-            raise Problem([*at, "match"], f"{where} is {len(matched)} cells, such as {keys}; {mend}")
+            yield ["match"], f"{where} is {len(matched)} cells, such as {keys}; {mend}"
         for cell in matched:
             if cell.key in spoken_of:
-                other = spoken_of[cell.key]
-                raise Problem([*at, "match"], f"rows {other} and {row.line} both speak of {cell.key}")
+                yield ["match"], f"rows {spoken_of[cell.key]} and {row.line} both speak of {cell.key}"
             spoken_of[cell.key] = row.line

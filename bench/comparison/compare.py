@@ -1,0 +1,151 @@
+"""Comparison: what was published beside what we find."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.cell import Cell
+from spbench.bench.comparison.roles import decided_by
+from spbench.bench.config.answer import PublishedNumber, answer_kinds
+from spbench.bench.config.inference import Inference
+from spbench.bench.config.scenario import Scenario
+from spbench.bench.sweep.results import Row
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+COMPARISON_FILE = "comparison.csv"
+
+#: calibrated: a scalar of the cluster was fitted to this number; inferred: a setting was chosen by looking at
+#: it; predicted: neither; formula: a closed form; curve: the losses of training runs
+Role = Literal["calibrated", "inferred", "predicted", "formula", "curve"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number that was published, or a status, beside ours, in one variant.
+
+    Attributes:
+        published: None where a published table has a status and no number.
+        reproduced: our number, or None where there is none; the note says why.
+        relative_error: reproduced / published - 1.
+        numerator, denominator: the keys of the cells that it comes from.
+        table: the published table that it belongs to; "" for a claim.
+        cell: the cell's key; of a ratio both, with " / " between them.
+        quantity: what is compared: a column of the published table, ratio, max_batch, ...
+        status_published, status_reproduced: ok, oom or unstated, and ours; "" where there is none.
+        source: FILE:ROW:COLUMN of the published number, by which it is counted once; "" where there is none.
+    """
+
+    claim: str
+    published: float | None
+    reproduced: float | None
+    relative_error: float | None
+    role: Role
+    note: str
+    variant: str
+    numerator: str
+    denominator: str
+    table: str = ""
+    cell: str = ""
+    strategy: str = ""
+    quantity: str = ""
+    status_published: str = ""
+    status_reproduced: str = ""
+    source: str = ""
+
+
+def relative_error(published: float | None, reproduced: float | None) -> float | None:
+    """reproduced / published - 1; None where one of them is missing or nothing can be divided by."""
+    return reproduced / published - 1 if reproduced is not None and published else None
+
+
+def number_or_status(number: float | None, status: str) -> str | None:
+    """A number for people, or why there is none; both, where a run that failed has a number."""
+    if number is None:
+        return status or None
+    text = f"{number:.6g}"
+    return text if status in ("", "ok") else f"{status} ({text})"
+
+
+@dataclass(frozen=True)
+class ScenarioResults:
+    """What the answers of a scenario are compared with.
+
+    Attributes:
+        cells: the declared cells.
+        rows: the results by key, of as many of the cells as have any.
+        folder: the scenario file's, where published files of its own may be.
+    """
+
+    cells: Sequence[Cell]
+    rows: Mapping[str, Row]
+    folder: Path
+    inferences: Sequence[Inference] = ()
+
+    def split(self) -> list[ScenarioResults]:
+        """The results by variant, cluster and engine, in the order of the cells."""
+        settings = dict.fromkeys(map(_setting, self.cells))
+        return [replace(self, cells=[c for c in self.cells if _setting(c) == s]) for s in settings]
+
+    def role(self, answer: str, number: PublishedNumber, field: str, cells: Sequence[Cell]) -> Role:
+        """The role of a published number that these cells are compared with.
+
+        Args:
+            field: the compared field of their measurements.
+        """
+        return decided_by(self.inferences, answer, number, field, cells)
+
+
+def _setting(cell: Cell) -> tuple[str, str, str]:
+    return cell.variant, cell.cluster, cell.engine
+
+
+def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
+    """Everything that a scenario answers to beside ours, in each variant, cluster and engine among ``cells``.
+
+    Args:
+        cells: the declared cells (on other clusters and engines, if those were asked for).
+        rows: the results by key; an answer whose cells are not there, or have no such number, stays.
+
+    Raises:
+        UserError: a published file cannot be read.
+    """
+    results = ScenarioResults(cells, rows, scenario.path.parent, scenario.document.inferred_from)
+    return [
+        entry
+        for kind in answer_kinds().values()
+        for entry in kind.compare_all(scenario.answers(kind), results)
+    ]
+
+
+def as_frame(comparisons: Sequence[Comparison]) -> DataFrame:
+    """The comparison as a table; missing numbers are NaN."""
+    from pandas import DataFrame
+
+    columns = [field.name for field in fields(Comparison)]
+    frame = DataFrame([asdict(c) for c in comparisons], columns=columns)
+    numbers = ["published", "reproduced", "relative_error"]
+    return frame.astype(dict.fromkeys(numbers, float))
+
+
+def write(comparisons: Sequence[Comparison], folder: Path) -> Path:
+    """Write comparison.csv and return its path.
+
+    Raises:
+        UserError: it cannot be written; an earlier one is as it was.
+    """
+    return write_csv(as_frame(comparisons), folder / COMPARISON_FILE)
+
+
+def write_csv(table: DataFrame, path: Path) -> Path:
+    """Write a table as a CSV file, without its index, whole or not at all; returns the path.
+
+    Raises:
+        UserError: it cannot be written; an earlier one is unchanged.
+    """
+    return write_whole(path, table.to_csv(index=False, lineterminator="\n"))
