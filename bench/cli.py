@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a command line, print its errors in one line each, and return its exit code."""
     from spbench.bench.errors import UserError
+    from spbench.impls.discovery import DiscoveryError
 
     output = sys.stdout
     try:
@@ -113,7 +114,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         return _complain(str(interrupt) or "interrupted", 130)
     except click.ClickException as error:
         return _complain(error.format_message(), 2)
-    except UserError as error:
+    except (UserError, DiscoveryError) as error:
         return _complain(str(error), 2, traced=True)
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:

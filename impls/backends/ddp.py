@@ -17,7 +17,7 @@ from spbench.impls.collectives import Traffic
 
 
 class DistributedDataParallel(Backend):
-    """See the module, and :mod:`impls.backends.buckets`."""
+    """All gradients and the whole optimizer on every rank; see :class:`BucketedGradients`."""
 
     name = "ddp"
 
