@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from spbench.bench.cell import Cell, Measurement, Status
-from spbench.bench.sweep.results import FILE, ResultsFile, Row, read_rows
+from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.workers import measure
 from spbench.bench.verification.cases import VerifyRow
@@ -114,7 +114,7 @@ def test_the_limit_of_a_cell(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert spbench(*RUN, "--timeout", "90.5")[0] == 1  # the same cells, tried again
     assert limits[5:] == [90.5] * 5
-    assert len(read_rows(Path("results/runs/small") / FILE)[0]) == 5
+    assert len(read_rows(Path("results/runs/small") / RESULTS_FILE)[0]) == 5
 
 
 def test_second_run_keeps_and_fresh_starts_again(spbench: Run) -> None:
@@ -216,7 +216,7 @@ WRONG = [
 def test_user_errors_are_one_line(spbench: Run, arguments: tuple[str, ...], message: str) -> None:
     Path("malformed.yaml").write_text("groups: [")
     Path("negative.yaml").write_text(SCENARIO.replace("tp: [1, 2]", "tp: [1, -2]"))
-    Path("taken", FILE).mkdir(parents=True)
+    Path("taken", RESULTS_FILE).mkdir(parents=True)
     code, out, err = spbench(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("spbench: ")
