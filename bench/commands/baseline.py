@@ -72,11 +72,11 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
     """
     from spbench.bench.atomic_write import write_whole
     from spbench.bench.comparison import compare
-    from spbench.bench.sweep.results import FILE, finite
+    from spbench.bench.sweep.results import RESULTS_FILE, finite
 
     lines = [
         json.dumps(finite(canonical(row)), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n"
         for row in sorted(rows, key=lambda row: row["key"])
     ]
-    path = write_whole(folder / FILE, "".join(lines))
+    path = write_whole(folder / RESULTS_FILE, "".join(lines))
     return [path, compare.write(comparisons, folder)] if comparisons else [path]

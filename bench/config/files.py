@@ -105,7 +105,7 @@ def packaged(package: str) -> dict[str, Path]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, mapping by mapping; what ``above`` says holds."""
+    """The keys of both, nested mappings merged likewise; where both give a value, that of ``above``."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -24,7 +24,7 @@ from spbench.bench.errors import UserError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FILE = "cells.jsonl"
+RESULTS_FILE = "cells.jsonl"
 
 #: a cell with one of these is done, until its digest changes; others are run again by the next sweep
 FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
@@ -90,7 +90,7 @@ class ResultsFile:
     """
 
     def __init__(self, folder: Path, *, fresh: bool = False):
-        self.path = folder / FILE
+        self.path = folder / RESULTS_FILE
         self.moved: Path | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
