@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import MESH_AXES, ranks_along
+from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
 
-Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics"]
-Engine = Literal["virtual", "distributed"]
+#: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
+#: other bytes than its strategy's closed form says; failed and timeout: there is no result
+Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics", "mismatch"]
 
 
 class _Strict(BaseModel):
@@ -28,36 +31,62 @@ class Sizes(_Strict):
     sp: PositiveInt = 1
 
     @property
+    def by_axis(self) -> dict[str, int]:
+        """The ranks along every axis, by its name."""
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
     def world(self) -> int:
-        return self.dp * self.pp * self.tp * self.sp
+        """All ranks."""
+        return ranks_along(MESH_AXES, self.by_axis)
 
     def __str__(self) -> str:
-        return "x".join(f"{axis}{n}" for axis in MESH_AXES if (n := getattr(self, axis)) > 1) or "1"
+        return "x".join(f"{axis}{n}" for axis, n in self.by_axis.items() if n > 1) or "1"
 
 
-class TrainingOptions(_Strict):
+class TrainingOptions(BaseModel):
     """How the step is run; see :class:`Training`.
 
     ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`Inference`.
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
-    parts of a replica's batch that are run one after another.
+    parts of a replica's batch that are run one after another. Further keys are the options of the backend;
+    what is not one of them, the configuration refuses.
     """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     step: Literal["training", "inference"] = "training"
     moments: Literal["kept", "later"] = "kept"
-    backend: Literal["legacy_ddp", "ddp", "zero1", "zero2", "zero3", "fsdp_flat"] = "legacy_ddp"
-    gradients: Literal["contiguous", "stale"] = "contiguous"
+    backend: str = DEFAULT_BACKEND
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: PositiveInt = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
 
+    @model_validator(mode="after")
+    def _leave_out_defaults(self) -> TrainingOptions:
+        """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
+        given = self.__pydantic_extra__
+        if given and self.backend in backends():
+            for name, default in asdict(backends()[self.backend].options_type()).items():
+                if name in given and given[name] == default and type(given[name]) is type(default):
+                    del given[name]
+        return self
 
-class Search(_Strict):
-    """Ask for the largest ``quantity`` that fits, in multiples of ``step`` (a sequence length of ``step`` a
-    rank, where a strategy cuts it; a batch of ``step`` a micro-batch), not above ``limit``. ``timed``: and
-    for the time of a step there."""
+    @property
+    def backend_options(self) -> Mapping[str, Any]:
+        """The options of the backend that differ from their defaults, by name."""
+        return self.__pydantic_extra__ or {}
 
-    quantity: Literal["batch", "seq_len"]
+
+class SearchRequest(_Strict):
+    """Ask for the largest ``quantity`` that fits, one of :func:`quantities`.
+
+    Values are multiples of ``step`` (a sequence length of ``step`` a rank, where a strategy chunks sequences;
+    a batch of ``step`` a micro-batch), up to ``limit``. ``timed``: simulate the time of a step at the answer
+    too.
+    """
+
+    quantity: str
     step: PositiveInt = 1
     limit: PositiveInt = 2**22
     timed: bool = False
@@ -93,16 +122,20 @@ class Cell(_Strict):
     batch: PositiveInt | None = None
     seq_len: PositiveInt | None = None
     cluster: str = "local"
-    engine: Engine = "virtual"
+    engine: str = "virtual"
     precision: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
     model_options: dict[str, Any] = {}
     strategy_options: dict[str, Any] = {}
     training: TrainingOptions = TrainingOptions()
     timing: Timing = Timing()
-    search: Search | None = None
+    search: SearchRequest | None = None
     learning: Learning | None = None
+    #: names of meters beside those of memory and communication
+    meters: list[str] = []
     #: names a variant of settings within a scenario, for comparison and plots
     variant: str = ""
+    #: seconds after which a sweep gives the cell up; in no key or row, as it is not part of what is measured
+    timeout_s: PositiveFloat | None = Field(default=None, exclude=True)
 
     @property
     def key(self) -> str:
@@ -139,16 +172,18 @@ class Measurement:
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak.
-        communication: rows of :meth:`CommunicationMeter.rows`, of a rank of its
-            pipeline stage that sends what most of them do.
-        formula: the strategy's closed form, see :class:`Plan`.
-        formula_difference: where the closed form and the meter disagree; empty is right.
+        communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
+            stage.
+        formula: the closed form of what these send, rows of :meth:`Plan.formula`.
+        formula_difference: where meter and closed form disagree, rows of :meth:`Plan.difference`; empty is
+            right.
         step_time_s: median of step_time_samples_s, or simulated.
-        tokens_per_s, samples_per_s: the whole batch's positions, and its samples, over step_time_s.
+        tokens_per_s, samples_per_s: the model's tokens of the whole batch, and its samples, over step_time_s.
         breakdown: what a simulated step time is made of; see :attr:`Timeline.by_rank`.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
             step's update.
+        meters: what further meters found on ``peak_rank``, by their names.
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
 
@@ -169,6 +204,7 @@ class Measurement:
     breakdown: dict[str, float] = field(default_factory=dict)
     calibration: str = ""
     losses: list[dict[str, float]] = field(default_factory=list)
+    meters: dict[str, dict[str, Any]] = field(default_factory=dict)
     answer: int | None = None
     proof: list[dict[str, Any]] = field(default_factory=list)
 

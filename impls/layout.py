@@ -1,4 +1,4 @@
-"""What strategies and models tell each other: sites, shards, and what cannot be run."""
+"""What models and strategies exchange: sites, shards, and the error for what cannot be run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 #: which dim of a tensor holds the positions: one, or several where they lie on a grid, of which a strategy
 #: may choose; None: it has none, or every rank needs all
 SequenceDim = int | tuple[int, ...] | None
-
-MESH_AXES = ("dp", "pp", "tp", "sp")
 
 #: kinds of sites at which positions meet, which a strategy that spreads positions must have a way for
 MEETINGS = {

@@ -16,11 +16,12 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.tables import PublishedRow, Table, rows_of
-from spbench.bench.config.cluster import Calibration, load_cluster
-from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.config.cluster import Calibration
 from spbench.bench.config.scenario import Scenario
-from spbench.bench.engines.stage_traces import simulator_of, stage_traces
+from spbench.bench.engines.virtual import trace_classes
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.simulator.simulate import Simulator
+from spbench.impls.models.model import model_preset
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
 BOUNDS = {
@@ -88,8 +89,9 @@ def known_cells(
         if throughput is None or cell is None:
             continue
         on_trace(cell)
-        simulator = simulator_of(cell, stage_traces(cell), load_cluster(cell.cluster))
-        work = cell.shape[0] if by_sample else math.prod(cell.shape)
+        simulator = trace_classes(cell, events=True).simulator()
+        tokens = model_preset(cell.model, cell.model_options).tokens(*cell.shape)
+        work = cell.shape[0] if by_sample else tokens
         known.append(Known(row, cell, work / throughput, simulator))
     return known
 

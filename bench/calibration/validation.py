@@ -15,15 +15,16 @@ import pandas as pd
 from spbench.bench.calibration.local_rates import measured_cluster
 from spbench.bench.cell import Cell, Sizes, Timing
 from spbench.bench.config.cluster import Cluster
-from spbench.bench.engines import distributed
-from spbench.bench.engines.stage_traces import simulator_of, stage_traces
+from spbench.bench.engines.distributed import DistributedEngine
+from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.sweep.provenance import provenance
 from spbench.impls.models.bert import BertModel
+from spbench.impls.strategies.registry import strategy_class
 
 #: large enough that a step takes a few times as long as the system's noise, small enough for seconds
 _MODEL = {"hidden": 256, "heads": 4, **BertModel.plain_options}
 _SHAPES = [(4, 256), (16, 128), (2, 1024)]
-_WORLDS = [("single", ""), *((s, a) for s, a in (("tensor_parallel", "tp"), ("ring_self_attention", "sp")))]
+_STRATEGIES = ("single", "tensor_parallel", "ring_self_attention")
 
 
 def cells(worlds: Sequence[int] = (2, 4)) -> Iterator[Cell]:
@@ -32,12 +33,13 @@ def cells(worlds: Sequence[int] = (2, 4)) -> Iterator[Cell]:
     Operators are the plain ones: a trace counts a fused one as a GPU's single kernel, which a CPU has not.
     """
     for batch, seq_len in _SHAPES:
-        for strategy, axis in _WORLDS:
-            for n in worlds if axis else (1,):
+        for strategy in _STRATEGIES:
+            cls = strategy_class(strategy)
+            for n in worlds if cls.axes else (1,):
                 yield Cell(
                     model="bert-mini",
                     strategy=strategy,
-                    sizes=Sizes(**{axis: n}) if axis else Sizes(),
+                    sizes=Sizes(**cls.sizes_for(n)),
                     batch=batch,
                     seq_len=seq_len,
                     engine="distributed",
@@ -66,7 +68,7 @@ class Compared:
 
 def simulated(cell: Cell, cluster: Cluster) -> dict[str, float]:
     """The step time of a cell, and what it is made of."""
-    timeline = simulator_of(cell, stage_traces(cell), cluster)()
+    timeline = trace_classes(cell, events=True).simulator(cluster)()
     return {"step_time_s": timeline.step_time_s, **timeline.breakdown}
 
 
@@ -96,7 +98,7 @@ def measure_order(chosen: Sequence[Cell]) -> tuple[list[Compared], dict[int, Clu
     rows = []
     for cell in chosen:
         found = simulated(cell, clusters[cell.sizes.world])
-        rows.append(compared(cell, distributed.run(cell).step_time_samples_s, found))
+        rows.append(compared(cell, DistributedEngine().measure(cell).step_time_samples_s, found))
     return rows, clusters
 
 

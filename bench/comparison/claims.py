@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.curves import findings
 from spbench.bench.comparison.formulas import evaluate, letters, sent_bytes, sent_elements
 from spbench.bench.comparison.tables import UNSTATED, PublishedRow, Table, rows_of
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Claim, FormulaClaim, Scenario, Selector
 from spbench.bench.sweep.results import Row
 
@@ -52,6 +51,15 @@ class Comparison:
     quantity: str = ""
     status_published: str = ""
     status_reproduced: str = ""
+
+
+def number_or_status(number: float | None, status: str) -> str | None:
+    """A number as text of six digits, or its status where there is none; both where a run that is not ok has
+    a number. None: neither is known."""
+    if number is None:
+        return status or None
+    text = f"{number:.6g}"
+    return text if status in ("", "ok") else f"{status} ({text})"
 
 
 def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
@@ -275,21 +283,13 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> Path:
     Raises:
         UserError: it cannot be written; an earlier one is as it was.
     """
-    return write_whole(as_frame(comparisons), folder / FILE)
+    return write_csv(as_frame(comparisons), folder / FILE)
 
 
-def write_whole(table: DataFrame, path: Path) -> Path:
-    """Write a CSV file whole or not at all, and return its path.
+def write_csv(table: DataFrame, path: Path) -> Path:
+    """Write a table as a CSV file, without its index, whole or not at all; returns the path.
 
     Raises:
-        UserError: it cannot be written; an earlier one is as it was.
+        UserError: it cannot be written; an earlier one is unchanged.
     """
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        table.to_csv(unfinished, index=False)
-        unfinished.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    return write_whole(path, table.to_csv(index=False, lineterminator="\n"))

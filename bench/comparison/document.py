@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from spbench.bench.commands.output import number_or_status
+from spbench.bench.comparison.claims import number_or_status
 from spbench.bench.comparison.tables import UNSTATED
-from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.errors import UserError, suggestion
 
 SUMMARY = "summary"
 _PART = re.compile(

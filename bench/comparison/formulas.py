@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
 from spbench.impls.models.model import model_preset
 from spbench.impls.training.step import PRECISIONS

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spbench.bench.comparison.published import published_rows
-from spbench.bench.config.files import UserError, packaged, suggestion
+from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.errors import UserError, suggestion
 
 FILE = "papers.csv"
 ALL = "all"

@@ -6,7 +6,7 @@ import csv
 from importlib.resources import files
 from pathlib import Path
 
-from spbench.bench.config.files import UserError, suggestion
+from spbench.bench.errors import UserError, suggestion
 
 PACKAGE = "spbench.results.papers"
 

@@ -5,9 +5,8 @@ Nothing here imports torch, so that listing what is declared is quick.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -15,17 +14,12 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from spbench.bench.errors import UserError, suggestion
+
 Path_ = Sequence[str | int]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 SUFFIXES = (".yaml", ".yml")
-
-
-class UserError(Exception):
-    """Something that the user can mend: shown as one line, with exit code 2."""
-
-    def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,27 +57,45 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, is not YAML, or holds something else than a mapping.
     """
+    return parse_yaml(path, read_file(path))
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file, or UserError."""
     try:
-        text = path.read_bytes().decode()
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
+    """The mapping that the content of a YAML file is.
+
+    Args:
+        path: for messages.
+
+    Raises:
+        UserError: it is not YAML in UTF-8, or something else than a mapping.
+    """
+    try:
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     try:
-        content = yaml.load(text, _Loader)
+        loaded = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise UserError(f"{path}{at}: malformed YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: malformed YAML: {error}") from error
-    if not isinstance(content, dict):
-        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+    if not isinstance(loaded, dict):
+        found = "is empty" if loaded is None else f"holds a {type(loaded).__name__}"
         raise UserError(f"{path}: {found}, but a mapping of keys is needed")
-    wrong = next((key for key in content if not isinstance(key, str)), None)
+    wrong = next((key for key in loaded if not isinstance(key, str)), None)
     if wrong is not None:
         raise UserError(f"{path}: {wrong!r}: a key must be a word")
-    return content
+    return loaded
 
 
 def packaged(package: str) -> dict[str, Path]:
@@ -116,14 +128,6 @@ def find_file(name: str, package: str, kind: str) -> Path:
             return path
         raise UserError(f"no {kind} file {name}")
     raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}; or give the path of a YAML file")
-
-
-def suggestion(word: object, known: Iterable[str]) -> str:
-    """``; did you mean 'x'? known: x, y``, as far as there is something to say."""
-    names = [str(name) for name in known]
-    close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
-    guess = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{guess} (known: {', '.join(names)})" if names else guess
 
 
 def dotted(path: Path_) -> str:

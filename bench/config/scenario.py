@@ -18,7 +18,8 @@ from spbench.bench.comparison.formulas import LETTERS, evaluate
 from spbench.bench.comparison.published import published_text, published_value
 from spbench.bench.comparison.tables import Table, check_tables
 from spbench.bench.config.expand import Problem, expand
-from spbench.bench.config.files import UserError, find_file, read_yaml, suggestion, validate
+from spbench.bench.config.files import find_file, read_yaml, validate
+from spbench.bench.errors import UserError, suggestion
 
 PACKAGE = "spbench.scenarios"
 

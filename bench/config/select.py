@@ -1,24 +1,31 @@
 """Narrowing: which of a scenario's cells a user wants, and on what they are to run.
 
-``strategies``, ``models`` and ``world_sizes`` choose among the declared cells. ``clusters`` and ``engines``
-replace what the scenario names, since it mostly names one. A world size that none of the chosen cells has
-is made: for each of them, once, with the ranks that its replicas and stages leave along its strategy's axis.
+``strategies``, ``models``, ``world_sizes`` and ``where`` choose among the declared cells. ``clusters`` and
+``engines`` replace what the scenario names, since it mostly names one. A world size that none of the chosen
+cells has is made: for each of them, once, with the ranks that its replicas and stages leave along the first
+    of
+its strategy's axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any
 
-from spbench.bench.cell import Cell, Engine
+from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import UserError, suggestion
 from spbench.bench.config.scenario import Scenario
+from spbench.bench.engines.engine import engines
+from spbench.bench.errors import UserError, suggestion
+from spbench.impls.axes import COMPOSED_AXES, ranks_along
 from spbench.impls.models.model import models
 from spbench.impls.strategies.registry import strategies
 
 ALL = "all"
+
+#: the value of a setting that a cell leaves out
+UNSET = "unset"
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class Narrowing:
 
     Attributes:
         variant: a variant's name, "all", or None for the first.
+        where: pairs of a setting's name and its value, as in :func:`settings_of`; of each name that is
+            given, a cell has one of its values.
     """
 
     strategies: Sequence[str] = ()
@@ -35,6 +44,7 @@ class Narrowing:
     engines: Sequence[str] = ()
     world_sizes: Sequence[int] = ()
     variant: str | None = None
+    where: Sequence[tuple[str, str]] = ()
 
 
 def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
@@ -57,7 +67,7 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
         raise UserError(f"scenario {scenario.name} has no variant {narrowing.variant!r}{hint}")
     for cluster in narrowing.clusters:
         load_cluster(cluster)
-    _known("engine", narrowing.engines, get_args(Engine))
+    _known("engine", narrowing.engines, list(engines()))
     cells = [cell for name in chosen for cell in scenario.cells[name]]
     for field, values in (("cluster", narrowing.clusters), ("engine", narrowing.engines)):
         if values:
@@ -90,7 +100,47 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
         if not cells:
             sizes = " or ".join(map(str, narrowing.world_sizes))
             raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
-    return _distinct(cells)
+    return _distinct(_with_settings(cells, narrowing.where))
+
+
+def settings_of(cell: Cell) -> dict[str, str]:
+    """What defines a cell, as text by dotted name (``batch``, ``sizes.tp``, ``training.backend``,
+    ``model_options.layers``); without what is None."""
+    return dict(_flattened(cell.model_dump(), ""))
+
+
+def _flattened(content: Mapping[str, Any], above: str) -> Iterator[tuple[str, str]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{above}{name}.")
+        elif value is not None:
+            yield f"{above}{name}", str(value)
+
+
+def differing_settings(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """The settings that are not the same in all cells, each with the values it has, UNSET among them."""
+    settings = [settings_of(cell) for cell in cells]
+    names = dict.fromkeys(name for has in settings for name in has)
+    values = {name: list(dict.fromkeys(has.get(name, UNSET) for has in settings)) for name in names}
+    return {name: several for name, several in values.items() if len(several) > 1}
+
+
+def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[Cell]:
+    wanted: dict[str, list[str]] = {}
+    for name, value in where:
+        wanted.setdefault(name, []).append(value)
+    for name, values in wanted.items():
+        settings = [settings_of(cell) for cell in cells]
+        known = list(dict.fromkeys(known for has in settings for known in has))
+        _known("setting", [name], known)
+        has = [of_cell.get(name, UNSET) for of_cell in settings]
+        cells = [cell for cell, value in zip(cells, has, strict=True) if value in values]
+        if not cells:
+            raise UserError(
+                f"no cell that is left has {name} {' or '.join(values)}; "
+                f"they have: {', '.join(dict.fromkeys(has))}"
+            )
+    return cells
 
 
 def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
@@ -100,17 +150,17 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
     declared = [cell for cell in cells if cell.sizes.world == size]
     if declared:
         return declared
-    axes = {cell.strategy: strategies()[cell.strategy].axis for cell in cells}
     made = []
     for cell in cells:
-        if axis := axes[cell.strategy]:
-            around = cell.sizes.dp * cell.sizes.pp
+        cls = strategies()[cell.strategy]
+        if cls.axes:
+            around = ranks_along(COMPOSED_AXES, cell.sizes.by_axis)
             if size % around:
                 raise UserError(
                     f"--world-size {size}: not divisible by the {cell.sizes.dp} replicas x {cell.sizes.pp} "
                     f"stages of {cell.key}; use {max(1, size // around) * around}"
                 )
-            sizes = cell.sizes.model_copy(update={axis: size // around})
+            sizes = cell.sizes.model_copy(update=dict.fromkeys(cls.axes, 1) | cls.sizes_for(size // around))
             made.append(cell.model_copy(update={"sizes": sizes}))
     return made
 

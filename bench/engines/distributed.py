@@ -6,7 +6,6 @@ them. This form of the engine uses Gloo on CPUs.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
@@ -16,15 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.engines.setup import alike_ranks, mesh_axes, plan, record_step, telling_set
-from spbench.bench.meters.allocator import replay
+from spbench.bench.engines.engine import Engine
+from spbench.bench.engines.plan import plan
+from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.bench.meters.registry import meter_classes
+from spbench.bench.processes import usable_cores, write_stacks_on_signal
+from spbench.impls.axes import device_mesh
 
 #: of weights and data, the same for every strategy and size
 SEED = 1
@@ -33,36 +36,32 @@ SEED = 1
 _SETTLE_S = 0.002
 
 
-def run(cell: Cell) -> Measurement:
-    """Measure a cell on real ranks: step time, communication, and peak memory as the meters count it.
+class DistributedEngine(Engine):
+    """Runs the step on N processes of this machine: real bytes, real peaks, measured times."""
 
-    Peak memory is the maximum over ranks; communication is the first rank's, or with pipeline stages that of
-    the rank with the peak (mean bytes over ranks where a ring does not divide evenly).
+    name = "distributed"
+    summary = "real ranks: Gloo processes on this machine's CPUs; measured time"
+    runs_alone = True
 
-    Raises:
-        Unsupported: the strategy cannot run these sizes.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
-    """
-    planned = plan(cell)
-    by_rank = launch(cell, measure_rank)
-    rank, worst = max(by_rank.items(), key=lambda item: item[1]["peak_memory_bytes"])
-    telling = telling_set(cell, rank)
-    samples = by_rank[0]["step_time_samples_s"]
-    step_time_s = statistics.median(samples)
-    return Measurement(
-        peak_memory_bytes=worst["peak_memory_bytes"],
-        reserved_memory_bytes=worst["reserved_memory_bytes"],
-        peak_phase=worst["peak_phase"],
-        peak_rank=rank,
-        peak_held=worst["peak_held"],
-        communication=by_rank[alike_ranks(cell)[telling].ranks[0]]["communication"],
-        formula=planned.formula(telling),
-        formula_difference=[entry for result in by_rank.values() for entry in result["formula_difference"]],
-        step_time_s=step_time_s,
-        step_time_samples_s=samples,
-        tokens_per_s=math.prod(cell.shape) / step_time_s,
-        samples_per_s=cell.shape[0] / step_time_s,
-    )
+    def measure(self, cell: Cell) -> Measurement:
+        """Step time, communication, and peak memory as the meters count it.
+
+        Raises:
+            Unsupported: the strategy cannot run these sizes.
+            torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
+        """
+        plan(cell)
+        by_rank = [found for _, found in sorted(launch(cell, measure_rank).items())]
+        result = merged(cell, by_rank)
+        samples = by_rank[0].step_time_samples_s
+        result.step_time_samples_s = samples
+        add_step_time(result, cell, statistics.median(samples))
+        return result
+
+    def learn(self, cell: Cell) -> Measurement:
+        from spbench.bench.engines.learning import learn
+
+        return learn(cell)
 
 
 def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any]:
@@ -90,41 +89,29 @@ def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any
 
 def _rank_main(work: Callable[[DeviceMesh, Cell], Any], dumped: dict[str, Any]) -> Any:
     """What each rank runs; the launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    write_stacks_on_signal(f"rank {os.environ['RANK']}")
     cell = Cell.model_validate(dumped)
     # ranks share the cores; more threads than cores would make each other wait
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.sizes.world))
+    torch.set_num_threads(max(1, usable_cores() // cell.sizes.world))
     dist.init_process_group("gloo")
     try:
-        sizes = tuple(getattr(cell.sizes, axis) for axis in MESH_AXES)
-        return work(init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES), cell)
+        return work(device_mesh(cell.sizes.by_axis), cell)
     finally:
         dist.destroy_process_group()
 
 
-def measure_rank(mesh: DeviceMesh, cell: Cell) -> dict[str, Any]:
-    """What one rank measures."""
-    recorder = Recorder(mesh_axes(mesh), settle_s=_SETTLE_S)
+def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
+    """Measure one rank: its memory and communication in a metered step, then the times of further steps."""
+    recorder = Recorder(mesh, settle_s=_SETTLE_S, further=meter_classes(cell.meters))
     with recorder:
         training, inputs = record_step(cell, mesh, recorder, torch.Generator().manual_seed(SEED), SEED)
-    log = recorder.memory.stop()
+    trace = Trace.of(cell, dist.get_rank(), recorder)
     for _ in range(cell.timing.warmup):
         training.step(inputs)
     samples = [_timed(lambda: training.step(inputs)) for _ in range(cell.timing.samples)]
-    peak = log.peak()
-    return {
-        "peak_memory_bytes": peak.nbytes,
-        "reserved_memory_bytes": replay(log.sizes, log.events, None).peak_reserved,
-        "peak_phase": peak.phase,
-        "peak_held": peak.held,
-        "communication": recorder.communication.rows(),
-        "formula_difference": plan(cell).difference(recorder.communication, _set_of(cell, dist.get_rank())),
-        "step_time_samples_s": samples,
-    }
-
-
-def _set_of(cell: Cell, rank: int) -> int:
-    """Which of :func:`alike_ranks` a rank is in."""
-    return next(which for which, alike in enumerate(alike_ranks(cell)) if rank in alike.ranks)
+    measurement = trace.measurement(capacity=None)
+    measurement.step_time_samples_s = samples
+    return measurement
 
 
 def _timed(step: Any) -> float:

@@ -16,22 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Learning, Measurement
 from spbench.bench.engines import distributed
-from spbench.bench.engines.setup import build_training, plan, rank_inputs
+from spbench.bench.engines.plan import plan
+from spbench.bench.engines.setup import build_training, rank_inputs
 from spbench.impls.collectives import all_reduce
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import initialize
 
 
-def run(cell: Cell) -> Measurement:
-    """Train, and return the losses of each step.
+def learn(cell: Cell) -> Measurement:
+    """Train on real ranks, and return the losses of each step; status numerics where one is not finite.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes, or the engine or the model cannot learn.
+        Unsupported: the strategy cannot run these sizes, or there is no data for the model.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
     """
-    if cell.engine != "distributed":
-        raise Unsupported(f"the engine {cell.engine} computes no losses", "use the engine distributed")
     plan(cell)
     model_preset(cell.model, cell.model_options).batches(*cell.shape, seed=0)
     losses = distributed.launch(cell, losses_of_rank)[0]
@@ -54,7 +53,7 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
     set_weights = partial(initialize, seed=asked.seed, deviation=asked.deviation)
     training, strategy, around = build_training(cell, mesh, set_weights, cls)
     shares = LossShares(training.module, model.losses)
-    groups = [strategy.group if strategy.loss_is_partial else None, around.dp_group, around.pp_group]
+    groups = [strategy.place.group(*strategy.loss_axes), around.dp_group, around.pp_group]
     batches = model.batches(*cell.shape, seed=asked.seed)
     curves = []
     for step, batch in zip(range(1, asked.steps + 1), batches, strict=False):

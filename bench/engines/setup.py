@@ -1,200 +1,23 @@
-"""What every engine runs: the plan of a cell, and its training step under the meters."""
+"""What every engine builds and runs: a cell's module, its training or inference step, and a rank's inputs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from fractions import Fraction
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.meters.communication import CommunicationMeter, as_number
+from spbench.bench.cell import Cell
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.backends import BACKENDS
-from spbench.impls.backends.backend import PlannedStep, planned_sums
-from spbench.impls.collectives import Traffic
-from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
+from spbench.impls.axes import Place
+from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.strategies.base import MESH_AXES, Site, Strategy, Unsupported
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.inference import Inference
-from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize, training_sites
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A cell whose sizes have been checked.
-
-    Attributes:
-        traffic: for each of :func:`alike_ranks`, the closed form of what a rank sends in a step, each entry
-            with the size of the group it goes to.
-    """
-
-    traffic: list[list[tuple[Traffic, int]]]
-
-    def formula(self, which: int = 0) -> list[dict[str, Any]]:
-        """The closed form as rows: phase, purpose, collective, count, payload_bytes (of one) and sent_bytes
-        (of one rank, all of them)."""
-        return [{**asdict(t), "sent_bytes": as_number(t.sent_bytes(n))} for t, n in self.traffic[which]]
-
-    def difference(self, meter: CommunicationMeter, which: int = 0) -> list[dict[str, Any]]:
-        """Where the meter saw other bytes than the closed form says; empty where they agree exactly."""
-        expected: Counter[tuple[str, str]] = Counter()
-        metered: Counter[tuple[str, str]] = Counter()
-        for t, size in self.traffic[which]:
-            expected[t.phase, t.collective] += t.sent_bytes(size)  # type: ignore[assignment]
-        for (phase, collective), sent in meter.sent_bytes().items():
-            metered[phase, collective] += sent  # type: ignore[assignment]
-        return [
-            {
-                "phase": phase,
-                "collective": collective,
-                "formula_bytes": as_number(Fraction(expected[phase, collective])),
-                "metered_bytes": as_number(Fraction(metered[phase, collective])),
-            }
-            for phase, collective in sorted(expected.keys() | metered.keys())
-            if expected[phase, collective] != metered[phase, collective]
-        ]
-
-
-def planned_strategy(cell: Cell, rank: int = 0) -> Strategy:
-    """The cell's strategy without process groups, for checks, and for closed forms of what ``rank`` of a
-    strategy's group sends.
-
-    Raises:
-        Unsupported: an axis has more than one rank that the strategy does not use.
-    """
-    cls = strategy_class(cell.strategy)
-    for axis in ("tp", "sp"):
-        if axis != cls.axis and getattr(cell.sizes, axis) > 1:
-            raise Unsupported(
-                f"{cls.name} does not use the axis {axis}",
-                f"give the ranks to {cls.axis}" if cls.axis else "use one rank",
-            )
-    size = getattr(cell.sizes, cls.axis) if cls.axis else 1
-    return cls(planned_size=size, planned_rank=rank, **cell.strategy_options)
-
-
-def plan(cell: Cell) -> Plan:
-    """Check a cell and write down what it should send.
-
-    Raises:
-        Unsupported: the strategy cannot run these sizes, or the batch or the layers cannot be divided so.
-    """
-    strategy, model = planned_strategy(cell), model_preset(cell.model, cell.model_options)
-    precision, (batch, seq_len) = PRECISIONS[cell.precision], cell.shape
-    parts = cell.sizes.dp * cell.training.micro_batches
-    if batch % parts:
-        below = batch - batch % parts
-        raise Unsupported(
-            f"batch {batch} cannot be divided into {parts} micro-batches of all replicas",
-            f"use {' or '.join(str(n) for n in (below, below + parts) if n)}",
-        )
-
-    def sites(stage: Stage) -> list[Site]:
-        asked = model.sites(batch // parts, seq_len, strategy.vocabulary_parts, stage)
-        return asked + training_sites(precision)
-
-    strategy.check(sites(ONE_STAGE))
-    forward_only = cell.training.step == "inference"
-    if forward_only:
-        check_inference(cell)
-    width = precision.parameters.itemsize
-    backend, micro_batches = BACKENDS[cell.training.backend], cell.training.micro_batches
-    if cell.sizes.pp > 1 and not backend.pipelined:
-        raise Unsupported(
-            f"the backend {backend.name} shards a whole model and has no pipeline stages",
-            "use pp 1, or the backend ddp",
-        )
-    traffic = []
-    for alike in alike_ranks(cell):
-        asked, role = sites(alike.stage), planned_strategy(cell, alike.role)
-        sums = planned_sums(asked, role, cell.sizes.dp)
-        build = partial(_without_values, model, role, seq_len, alike.stage)
-        entries = [
-            *composed_traffic(asked, role, alike.stage, micro_batches, width),
-            *backend.traffic(PlannedStep(sums, micro_batches, precision, role, build)),
-        ]
-        if forward_only:
-            entries = [(t, size) for t, size in entries if t.phase == "forward"]
-        traffic.append([(t, size) for t, size in entries if t.sent_bytes(size)])
-    return Plan(traffic)
-
-
-def check_inference(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for settings that a forward pass alone has no use for."""
-    training = cell.training
-    for given, what in (
-        (cell.learning is not None, "learning"),
-        (cell.sizes.pp > 1, "pipeline stages"),
-        (training.micro_batches > 1, "micro-batches"),
-        (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
-    ):
-        if given:
-            raise Unsupported(f"an inference step has no {what}", "leave it out")
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Global ranks that run the same program.
-
-    Attributes:
-        stage: their pipeline stage.
-        role: the rank that one of them has in its strategy's group.
-    """
-
-    stage: Stage
-    role: int
-    ranks: list[int]
-
-
-def _without_values(model: Model, strategy: Strategy, seq_len: int, stage: Stage) -> nn.Module:
-    """The module of a rank, for the shapes of its parameters."""
-    with torch.device("meta"):
-        return model.build(strategy, seq_len, stage)
-
-
-def alike_ranks(cell: Cell) -> list[Alike]:
-    """All ranks of a cell, in sets of those that run the same program: by pipeline stage, and within it by
-    :meth:`Strategy.roles`. The mesh (dp, pp, tp, sp) is row-major."""
-    sizes = cell.sizes
-    each = sizes.tp * sizes.sp  # one of the two is 1
-    return [
-        Alike(
-            Stage(stage, sizes.pp),
-            role[0],
-            [(replica * sizes.pp + stage) * each + i for replica in range(sizes.dp) for i in role],
-        )
-        for stage in range(sizes.pp)
-        for role in strategy_class(cell.strategy).roles(each)
-    ]
-
-
-def telling_set(cell: Cell, rank: int) -> int:
-    """Which of :func:`alike_ranks` says most of what is sent in the pipeline stage of a rank: its first."""
-    alike = alike_ranks(cell)
-    stage = next(a.stage for a in alike if rank in a.ranks)
-    return next(which for which, a in enumerate(alike) if a.stage == stage)
-
-
-def model_parameters(cell: Cell) -> int:
-    """Parameters of the whole model, with the padding of its vocabulary that the strategy asks for."""
-    parts = planned_strategy(cell).vocabulary_parts
-    sites = model_preset(cell.model, cell.model_options).sites(1, cell.seq_len or 1, parts)
-    return sum(site.dims["elements"] for site in sites if site.kind == "parameters")
-
-
-def mesh_axes(mesh: DeviceMesh) -> dict[str, str]:
-    """The mesh axis of each process group of more than one rank, by the group's name."""
-    groups = {axis: mesh.get_group(axis) for axis in MESH_AXES}
-    return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
+from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
 
 
 def set_up(
@@ -238,7 +61,7 @@ def build_training(
         PRECISIONS[cell.precision],
         moments=cell.training.moments,
         backend=cell.training.backend,
-        gradients=cell.training.gradients,
+        backend_options=cell.training.backend_options,
         around=around,
         micro_batches=cell.training.micro_batches,
         schedule=cell.training.schedule,
@@ -254,8 +77,9 @@ def build_module(
 ) -> tuple[nn.Module, Strategy, Composition]:
     """The module alone, with the arguments of :func:`build_training`."""
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
-    strategy = (cls or strategy_class(cell.strategy))(mesh, **cell.strategy_options)
-    around = Composition(mesh)
+    place = Place.on(mesh)
+    strategy = (cls or strategy_class(cell.strategy)).configured(place, cell.strategy_options)
+    around = Composition(place)
     with default_dtype(precision.parameters):
         module = model.build(strategy, cell.shape[1], around.stage)
     if set_weights is not None:
@@ -295,7 +119,7 @@ def record_step(
                 initialize(module, seed)
 
     training, inputs = set_up(cell, mesh, generator, set_weights)
-    recorder.communication.axes.update(training.around.flattened)
+    recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
     training.step(inputs, recorder.phase)
     return training, inputs

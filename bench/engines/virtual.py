@@ -7,23 +7,50 @@ comes from the same meters that watch real ranks.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spbench.bench.cell import Cell, Measurement, Sizes
-from spbench.bench.config.cluster import load_cluster
-from spbench.bench.engines.setup import alike_ranks, mesh_axes, plan, record_step, telling_set
-from spbench.bench.engines.timing import add_times, can_time
-from spbench.bench.meters.allocator import MIB, replay
-from spbench.bench.meters.event_log import TimelineMeter
+from spbench.bench.engines.engine import Engine
+from spbench.bench.engines.plan import plan, rank_classes
+from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.traces import ClassTraces, Trace, can_time
+from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.bench.meters.registry import meter_classes
+from spbench.impls.axes import device_mesh
+
+#: environment variable: if set and not empty, no operator is remembered (:class:`FastRecorder`)
+PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
+
+
+class VirtualEngine(Engine):
+    """Traces one rank of each class of ranks that run the same program, and simulates the time of all."""
+
+    name = "virtual"
+    summary = "fake tensors on fake ranks: exact bytes and memory, simulated time; no GPU, no data"
+    is_exact = True
+
+    def measure(self, cell: Cell) -> Measurement:
+        """Peak and reserved memory, whether it fits the card, communication, and the step time where the
+        cluster has rates.
+
+        Raises:
+            Unsupported: the strategy cannot run these sizes.
+        """
+        return trace_classes(cell, events=can_time(cell)).measurement()
+
+    def search(self, cell: Cell) -> Measurement:
+        from spbench.bench.search.boundary import largest_that_fits
+
+        return largest_that_fits(cell)
 
 
 @contextmanager
@@ -33,9 +60,7 @@ def fake_mesh(sizes: Sizes, rank: int) -> Iterator[DeviceMesh]:
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
     dist.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
     try:
-        yield init_device_mesh(
-            "cpu", tuple(getattr(sizes, axis) for axis in MESH_AXES), mesh_dim_names=MESH_AXES
-        )
+        yield device_mesh(sizes.by_axis)
     finally:
         dist.destroy_process_group()
 
@@ -52,73 +77,32 @@ def _no_cyclic_collection() -> Iterator[None]:
             gc.enable()
 
 
-def trace(cell: Cell, rank: int = 0, *, timeline: bool = False) -> Recorder:
-    """Run one training step of ``rank`` on fake tensors and return what the meters saw; with ``timeline``
-    the order of events too, which a step time needs.
+def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
+    """Run one training step of ``rank`` on fake tensors and return what the meters saw; with ``events`` also
+    the order of operators and communication, which a step time needs.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
     plan(cell)
+    further = meter_classes(cell.meters)
     with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
-        recorder = Recorder(mesh_axes(mesh), timeline=TimelineMeter(mesh) if timeline else None)
-        with FakeTensorMode(), recorder:
+        mode = FakeTensorMode()
+        recorder = (
+            Recorder(mesh, events=events, further=further)
+            if further or os.environ.get(PLAIN_TRACE)
+            else FastRecorder(mode, mesh, events=events)
+        )
+        with mode, recorder:
             record_step(cell, mesh, recorder)
-        recorder.memory.stop()
-    return recorder
+        return Trace.of(cell, rank, recorder)
 
 
-def run(cell: Cell) -> Measurement:
-    """Measure a cell: peak and reserved memory, whether it fits the card, communication, and the step time
-    where the cluster has rates.
-
-    One rank is traced of each set that runs the same program (a pipeline stage, or a role in it); see
-    :func:`told` for what is told of them.
+def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
+    """Trace the first rank of each of a cell's rank classes.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    members = [alike.ranks for alike in alike_ranks(cell)]
-    timed = can_time(cell)
-    recorders = [trace(cell, ranks[0], timeline=timed) for ranks in members]
-    result = told(cell, [measure(cell, recorder, which) for which, recorder in enumerate(recorders)])
-    programs = [recorder.timeline.program() for recorder in recorders if recorder.timeline is not None]
-    if programs and result.status == "ok":
-        add_times(result, cell, programs, members)
-    return result
-
-
-def told(cell: Cell, measurements: list[Measurement]) -> Measurement:
-    """Of the measurements of :func:`alike_ranks` the one that is told: that with the largest peak, or one
-    that runs out of memory, with what the most telling ranks of its stage send (the last of a ring may send
-    nothing), and with what the closed form of any got wrong."""
-    chosen = max(measurements, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
-    telling = measurements[telling_set(cell, chosen.peak_rank)]
-    chosen.communication, chosen.formula = telling.communication, telling.formula
-    chosen.formula_difference = [entry for m in measurements for entry in m.formula_difference]
-    return chosen
-
-
-def measure(cell: Cell, recorder: Recorder, which: int = 0) -> Measurement:
-    """What a trace of the first rank of a set of :func:`alike_ranks` means on the cell's cluster."""
-    planned, log = plan(cell), recorder.memory.log
-    peak = log.peak()
-    card = replay(log.sizes, log.events, load_cluster(cell.cluster).usable_memory_bytes)
-    measurement = Measurement(
-        peak_memory_bytes=peak.nbytes,
-        reserved_memory_bytes=card.peak_reserved,
-        peak_phase=peak.phase,
-        peak_rank=alike_ranks(cell)[which].ranks[0],
-        peak_held=peak.held,
-        communication=recorder.communication.rows(),
-        formula=planned.formula(which),
-        formula_difference=planned.difference(recorder.communication, which),
-    )
-    if card.out_of_memory is not None:
-        error = card.out_of_memory
-        measurement.status = "oom"
-        measurement.reason = (
-            f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
-            f"and {error.reserved / MIB:.0f} MiB reserved"
-        )
-    return measurement
+    classes = rank_classes(cell)
+    return ClassTraces(cell, classes, [trace(cell, each.first, events=events) for each in classes])

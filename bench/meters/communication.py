@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
+from spbench.bench.meters.meter import Communication, Meter
 from spbench.impls.collectives import wire_bytes
 
 
@@ -45,18 +47,62 @@ _OPERATORS: dict[str, tuple[str, Callable[[Sequence[Any]], int]]] = {
     "barrier": ("barrier", lambda args: 0),
 }
 
-#: operators whose first argument is filled from other ranks and was made for that
-FILLED_FROM_OTHERS = (
-    "recv_",
-    "allgather_",
-    "_allgather_base_",
-    "allgather_into_tensor_coalesced_",
-    "_reduce_scatter_base_",
-    "reduce_scatter_",
-    "reduce_scatter_tensor_coalesced_",
-    "alltoall_",
-    "alltoall_base_",
+#: functional collectives, which DTensor and torch.compile use -> (collective, bytes of its payload). Their
+#: last positional argument is the group, and they return new tensors
+_FUNCTIONAL: dict[str, tuple[str, Callable[[Sequence[Any]], int]]] = {
+    "all_reduce": ("all_reduce", _argument(0)),
+    "all_reduce_": ("all_reduce", _argument(0)),
+    "all_reduce_coalesced": ("all_reduce", _argument(0)),
+    "all_reduce_coalesced_": ("all_reduce", _argument(0)),
+    "broadcast": ("broadcast", _argument(0)),
+    "broadcast_": ("broadcast", _argument(0)),
+    "all_gather_into_tensor": ("all_gather", lambda args: _nbytes(args[0]) * args[1]),
+    "all_gather_into_tensor_out": ("all_gather", lambda args: _nbytes(args[0]) * args[1]),
+    "all_gather_into_tensor_coalesced": ("all_gather", lambda args: _nbytes(args[0]) * args[1]),
+    "reduce_scatter_tensor": ("reduce_scatter", _argument(0)),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _argument(0)),
+    "all_to_all_single": ("all_to_all", _argument(0)),
+    "shard_dim_alltoall": ("all_to_all", _argument(0)),
+}
+
+#: where operators that communicate live
+_NAMESPACES = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
 )
+#: operators there that send nothing: the wait for a functional collective, and what it returns wrapped for
+#: autograd
+_SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+
+
+def communicates(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator communicates, or waits for that."""
+    return operator.namespace in _NAMESPACES
+
+
+def communication_of(operator: torch._ops.OpOverload, args: Sequence[Any]) -> Communication | None:
+    """What a call of an operator communicates; None for one that does not.
+
+    Raises:
+        NotImplementedError: an operator whose bytes are not known, so that nothing is passed over.
+    """
+    if not communicates(operator) or operator._schema.name in _SILENT:
+        return None
+    _, name = operator._schema.name.split("::")
+    if operator.namespace == "c10d" and name in _OPERATORS:
+        collective, payload = _OPERATORS[name]
+        group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+        return Communication(collective, payload(args), group)
+    if operator.namespace in ("_c10d_functional", "_dtensor") and name in _FUNCTIONAL:
+        collective, payload = _FUNCTIONAL[name]
+        return Communication(collective, payload(args), _group_named(args[-1]), returns_new=True)
+    raise NotImplementedError(f"the communication meter does not know operator {operator._schema.name!r}")
+
+
+def _group_named(group: Any) -> dist.ProcessGroup:
+    """The group of a functional collective: older releases of torch pass its name."""
+    if isinstance(group, str):
+        return _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
 @dataclass(frozen=True)
@@ -75,35 +121,35 @@ class Operation:
         return wire_bytes(self.collective, self.payload_bytes, self.group_size)
 
 
-class CommunicationMeter:
+class CommunicationMeter(Meter):
     """Counts operations of each kind.
 
     Args:
         axes: the mesh axis of each process group, by the group's name.
     """
 
+    name = "communication"
+
     def __init__(self, axes: Mapping[str, str]):
         self.axes = dict(axes)
-        self.phase = "setup"
+        self.current_phase = "setup"
         self.counts: Counter[Operation] = Counter()
 
-    def see(self, operator: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[str, int, dist.ProcessGroup]:
-        """Note a call of an operator that communicates; returns its collective, payload bytes and group.
+    def phase(self, name: str) -> None:
+        self.current_phase = name
 
-        Raises:
-            NotImplementedError: an operator whose bytes are not known; nothing is passed over.
-        """
-        namespace, name = operator._schema.name.split("::")
-        if namespace != "c10d" or name not in _OPERATORS:
-            raise NotImplementedError(
-                f"the communication meter does not know operator {operator._schema.name!r}"
-            )
-        collective, payload = _OPERATORS[name]
-        group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
-        axis = self.axes.get(group.group_name, "world")
-        nbytes = payload(args)
-        self.counts[Operation(self.phase, collective, axis, group.size(), nbytes)] += 1
-        return collective, nbytes, group
+    def see(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        communication: Communication | None,
+    ) -> None:
+        if communication is not None:
+            axis = self.axes.get(communication.group.group_name, "world")
+            size, nbytes = communication.group.size(), communication.payload_bytes
+            self.counts[Operation(self.current_phase, communication.collective, axis, size, nbytes)] += 1
 
     def sent_bytes(self) -> dict[tuple[str, str], Fraction]:
         """Bytes that one rank sent (mean over its group), by phase and collective."""

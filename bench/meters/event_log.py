@@ -1,4 +1,4 @@
-"""The timeline meter: a rank's operators and communication in order, with all that their time depends on.
+"""The event log: a rank's operators and communication in order, with all that their time depends on.
 
 It times nothing. :mod:`bench.simulator.simulate` turns what it wrote down into seconds on a cluster.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import flop_registry
 
+from spbench.bench.meters.meter import Communication, Meter
 from spbench.bench.simulator.program import (
     ATTENTION,
     KERNEL,
@@ -44,6 +45,7 @@ _OVERWRITING = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", 
 _LOOKUPS = {"embedding", "gather", "index_select"}
 
 
+_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 _aten = torch.ops.aten
 #: traces are made on fake CPU tensors, whose attention kernels torch's counter does not know by name
 _SAME_FORMULA = {
@@ -119,7 +121,7 @@ def _strided_elements(x: Tensor) -> int:
     return 0 if dense else x.numel()
 
 
-class _Work(dist.Work):
+class PostedWork(dist.Work):
     """Stands for a communication that has been posted; says when it is waited for."""
 
     def __init__(self, waited: Any):
@@ -134,35 +136,52 @@ class _Work(dist.Work):
         return True
 
 
-class TimelineMeter:
+class EventLog(Meter):
     """Writes down the program of the rank it watches, from the first phase on.
 
     Args:
         mesh: the device mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh):
+    name = "event_log"
+
+    def __init__(self, mesh: DeviceMesh | None):
+        if mesh is None:
+            raise ValueError("events are noted relative to a device mesh, and there is none")
+        super().__init__(mesh)
         self.rank = mesh.get_rank()
         self.builder = ProgramBuilder(mesh.shape)
         self._recipes: dict[Any, _Recipe] = {}
         self._groups: dict[str, tuple[list[int], Group]] = {}
+        #: how far away each peer is along the axes of the mesh, by its global rank
+        self._offsets: dict[int, tuple[int, ...]] = {}
         # C++ holds only the C++ half of a Work: without this its wait would find no Python to call
-        self._works: list[_Work] = []
-        self._running = False
+        self._works: list[PostedWork] = []
+        #: the event of each functional collective that has not been waited for, by its result's storage
+        self._functional: dict[int, int] = {}
+        self.running = False
 
-    def mark(self, phase: str) -> None:
-        """A phase begins."""
-        self._running = True
-        self.builder.phase(phase)
+    def phase(self, name: str) -> None:
+        self.running = True
+        self.builder.phase(name)
 
     def program(self) -> Program:
         """What was seen so far; what was posted is forgotten, so that nothing keeps the meter alive."""
         self._works.clear()
         return self.builder.program()
 
-    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
-        """Note a call of an operator that computes."""
-        if not self._running:
+    def see(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        communication: Communication | None,
+    ) -> None:
+        if not self.running or communication is not None:
+            return
+        if func is _WAIT_TENSOR:
+            self._waited(self._functional.pop(args[0].untyped_storage()._cdata, -1))
             return
         recipe = self._recipes.get(func)
         if recipe is None:
@@ -197,27 +216,30 @@ class TimelineMeter:
             (KERNEL, recipe.label, category, nbytes, flops, precision, shape, strided, -1)
         )
 
-    def see_communication(
-        self, func: Any, args: Sequence[Any], result: Any, what: tuple[str, int, dist.ProcessGroup]
-    ) -> Any:
-        """Note a c10d operator, given (collective, payload bytes, group); returns the result with a Work that
-        is watched."""
-        collective, nbytes, process_group = what
-        event = -1
-        if self._running:
-            ranks, group = self._group(process_group)
-            if collective in ("send", "recv"):
-                by = offset(self.rank, ranks[args[2]], self.builder.mesh)
-                post = self.builder.send if collective == "send" else self.builder.recv
-                event = post(nbytes, by)
-            else:
-                event = self.builder.collective(collective, nbytes, group)
-        work = _Work(partial(self._waited, event))
+    def post(self, args: Sequence[Any], result: Any, communication: Communication) -> Any:
+        """Note a call that communicates; returns the operator's result with a Work that is watched."""
+        event = self._event(args, communication) if self.running else -1
+        if communication.returns_new:
+            for x in [result] if isinstance(result, Tensor) else result:
+                self._functional[x.untyped_storage()._cdata] = event
+            return result
+        work = PostedWork(partial(self._waited, event))
         self._works.append(work)
         boxed = work.boxed()
         if isinstance(result, (tuple, list)):
             return (*result[:-1], boxed)
         return boxed
+
+    def _event(self, args: Sequence[Any], communication: Communication) -> int:
+        ranks, group = self._group(communication.group)
+        if communication.collective in ("send", "recv"):
+            peer = ranks[args[2]]
+            by = self._offsets.get(peer)
+            if by is None:
+                by = self._offsets[peer] = offset(self.rank, peer, self.builder.mesh)
+            post = self.builder.send if communication.collective == "send" else self.builder.recv
+            return post(communication.payload_bytes, by)
+        return self.builder.collective(communication.collective, communication.payload_bytes, group)
 
     def _waited(self, event: int) -> None:
         if event >= 0:

@@ -7,13 +7,16 @@ card's allocator makes of the same events is :mod:`bench.meters.allocator`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from spbench.bench.meters.meter import Communication, Meter
 
 #: the CUDA caching allocator hands out multiples of this many bytes
 GRANULE = 512
@@ -109,15 +112,59 @@ class Peak:
     held: dict[str, int]
 
 
-class MemoryMeter:
-    """Records the storages of the tensors that operators return, from :meth:`see` to their death."""
+#: c10d operators whose first argument is filled from other ranks and was made for that
+_FILLED_FROM_OTHERS = frozenset(
+    {
+        "c10d::recv_",
+        "c10d::allgather_",
+        "c10d::_allgather_base_",
+        "c10d::allgather_into_tensor_coalesced_",
+        "c10d::_reduce_scatter_base_",
+        "c10d::reduce_scatter_",
+        "c10d::reduce_scatter_tensor_coalesced_",
+        "c10d::alltoall_",
+        "c10d::alltoall_base_",
+    }
+)
 
-    def __init__(self) -> None:
+
+class MemoryMeter(Meter):
+    """Records the storages of the tensors that operators return, from their birth to their death."""
+
+    name = "memory"
+
+    def __init__(self) -> None:  # it needs no mesh
         self.log = MemoryLog()
         self._numbers: dict[int, int] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def see(self, tensor: Tensor) -> None:
+    def phase(self, name: str) -> None:
+        self.log.marks.append((name, len(self.log.events)))
+
+    def see(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        communication: Communication | None,
+    ) -> None:
+        if communication is not None and not communication.returns_new:
+            if func._schema.name in _FILLED_FROM_OTHERS:
+                for tensors in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+                    nested = tensors if isinstance(tensors, (tuple, list)) else [tensors]
+                    self.tag(nested, "communication_buffers", keep=True)
+            return
+        if isinstance(result, Tensor):
+            self.note(result)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, Tensor):
+                    self.note(item)
+        if communication is not None:
+            self.tag([result] if isinstance(result, Tensor) else result, "communication_buffers", keep=True)
+
+    def note(self, tensor: Tensor) -> None:
         """Note the storage of a tensor, if it is new; of a DTensor that of its local part, for its own is as
         large as the whole and holds nothing."""
         while is_traceable_wrapper_subclass(tensor):
@@ -159,10 +206,6 @@ class MemoryMeter:
             number = self._numbers.get(tensor.untyped_storage()._cdata)
             if number is not None and not (keep and number in self.log.tags):
                 self.log.tags[number] = category
-
-    def mark(self, phase: str) -> None:
-        """A phase begins."""
-        self.log.marks.append((phase, len(self.log.events)))
 
     def stop(self) -> MemoryLog:
         """End the record; later deaths are not noted."""

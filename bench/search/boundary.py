@@ -1,4 +1,4 @@
-"""Searches: the largest batch or sequence length that fits, with proof.
+"""The boundary of a search on virtual ranks: the largest value that fits, with proof.
 
 The boundary is predicted from a few small traces (:mod:`bench.search.extrapolate`), then proved by whole
 traces: the answer fits, one step more does not. So a search costs two whole traces where the prediction
@@ -10,65 +10,84 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.config.cluster import load_cluster
 from spbench.bench.engines import virtual
-from spbench.bench.engines.setup import alike_ranks, planned_strategy
-from spbench.bench.engines.timing import add_times, can_time
+from spbench.bench.engines.plan import rank_classes
+from spbench.bench.engines.traces import ClassTraces, can_time
 from spbench.bench.meters.allocator import replay
-from spbench.bench.meters.event_log import TimelineMeter
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, Programs
+from spbench.bench.search.search import Search
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Unsupported
 
 #: whole traces that a search may take before it is given up as a failure
 MAX_PROBES = 40
-#: sequences shorter than this are not used to predict longer ones: kernels treat tiny shapes apart
-SHORTEST_SAMPLE = 128
 #: fused kernels of attention take multiples of this only; other sizes run other kernels and need more memory
 KERNEL_MULTIPLE = 4
 
 
-class _Boundary:
-    """The bracket around the largest size that fits, and the probes that narrowed it.
+@dataclass(frozen=True)
+class Probe:
+    """A whole trace of the step at one value of the searched quantity."""
 
-    Sizes are counted in units here: of the search's step, or of the smallest multiple of it that all kernels
-    take, among which memory only grows. The sizes between two of those are tried last, by :meth:`refine`.
+    value: int
+    traces: ClassTraces
+    measurement: Measurement
+
+    @property
+    def fits(self) -> bool:
+        return self.measurement.status != "oom"
+
+    def proof(self) -> dict[str, Any]:
+        """A line of a row's proof."""
+        found = self.measurement
+        return {
+            "value": self.value,
+            "status": found.status,
+            "peak_memory_bytes": found.peak_memory_bytes,
+            "reserved_memory_bytes": found.reserved_memory_bytes,
+            "reason": found.reason,
+        }
+
+
+class Boundary:
+    """The bracket around the largest value that fits, and the probes that narrowed it.
+
+    Values are counted in units here: of the search's step, or of the smallest multiple of it that all kernels
+    take, among which memory only grows. The values between two of those are tried last, by :meth:`refine`.
+
+    Args:
+        search: what may be tried.
+        capacity: bytes of the card that tensors can have.
     """
 
-    def __init__(self, cell: Cell, capacity: int):
-        assert cell.search is not None
-        self.cell, self.capacity = cell, capacity
-        self.by_length = cell.search.quantity == "seq_len"
-        micro_batches = cell.sizes.dp * cell.training.micro_batches
-        parts = planned_strategy(cell).sequence_parts if self.by_length else micro_batches
-        self.fine_step = cell.search.step * parts
-        self.step = self.fine_step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, cell.search.step))
-        self.low, self.high = 0, cell.search.limit // self.step + 1
-        self.answer: int | None = None
-        self.best: Measurement | None = None
-        self.worst: Measurement | None = None
+    def __init__(self, search: Search, capacity: int):
+        self.search, self.capacity = search, capacity
+        step = search.cell.search.step if search.cell.search is not None else 1
+        self.unit = search.values.step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, step))
+        self.low, self.high = 0, search.limit // self.unit + 1
+        self.timed = search.cell.search is not None and search.cell.search.timed and can_time(search.cell)
+        #: the newest probe, the best that fits, and the newest that does not
+        self.newest: Probe | None = None
+        self.best: Probe | None = None
+        self.too_large: Probe | None = None
         self.proof: list[dict[str, Any]] = []
-        self.timed = cell.search.timed and can_time(cell)
-        #: of the stages at the answer, where the search is timed
-        self.timelines: list[TimelineMeter] = []
-        #: the newest whole trace, and the units at which it was
-        self.whole: tuple[int, MemoryLog] | None = None
         #: whether to look which program runs at a guess
         self.confirming = True
-        #: the set of ranks whose memory is predicted; mostly the first stage's, which runs furthest ahead
-        self.set = 0
+        #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
+        self.predicted = 0
         self._sample()
 
     def _sample(self) -> None:
-        """Learn how the memory of those ranks grows, from small shallow traces."""
-        cell = self.cell
-        # memory is affine in the batch and quadratic in the length: two points for one, three for the other
-        shortest = -(-SHORTEST_SAMPLE // self.step)
-        points = [shortest, 2 * shortest, 3 * shortest] if self.by_length else [1, 2]
+        """Learn how the memory of the predicted class grows, from small shallow traces."""
+        cell, quantity = self.search.cell, self.search.quantity
+        smallest = quantity.smallest_sample(self.unit)
+        points = [smallest * n for n in range(1, quantity.degree + 2)]
         layers = getattr(model_preset(cell.model, cell.model_options), "layers", None)
         if layers is not None:
             layers //= cell.sizes.pp
@@ -78,11 +97,11 @@ class _Boundary:
             self.programs = None
 
     def _traced(self, units: int, layers: int | None) -> MemoryLog:
-        cell = self.cell.at(units * self.step)
+        cell = self.search.at(units * self.unit)
         if layers is not None:
             whole = layers * cell.sizes.pp
             cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": whole}})
-        return virtual.trace(cell, alike_ranks(cell)[self.set].ranks[0]).memory.log
+        return virtual.trace(cell, rank_classes(cell)[self.predicted].first).memory
 
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
@@ -112,40 +131,28 @@ class _Boundary:
         program, or there is none yet, whether the predicted peak is below the card's memory."""
         assert self.programs is not None
         model = self.programs.model(units)
-        if self.whole is not None:
-            at, log = self.whole
+        if self.newest is not None:
+            at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
             if self.programs.model(at) is model:
                 sizes = model.resized(log, at, units)
                 return replay(sizes, log.events, self.capacity).out_of_memory is None
         return model(units) <= self.capacity
 
     def probe(self, value: int) -> bool:
-        """Trace the whole step at that batch or length; tells whether it fits."""
-        cell = self.cell.at(value)
-        first_ranks = [alike.ranks[0] for alike in alike_ranks(cell)]
-        recorders = [virtual.trace(cell, rank, timeline=self.timed) for rank in first_ranks]
-        result = virtual.told(cell, [virtual.measure(cell, r, which) for which, r in enumerate(recorders)])
-        fits = result.status == "ok"
-        self.proof.append(
-            {
-                "value": value,
-                "status": result.status,
-                "peak_memory_bytes": result.peak_memory_bytes,
-                "reserved_memory_bytes": result.reserved_memory_bytes,
-                "reason": result.reason,
-            }
-        )
-        if fits:
-            self.answer, self.best = value, result
-            self.timelines = [r.timeline for r in recorders if r.timeline is not None]
+        """Trace the whole step at that value; returns whether it fits."""
+        cell = self.search.at(value)
+        traces = virtual.trace_classes(cell, events=self.timed)
+        self.newest = probe = Probe(value, traces, traces.memory_measurement())
+        self.proof.append(probe.proof())
+        if probe.fits:
+            self.best = probe
         else:
-            self.worst = result
-        which = first_ranks.index(result.peak_rank)
-        if which != self.set:
-            self.set = which
+            self.too_large = probe
+        largest = traces.traces.index(traces.worst())
+        if largest != self.predicted:
+            self.predicted = largest
             self._sample()
-        self.whole = value // self.step, recorders[which].memory.log
-        return fits
+        return probe.fits
 
     def narrow(self) -> None:
         """Probe until the bracket has no room."""
@@ -158,48 +165,36 @@ class _Boundary:
             guess = self._guess()
             predicted = guess > self.low
             units = min(guess if predicted else self.low + beyond, self.high - 1)
-            fits = self.probe(units * self.step)
+            fits = self.probe(units * self.unit)
             self.low, self.high = (units, self.high) if fits else (self.low, units)
             beyond = 2 * beyond if fits and not predicted else 1
 
     def refine(self) -> None:
-        """Probe the sizes inside the bracket that are not whole units, the largest first."""
-        assert self.cell.search is not None
-        end = min(self.high * self.step, self.cell.search.limit + 1)
-        inside = range(self.low * self.step + self.fine_step, end, self.fine_step)
+        """Probe the values inside the bracket that are not whole units, the largest first."""
+        step, end = self.search.values.step, min(self.high * self.unit, self.search.limit + 1)
+        inside = range(self.low * self.unit + step, end, step)
         next((value for value in reversed(inside) if self.probe(value)), None)
 
 
 def largest_that_fits(cell: Cell) -> Measurement:
-    """Answer a cell's search on the virtual engine.
+    """Answer a cell's search on virtual ranks.
 
     Returns the measurement at the answer, with ``answer`` and ``proof`` set; status oom, if not even the
-    smallest size fits.
+    smallest value fits.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes, or the cluster's memory has no limit.
+        Unsupported: the strategy cannot run these sizes, the limit is below the smallest value, or the
+            cluster's memory has no limit.
     """
-    capacity = load_cluster(cell.cluster).usable_memory_bytes
-    if cell.engine != "virtual":
-        raise Unsupported(f"searches do not run on the engine {cell.engine}", "use the virtual one")
+    search, capacity = Search(cell), load_cluster(cell.cluster).usable_memory_bytes
     if capacity is None:
         raise Unsupported(f"cluster {cell.cluster} has no memory limit", "name one that has")
-    boundary = _Boundary(cell, capacity)
-    assert cell.search is not None
-    if cell.search.limit < boundary.fine_step:
-        raise Unsupported(
-            f"{cell.search.quantity} is searched in steps of {boundary.fine_step}, above the limit "
-            f"{cell.search.limit}",
-            "raise the limit",
-        )
+    boundary = Boundary(search, capacity)
     boundary.narrow()
     boundary.refine()
-    found = boundary.best or boundary.worst
-    assert found is not None
-    if boundary.timelines and boundary.answer is not None:
-        programs = [timeline.program() for timeline in boundary.timelines]
-        members = [alike.ranks for alike in alike_ranks(cell)]
-        add_times(found, cell.at(boundary.answer), programs, members)
+    chosen = boundary.best or boundary.too_large
+    assert chosen is not None
+    found = chosen.traces.measurement() if boundary.best else chosen.measurement
     found.proof = boundary.proof
-    found.answer = boundary.answer
+    found.answer = boundary.best.value if boundary.best else None
     return found

@@ -134,7 +134,7 @@ class Program:
 
 
 #: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, partner)
-Row = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int]
+EventRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int]
 NO_SHAPE = (0, 0, 0, 0)
 
 
@@ -147,7 +147,7 @@ class ProgramBuilder:
 
     def __init__(self, mesh: Sequence[int]):
         self.mesh = tuple(mesh)
-        self.rows: list[Row] = []
+        self.rows: list[EventRow] = []
         self.marks: list[tuple[str, int]] = []
         self._names: dict[str, int] = {}
         self._groups: dict[Group, int] = {}
@@ -211,7 +211,7 @@ class ProgramBuilder:
         )
         return self._add(row)
 
-    def _add(self, row: Row) -> int:
+    def _add(self, row: EventRow) -> int:
         self.rows.append(row)
         return len(self.rows) - 1
 

@@ -57,7 +57,7 @@ class Simulator:
             Deadlock: ranks wait for each other in a circle.
         """
         if calibration is None:
-            calibration = self.cluster.calibration.get(self.precision, Calibration())  # type: ignore[call-overload]
+            calibration = self.cluster.calibration_of(self.precision)
         return _Run(self.world, Costs(self.cluster, calibration, self.parameters)).timeline()
 
 

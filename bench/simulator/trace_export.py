@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.atomic_write import write_whole
 from spbench.bench.simulator.timeline import Event, Timeline
 
 _PHASES, _COMPUTE, _COMMUNICATION = 0, 1, 2
@@ -44,14 +45,18 @@ def trace_events(timeline: Timeline, ranks: Iterable[int]) -> Iterator[dict[str,
             }
 
 
-def export_trace(timeline: Timeline, path: Path | str, ranks: Iterable[int] = (0,)) -> None:
-    """Write the trace of some ranks to a file."""
+def export_trace(timeline: Timeline, path: Path, ranks: Iterable[int] = (0,)) -> None:
+    """Write the trace of some ranks to a file, whole or not at all; missing folders are made.
+
+    Raises:
+        UserError: it cannot be written; an earlier one is unchanged.
+    """
     content = {
         "displayTimeUnit": "ms",
         "otherData": {"step_time_s": timeline.step_time_s, "world_size": timeline.world_size},
         "traceEvents": list(trace_events(timeline, ranks)),
     }
-    Path(path).write_text(json.dumps(content, separators=(",", ":"), allow_nan=False))
+    write_whole(path, json.dumps(content, separators=(",", ":"), allow_nan=False))
 
 
 def _phases(rank: int, events: list[Event]) -> Iterator[dict[str, Any]]:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import run as run_on_engine
+from spbench.bench.engines.engine import engine_class
+from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.processes import usable_cores
+from spbench.bench.sweep.crew import Crew
+from spbench.bench.sweep.digest import digest, is_final
 from spbench.bench.sweep.provenance import provenance
-from spbench.bench.sweep.results import FINAL, ResultsFile, Row
-from spbench.bench.sweep.workers import Crew, Outcome, Run
+from spbench.bench.sweep.results import ResultsFile, Row
+from spbench.bench.sweep.workers import Outcome, Run
 from spbench.impls.models.model import model_preset
-
-#: engines that start processes of their own: their cells run one at a time, with nothing beside them
-EXCLUSIVE_ENGINES = ("distributed",)
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
-    """The cells without a final row: those never run, and those that failed."""
-    return [cell for cell in cells if results.rows.get(cell.key, {}).get("status") not in FINAL]
+    """The cells without a final row: never run, failed, or run when their digest was another."""
+    return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key))]
 
 
 def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
     """How many of these cells run at a time."""
-    together = [cell for cell in cells if cell.engine not in EXCLUSIVE_ENGINES]
+    together = [cell for cell in cells if not engine_class(cell.engine).runs_alone]
     return max(1, min(jobs or usable_cores(), len(together)))
 
 
@@ -45,9 +40,9 @@ def sweep(
 ) -> list[Row]:
     """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
 
-    A cell that raises, or whose process dies, is a row with status failed; the sweep goes on. An
-    interrupt, or a row that cannot be written, ends the sweep and its processes; only cells that were
-    running are lost.
+    A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
+    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. An interrupt, or a row that
+    cannot be written, ends the sweep and its processes; only cells that were running are lost.
 
     Args:
         run: measures a cell; a function of a module, since other processes import it.
@@ -62,8 +57,8 @@ def sweep(
     todo = sorted(
         unfinished(cells, results), key=_cost, reverse=True
     )  # the longest first: none is left at the end
-    alone = [cell for cell in todo if cell.engine in EXCLUSIVE_ENGINES]
-    together = [cell for cell in todo if cell.engine not in EXCLUSIVE_ENGINES]
+    alone = [cell for cell in todo if engine_class(cell.engine).runs_alone]
+    together = [cell for cell in todo if not engine_class(cell.engine).runs_alone]
 
     def keep(cell: Cell, outcome: Outcome) -> None:
         row = as_row(cell, outcome)
@@ -108,10 +103,10 @@ def as_row(cell: Cell, outcome: Outcome) -> Row:
         "measurement": outcome.measurement,
         "elapsed_s": outcome.elapsed_s,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "digest": digest(cell),
         "provenance": provenance(),
     }
-    if outcome.traceback:
-        row["traceback"] = outcome.traceback
+    row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
     return row
 
 

@@ -1,25 +1,24 @@
-"""What a model is to the harness, and the registry of models."""
+"""What a model is to the harness, and the models by name."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.discovery import looked_up, named_values
+from spbench.impls.options import set_options
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
 
 
 class Model(ABC):
-    """A model before it is built: its configuration and all the harness asks of it.
+    """A model before it is built: its options, and what the harness asks of it.
 
     Subclasses are frozen dataclasses whose fields are the options that a scenario may set.
     """
@@ -39,10 +38,19 @@ class Model(ABC):
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []
 
+    def tokens(self, batch: int, seq_len: int) -> int:
+        """The tokens that the model computes with for a batch of sequences of ``seq_len`` positions, by which
+        its throughput is counted: as many as positions, unless a model makes a token of several."""
+        return batch * seq_len
+
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
-        """The module: ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share; what a
-        stage of a pipeline must do, :class:`Pipeline` says."""
+        """The module. ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share, a scalar.
+        For a pipeline stage, see :class:`Pipeline`.
+
+        Raises:
+            Unsupported: the sizes, or the stages, cannot be built.
+        """
 
     @abstractmethod
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -60,16 +68,34 @@ class Model(ABC):
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
-        """What a stage asks of its strategy for one batch, and in one step, for closed forms and checks."""
+        """What a stage asks of its strategy for one batch, for closed forms and checks; the sites of kinds
+        ``tied_embedding`` and ``parameters`` once a step."""
 
     @abstractmethod
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ModelPart]:
         """The pieces that verification compares one by one, smallest first."""
 
 
-class PaddedVocabulary:
-    """A model with these two options; see :class:`BertModel`."""
+class AttentionHeads:
+    """Options of a model whose heads divide its hidden size between them."""
 
+    hidden: int
+    heads: int
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head, A."""
+        return self.hidden // self.heads
+
+
+class PaddedVocabulary:
+    """Options of a model with a word embedding and a head; see :class:`BertModel`."""
+
+    hidden: int
     vocabulary: int
     vocabulary_multiple: int
 
@@ -78,9 +104,30 @@ class PaddedVocabulary:
         multiple = self.vocabulary_multiple * parts
         return math.ceil(self.vocabulary / multiple) * multiple
 
+    def vocabulary_sites(
+        self, batch: int, seq_len: int, rows: int, stage: Stage, *, tied: bool
+    ) -> Iterator[Site]:
+        """What the ends of the model, or of a pipeline stage of it, ask of a strategy for one batch.
+
+        Args:
+            rows: of the padded word embedding.
+            tied: whether the head shares the weights of the word embedding.
+        """
+        hidden = {"B": batch, "L": seq_len, "H": self.hidden}
+        if stage.first:
+            yield Site("embedding", 1, hidden | {"V": rows})
+        if stage.last:
+            yield Site("vocabulary_logits", 1, hidden | {"V": rows})
+            yield Site("cross_entropy", 1, {"B": batch, "L": seq_len, "V": rows})
+        if stage.count > 1:
+            yield Site("stage_boundary", 1, hidden)
+            if tied:
+                words = rows * self.hidden
+                yield Site("tied_embedding", 1, {"elements": words, "split": words, "vocabulary": words})
+
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A piece of a model that can be verified alone.
 
     Attributes:
@@ -97,15 +144,10 @@ class Part:
     output_dims: Mapping[str, SequenceDim]
 
 
-@cache
-def models() -> dict[str, Model]:
-    """Every model by name: the PRESETS of the modules of this package."""
-    import spbench.impls.models as package
-
-    found: dict[str, Model] = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        found.update(getattr(importlib.import_module(f"spbench.impls.models.{module.name}"), "PRESETS", {}))
-    return found
+def models() -> Mapping[str, Model]:
+    """Every model by name: the PRESETS of the modules of this package, and those that plug-ins add by entry
+    points of the group `spbench.models`, each of a module with PRESETS or of such a mapping."""
+    return named_values(__package__, "PRESETS", Model, "spbench.models")
 
 
 def model_preset(name: str, options: Mapping[str, Any] | None = None) -> Model:
@@ -113,13 +155,6 @@ def model_preset(name: str, options: Mapping[str, Any] | None = None) -> Model:
 
     Raises:
         KeyError: unknown name or option, with the known ones.
+        ValueError: the model refuses a value.
     """
-    known = models()
-    if name not in known:
-        raise KeyError(f"unknown model {name!r}; known: {', '.join(sorted(known))}")
-    preset = known[name]
-    allowed = [f.name for f in fields(preset)]  # type: ignore[arg-type]
-    for option in options or {}:
-        if option not in allowed:
-            raise KeyError(f"model {name} has no option {option!r}; it has: {', '.join(allowed)}")
-    return replace(preset, **(options or {}))  # type: ignore[type-var]
+    return set_options(looked_up(models(), name, "model"), options, f"model {name}")

@@ -1,29 +1,26 @@
-"""The strategy interface and its single-device defaults.
+"""The interface between models and strategies, whose defaults are the single device.
 
-A model is written once and asks its strategy for the few things that parallelism changes. The
-defaults below are the single device; a strategy file holds only what it changes.
+A model is written once and asks its strategy for the few things that parallelism changes; a file of a
+strategy overrides what it changes.
 
 Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.impls.axes import ALONE, COMPOSED_AXES, Place
 from spbench.impls.collectives import Traffic
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
-from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
-from spbench.impls.kernels.softmax import masked_softmax
 from spbench.impls.layout import (
     MEETINGS,
-    MESH_AXES,
     SequenceDim,
     Shard,
     Site,
@@ -31,14 +28,14 @@ from spbench.impls.layout import (
     mark_shard,
     shard_of,
 )
+from spbench.impls.options import Options, set_options
+from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.strategies.linear import GroupedLinear, Linear
 
 __all__ = [
-    "LINEAR_ATTENTION_WAYS",
     "MEETINGS",
-    "MESH_AXES",
     "SequenceDim",
     "Shard",
     "Site",
@@ -49,30 +46,27 @@ __all__ = [
     "shard_of",
 ]
 
-#: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
-#: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
-#: own operators
-LINEAR_ATTENTION_WAYS = {
-    "chunked": linear_attention,
-    "left_product": lambda q, k, v, decay: linear_attention(q, k, v, decay, block=q.shape[2]),
-    "quadratic": quadratic_linear_attention,
-}
 
-
-class Strategy(GridHooks):
+class Strategy(AttentionHooks, GridHooks):
     """The single device, and the interface that every way to parallelize implements.
 
+    A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all of them, and
+    ``group`` is the process group of all of them; for one axis alone there are ``place.size(axis)``,
+    ``place.rank(axis)`` and ``place.group(axis)``.
+
     Args:
-        mesh: a device mesh with the axes dp, pp, tp, sp, or None for one device. Process groups
-            come from here and from nowhere else.
-        planned_size: without a mesh, the ranks to check and count for; such a strategy cannot run.
-        planned_rank: without a mesh, the rank to count for.
+        place: of this rank. Without a device mesh the strategy can be asked for checks and closed forms, and
+            on one rank it can also run.
+        options: an instance of ``options_type``; None: the defaults.
         seed: the seed of dropout; see :class:`DropoutRandom`.
     """
 
     name: ClassVar[str] = "single"
-    #: the mesh axis over which one sample is spread; empty for the single device
-    axis: ClassVar[str] = ""
+    #: the mesh axes over which one sample is spread, the outermost first; none for the single device
+    axes: ClassVar[tuple[str, ...]] = ()
+    #: a frozen dataclass of what may be chosen about this strategy
+    options_type: ClassVar[type[Options]] = Options
+    options: Options
     #: one line for `spbench list`
     summary: ClassVar[str] = "one device; the reference"
     #: where the method is described
@@ -82,16 +76,50 @@ class Strategy(GridHooks):
     #: whether between the projections of a block a rank has some of the heads and features only
     splits_features: ClassVar[bool] = False
 
-    def __init__(
-        self, mesh: DeviceMesh | None = None, planned_size: int = 1, seed: int = 0, planned_rank: int = 0
-    ):
-        self.mesh = mesh
-        self.group: dist.ProcessGroup | None = None
-        self.size, self.rank = planned_size, planned_rank
-        if mesh is not None and self.axis:
-            self.group = mesh.get_group(self.axis)
-            self.size, self.rank = self.group.size(), self.group.rank()
-        self.random = DropoutRandom(seed, self.rank)
+    def __init__(self, place: Place = ALONE, options: Options | None = None, seed: int = 0):
+        self.place = place
+        self.options = self.options_type() if options is None else options
+        self.size, self.rank = place.size(*self.axes), place.rank(*self.axes)
+        self.group: dist.ProcessGroup | None = place.group(*self.axes)
+        self.random = DropoutRandom(seed, place)
+
+    @classmethod
+    def configured(cls, place: Place, options: Mapping[str, Any] | None = None, seed: int = 0) -> Self:
+        """The strategy with some of its options given by name.
+
+        Raises:
+            KeyError: there is no such option; with those that there are.
+            ValueError: an option has a value that cannot be.
+        """
+        return cls(place, set_options(cls.options_type(), options, f"strategy {cls.name}"), seed)
+
+    @classmethod
+    def planned(cls, size: int, rank: int = 0, options: Mapping[str, Any] | None = None) -> Self:
+        """The strategy without process groups, for checks and closed forms: rank ``rank`` of ``size``, all of
+        which lie along the first of its axes.
+
+        Raises:
+            Unsupported: it has no axis, and ``size`` is not 1.
+        """
+        return cls.configured(Place(cls.sizes_for(size), dict.fromkeys(cls.axes[:1], rank)), options)
+
+    @classmethod
+    def sizes_for(cls, size: int) -> dict[str, int]:
+        """Sizes of a mesh on which the strategy has that many ranks, along the first of its axes.
+
+        Raises:
+            Unsupported: it has no axis, and ``size`` is not 1.
+        """
+        if not cls.axes and size > 1:
+            raise Unsupported(f"{cls.name} runs on one rank, not {size}", "use 1")
+        return dict.fromkeys(cls.axes[:1], size)
+
+    @classmethod
+    def unused_axes(cls, sizes: Mapping[str, int]) -> list[str]:
+        """The axes that have more than one rank and belong to neither this strategy nor the replicas and
+        pipeline stages around it."""
+        used = {*cls.axes, *COMPOSED_AXES}
+        return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
 
     # -- can it run, and what does it send ---------------------------------------------------
 
@@ -113,16 +141,17 @@ class Strategy(GridHooks):
         self.check_sizes(list(as_sequences(sites, self.grid_dim)))
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        """The part of :meth:`check` that is about sizes; on more than one rank only."""
-        raise Unsupported(f"{self.name} runs on one rank, not {self.size}", "use 1")
+        """The part of :meth:`check` that is about sizes, called where there is more than one rank."""
 
     @classmethod
-    def roles(cls, size: int) -> list[list[int]]:
-        """The ranks of a group of ``size`` in sets that run the same program; the most telling set first."""
+    def roles(cls, axis: str, size: int) -> list[list[int]]:
+        """The coordinates 0 to ``size`` - 1 along one of its axes, in sets whose ranks run the same program.
+        The first set is the one that sends the most, and the first of a set stands for it in traces."""
         return [list(range(size))]
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of what one rank sends in a training step.
+        """Closed form of what this rank sends over its strategy's groups for one micro-batch, and in the
+        phases gradient_sync and optimizer for one step.
 
         Args:
             sites: what the model and the step ask for.
@@ -137,7 +166,7 @@ class Strategy(GridHooks):
         return x
 
     def block_positions(self, positions: Tensor) -> Tensor:
-        """Of all positions [L] those that this rank has between the projections of a block."""
+        """The positions that this rank has between the projections of a block, of all positions [L]."""
         return self.shard(positions, 0)
 
     # -- what a model leaves open ----------------------------------------------------------------
@@ -152,11 +181,11 @@ class Strategy(GridHooks):
         return GroupedLinear(in_features, out_features, groups)
 
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
-        """As :meth:`linear_in`, of an input that every rank has whole whoever cuts sequences."""
+        """As :meth:`linear_in`, of an input that every rank has whole, also where sequences are cut."""
         return self.linear_in(in_features, out_features)
 
     def linear_out(self, in_features: int, out_features: int) -> Linear:
-        """The projection that closes a block, without bias (whoever closes the block adds it once):
+        """The projection that closes a block, without bias (the model adds it after the sum over ranks):
         [..., in_features or a part] -> [..., out_features]."""
         return Linear(in_features, out_features, bias=False)
 
@@ -197,51 +226,6 @@ class Strategy(GridHooks):
             full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none"
         ).view_as(labels)
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
-    ) -> Tensor:
-        """Softmax attention: q, k, v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
-
-        ``mask`` is True where a key must not be attended: [B, 1, 1, L], or [B, 1, queries, L]. Its
-        key dim is always whole, its query dim this rank's. ``softmax`` is a way of
-        :func:`masked_softmax`.
-        """
-        return self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax)
-
-    def local_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
-    ) -> Tensor:
-        """Softmax attention where this rank already holds all keys that its queries need:
-        q [B, Z, queries, A], k, v [B, Z, keys, A] -> [B, Z, queries, A]."""
-        scores = torch.matmul(q, k.transpose(-1, -2))
-        probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
-        del scores
-        probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
-        return torch.matmul(probabilities, v)
-
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal softmax attention, scores scaled by A**-0.5: q, k, v [B, Z, L or a part, A] -> [B, Z, L or
-        a part, A]; the heads are those that this rank's projections made."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
-    ) -> Tensor:
-        """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled:
-        q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
-
-        ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
-        ``way`` is a key of LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are.
-        """
-        if way not in LINEAR_ATTENTION_WAYS:
-            raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")
-        return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
-
-    def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Linformer's projection of keys or values: x [B, Z, L or a part, A], weight
-        :meth:`sequence_parameter` [K, L or a part] -> the whole [B, Z, K, A] on every rank."""
-        return torch.matmul(weight, x)
-
     def first_token(self, x: Tensor) -> tuple[Tensor, float]:
         """x [B, L or a part, H] -> ([B, H], share): position 0 of what this rank holds, and the share
         of the loss computed from it that this rank contributes (0 where it is not the sequence's)."""
@@ -252,10 +236,10 @@ class Strategy(GridHooks):
         """The number of parts that every sequence is split into."""
         return 1
 
-    #: whether the random numbers of attention dropout, and of all other dropout, are the rank's own
-    #: ("sharded") or must agree on all ranks of the group ("replicated")
-    attention_region: ClassVar[str] = "replicated"
-    hidden_region: ClassVar[str] = "replicated"
+    @property
+    def hidden_axes(self) -> tuple[str, ...]:
+        """As :attr:`attention_axes`, of hidden states between blocks."""
+        return ()
 
     # -- between pipeline stages -------------------------------------------------------------------
 
@@ -282,21 +266,21 @@ class Strategy(GridHooks):
         have a column a position (``sequence``) its own."""
         return site.dims["elements"] + site.dims.get("sequence", 0) // self.sequence_parts
 
-    def partial_elements(self, site: Site) -> int:
-        """Of :meth:`held_elements`, those whose gradients are partial and that are no :class:`Shard` of the
-        strategy's axis."""
-        return 0
+    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
+        """Of :meth:`held_elements`, those with :meth:`partial_axes`, by these axes."""
+        return {}
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
-        """Whether each rank of the group holds only its part of the sum that is this gradient."""
-        return False
+    def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The axes over whose ranks this parameter's gradient must be summed, since backward gives each of
+        them a part of the sum."""
+        return ()
 
     @property
-    def loss_is_partial(self) -> bool:
-        """Whether the loss is the sum over the group of what the ranks compute."""
-        return False
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks the loss must be summed, since each of them computes a share of it."""
+        return ()
 
 
 def full_precision(x: Tensor) -> Tensor:

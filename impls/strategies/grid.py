@@ -108,12 +108,16 @@ def as_sequences(sites: Iterable[Site], dim: int) -> Iterator[Site]:
 
 
 class GridHooks:
-    """The part of :class:`Strategy` that is about grids. The defaults hold for one device, for
-    who splits features, and for who cuts one dim of the grid and says in :meth:`full_attention` what to do
-    along that one."""
+    """The part of :class:`Strategy` that is about grids.
 
-    #: the grid dim along which inputs are cut, by who cuts sequences
-    grid_dim: int = 0
+    The defaults hold for one device, for strategies that split features, and for strategies that cut one dim
+    of the grid and communicate along it in :meth:`full_attention`.
+    """
+
+    @property
+    def grid_dim(self) -> int:
+        """The grid dim along which inputs are cut, where a strategy cuts sequences."""
+        return 0
 
     def grid(self, x: Tensor, sizes: Sequence[int]) -> Grid:
         """What this rank holds of an input x on a grid of these sizes, after ``shard``."""

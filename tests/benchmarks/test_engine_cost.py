@@ -37,5 +37,5 @@ def test_trace(benchmark: Any, ranks: int, timeline: bool) -> None:
 
 
 def test_replay_of_the_allocator(benchmark: Any) -> None:
-    log = virtual.trace(cell(64)).memory.log
+    log = virtual.trace(cell(64)).memory
     assert benchmark(replay, log.sizes, log.events, None).out_of_memory is None

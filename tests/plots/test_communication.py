@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.plots.communication import deviations, draw, sent_bytes
 from spbench.plots.style import house_style
 from tests.plots.drawn import (
@@ -34,7 +34,7 @@ def traced() -> list[Row]:
         for ranks in (2, 4):
             settings = {"model": "bert-tiny", "batch": 2, "seq_len": 48, "sizes": {axis: ranks}}
             cell = Cell.model_validate({**settings, "strategy": strategy})
-            measured = virtual.run(cell)
+            measured = VirtualEngine().measure(cell)
             rows.append(
                 {
                     "key": cell.key,

@@ -12,7 +12,7 @@ from spbench.bench.calibration.fit import Fit, Known, chosen, fitted, residuals,
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.comparison.tables import PublishedRow, Table
 from spbench.bench.config.cluster import Calibration
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.claims import as_frame, compare, write
-from spbench.bench.config.files import UserError
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.sweep.workers import measure
@@ -78,5 +78,5 @@ def test_file(scenario: Scenario, tmp_path: Path) -> None:
     assert rows[1][1:6] == ["3.0", "", "", "predicted", "a ratio; numerator was not run"]
     assert rows[2][1:3] == ["114000.0", "4000.0"]
     assert as_frame([]).columns.tolist() == rows[0]
-    with pytest.raises(UserError, match=r"^cannot write .*comparison.csv: "):
-        write(found, tmp_path / "absent")
+    with pytest.raises(UserError, match=r"^cannot write .*comparison.csv: Not a directory"):
+        write(found, path)  # a file, not a folder

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
+from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import cluster_names, load_cluster
-from spbench.bench.config.files import UserError, packaged
+from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.errors import UserError
 from tests.bench.fakes import SCENARIO
 
 
@@ -76,6 +78,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"variants__first__training__moments": "latr"},
         "variants.first.training.moments: must be 'kept' or 'later'",
     ),
+    (
+        {"defaults__training__backend": "zero4"},
+        "defaults.training.backend: unknown backend 'zero4'; did you mean 'zero",
+    ),
+    (
+        {"groups__1__training": {"gradients": "fresh"}},
+        "groups[1].training.gradients: must be 'contiguous' or 'stale', not 'fresh'",
+    ),
+    (  # an option of another backend
+        {"groups__1__training": {"backend": "zero3", "gradients": "stale"}},
+        "groups[1].training.gradients: unknown key",
+    ),
+    (
+        {"groups__1__strategy": "ring_attention", "groups__1__strategy_options": {"placement": "spiral"}},
+        "groups[1].strategy_options: placement is one of contiguous, striped, zigzag, not 'spiral'",
+    ),
     ({"groups__1__batch": "64"}, "groups[1].batch: must be a valid integer, not '64'"),
     ({"defaults__batch": True}, "defaults.batch: must be a valid integer, not True"),
     ({"defaults__batch": -64}, "defaults.batch: must be greater than 0, not -64"),
@@ -138,6 +156,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"claims__0__published__file": "rsa_claim.csv"}, "cannot read published file rsa_claim.csv"),
     ({"claims__0__published__column": "publishd"}, "no column 'publishd'; did you mean 'published'?"),
 ]
+
+
+def test_an_option_of_the_backend_is_part_of_a_cells_key_where_it_is_not_the_default() -> None:
+    def key(**training: str) -> str:
+        return Cell.model_validate({"model": "m", "strategy": "s", "training": training}).key
+
+    assert key(gradients="contiguous") == key() == "m/s/1/bmax/Lmax/fp32/local/virtual/01e52c8be4"
+    assert key(gradients="stale") == "m/s/1/bmax/Lmax/fp32/local/virtual/2eb9e854a0"
+    stale = Cell.model_validate({"model": "m", "strategy": "s", "training": {"gradients": "stale"}})
+    assert Cell.model_validate_json(stale.model_dump_json()) == stale
+    assert stale.training.backend_options == {"gradients": "stale"}
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
@@ -237,7 +266,6 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
     figure = {"value": 10, "source": "made up"}
     device = {"name": "d", "memory_total_bytes": figure, "memory_context_bytes": figure}
     content: dict[str, Any] = {
-        "name": "mine",
         "about": "a test",
         "device": {**device, "memory_bandwidth_bytes_per_s": {"value": 1.0, "source": "s"}},
         "network": {key: {"value": None, "source": "s"} for key in ("latency_s", "bandwidth_bytes_per_s")},
@@ -248,8 +276,8 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
     content["device"]["memory_context_bytes"] = {"value": 4, "source": "made up"}
     write(tmp_path, yaml.safe_dump(content), "mine.yaml")
     assert load_cluster(path).usable_memory_bytes == 6
-    with pytest.raises(UserError, match=r"other.yaml: name: is 'mine'"):
-        load_cluster(write(tmp_path, yaml.safe_dump(content), "other.yaml"))
+    with pytest.raises(UserError, match=r"other.yaml: name: leave it out; a cluster has the name"):
+        load_cluster(write(tmp_path, yaml.safe_dump(content | {"name": "mine"}), "other.yaml"))
     del content["network"]["latency_s"]["source"]
     with pytest.raises(UserError, match=r"network.latency_s.source: is missing"):
         load_cluster(write(tmp_path, yaml.safe_dump(content), "third.yaml"))
@@ -257,7 +285,6 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_cluster_extends_another(tmp_path: Path) -> None:
     own = {
-        "name": "mine",
         "extends": "dgx-a100",
         "about": "a test",
         "network": {"nics_per_node": 1},
@@ -272,3 +299,10 @@ def test_a_cluster_extends_another(tmp_path: Path) -> None:
     own["extends"] = "dgx-a10"
     with pytest.raises(UserError, match=r"extends: unknown cluster 'dgx-a10'; did you mean 'dgx-a100'"):
         load_cluster(write(tmp_path, yaml.safe_dump(own), "again.yaml"))
+
+
+def test_a_copied_cluster_file_loads_under_any_name(tmp_path: Path) -> None:
+    for name, path in packaged("spbench.scenarios.clusters").items():
+        copy = load_cluster(write(tmp_path, path.read_text(), f"our-{name}.yaml"))
+        assert copy.name == f"our-{name}"
+        assert copy.model_copy(update={"name": name}) == load_cluster(name)

@@ -12,9 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from spbench.bench.cell import Cell, Sizes, Timing
-from spbench.bench.engines import distributed, virtual
+from spbench.bench.engines import distributed
+from spbench.bench.engines.distributed import DistributedEngine
+from spbench.bench.engines.plan import plan
 from spbench.bench.engines.rank_pool import RankPool
-from spbench.bench.engines.setup import mesh_axes, plan, record_step
+from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.training.step import initialize
@@ -37,14 +40,14 @@ def test_two_ranks() -> None:
             taken.listen()
         except OSError:
             pass  # someone else has it, which serves as well
-        measured = distributed.run(CELL)
+        measured = DistributedEngine().measure(CELL)
     assert (measured.status, measured.reason) == ("ok", "")
     assert len(measured.step_time_samples_s) == 4
     assert all(0 < sample < 60 for sample in measured.step_time_samples_s)
     assert measured.step_time_s == statistics.median(measured.step_time_samples_s)
     assert measured.tokens_per_s == 3 * 24 / measured.step_time_s
     assert measured.formula_difference == []
-    expected = virtual.run(CELL)
+    expected = VirtualEngine().measure(CELL)
     assert measured.communication == expected.communication
     assert measured.formula == expected.formula
     assert measured.peak_memory_bytes is not None
@@ -60,19 +63,19 @@ def test_a_rank_that_fails_is_named_with_its_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(distributed, "plan", lambda cell: fine)  # in this process; the ranks find out
     wrong = {"strategy": "ulises", "timing": Timing(warmup=0, samples=1)}
     with pytest.raises(ChildFailedError) as raised:
-        distributed.run(CELL.model_copy(update=wrong))
+        DistributedEngine().measure(CELL.model_copy(update=wrong))
     assert "unknown strategy 'ulises'" in str(raised.value)
     assert re.search(r"rank +: [01] ", str(raised.value))
 
 
 def test_unsupported_sizes_start_no_rank() -> None:
     with pytest.raises(Unsupported, match="length 25"):
-        distributed.run(CELL.model_copy(update={"seq_len": 25}))
+        DistributedEngine().measure(CELL.model_copy(update={"seq_len": 25}))
 
 
 def weights_after_the_metered_step(mesh: DeviceMesh, cell: Cell) -> tuple[bool, bool, int]:
     """Whether the weights are those of the seed before an update, finite after one; and the metered peak."""
-    recorder = Recorder(mesh_axes(mesh), settle_s=0.002)
+    recorder = Recorder(mesh, settle_s=0.002)
     with recorder:
         training, _ = record_step(cell, mesh, recorder, torch.Generator().manual_seed(1), seed=1)
     log = recorder.memory.stop()
@@ -84,7 +87,7 @@ def weights_after_the_metered_step(mesh: DeviceMesh, cell: Cell) -> tuple[bool, 
 
 def test_the_metered_step_runs_on_real_weights_that_the_meter_does_not_see(pool: RankPool) -> None:
     cell = Cell(model="bert-tiny", strategy="single", batch=2, seq_len=24)
-    near, finite, peak = pool.run(1, weights_after_the_metered_step, cell)[0]
+    near, finite, peak = pool.run({}, weights_after_the_metered_step, cell)[0]
     assert near
     assert finite
-    assert peak == virtual.run(cell).peak_memory_bytes
+    assert peak == VirtualEngine().measure(cell).peak_memory_bytes

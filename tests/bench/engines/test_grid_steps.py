@@ -10,6 +10,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.registry import strategy_class
 from tests.bench.engines.test_virtual import on_a_real_rank, seen
@@ -18,7 +19,7 @@ STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "tensor_paralle
 
 
 def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
-    sizes = {strategy_class(strategy).axis: n}
+    sizes = strategy_class(strategy).sizes_for(n)
     options = {"model": "st-dit-tiny", "strategy": strategy, "sizes": sizes, "batch": 2, "seq_len": 24}
     return Cell.model_validate(options | changes)
 
@@ -38,9 +39,9 @@ def test_real_ranks_send_what_virtual_ones_do(
     """Operation by operation, of every rank; 3 and 4 ranks do not divide the 2 places of a frame."""
     options = {"checkpointing": checkpointing, "layers": 1}
     cell = cell_of(strategy, n, precision="bf16", model_options=options)
-    really = pool.run(n, on_a_real_rank, cell, 0.0, axis=strategy_class(strategy).axis)
+    really = pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.0)
     for rank, found in enumerate(really):
-        virtually = seen(cell, virtual.trace(cell, rank))
+        virtually = seen(virtual.trace(cell, rank))
         assert found.counts == virtually.counts
         assert found.difference == virtually.difference == []
         assert found.counts
@@ -73,7 +74,7 @@ def test_formula_is_what_virtual_ranks_send(
         model_options={**options, "heads": 16, "hidden": 32, "checkpointing": checkpointing},
         strategy_options={} if strategy == "tensor_parallel" else {"grid_dim": grid_dim},
     )
-    measured = virtual.measure(cell, virtual.trace(cell, rank=n - 1))
+    measured = virtual.trace(cell, rank=n - 1).measurement(None)
     assert measured.formula_difference == []
     assert measured.communication
 
@@ -83,13 +84,13 @@ def test_formula_is_what_virtual_ranks_send(
 def test_formula_pays_for_padding(rank: int, temporal: int, spatial: int) -> None:
     options = {"temporal": temporal, "layers": 1}
     cell = cell_of("dsp", 4, seq_len=temporal * spatial, model_options=options)
-    assert virtual.measure(cell, virtual.trace(cell, rank)).formula_difference == []
+    assert virtual.trace(cell, rank).measurement(None).formula_difference == []
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_flat"])
 def test_formula_with_replicas(backend: str) -> None:
     cell = cell_of("dsp", 2, sizes={"sp": 2, "dp": 2}, precision="bf16", training={"backend": backend})
-    assert virtual.run(cell).formula_difference == []
+    assert VirtualEngine().measure(cell).formula_difference == []
 
 
 def inference(strategy: str, n: int, **changes: Any) -> Cell:
@@ -99,8 +100,8 @@ def inference(strategy: str, n: int, **changes: Any) -> Cell:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_inference_is_the_forward_of_a_training_step(strategy: str) -> None:
     """It sends what a forward does, and holds the weights and little else."""
-    trained = virtual.run(cell_of(strategy, 4, precision="bf16"))
-    inferred = virtual.run(inference(strategy, 4))
+    trained = VirtualEngine().measure(cell_of(strategy, 4, precision="bf16"))
+    inferred = VirtualEngine().measure(inference(strategy, 4))
     assert inferred.formula_difference == []
     assert inferred.communication == [row for row in trained.communication if row["phase"] == "forward"]
     assert inferred.peak_memory_bytes is not None
@@ -111,8 +112,8 @@ def test_inference_is_the_forward_of_a_training_step(strategy: str) -> None:
 
 def test_inference_on_real_ranks(pool: RankPool) -> None:
     cell = inference("dsp", 3)
-    for rank, found in enumerate(pool.run(3, on_a_real_rank, cell, 0.0, axis="sp")):
-        assert found.counts == seen(cell, virtual.trace(cell, rank)).counts
+    for rank, found in enumerate(pool.run({"sp": 3}, on_a_real_rank, cell, 0.0)):
+        assert found.counts == seen(virtual.trace(cell, rank)).counts
         assert found.difference == []
 
 
@@ -126,7 +127,7 @@ def test_inference_on_real_ranks(pool: RankPool) -> None:
 def test_inference_refuses_what_is_about_training(changes: dict[str, Any], reason: str) -> None:
     cell = cell_of("dsp", 2, training={"step": "inference", **changes})
     with pytest.raises(Unsupported, match=reason):
-        virtual.run(cell)
+        VirtualEngine().measure(cell)
 
 
 @pytest.mark.parametrize("n", [3, 12])

@@ -10,6 +10,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.models.model import models
 from tests.bench.engines.test_virtual import on_a_real_rank, seen
 
@@ -40,9 +41,9 @@ def test_real_ranks_send_what_virtual_ones_do(
 ) -> None:
     """Operation by operation. Their peaks are compared elsewhere, for Gloo copies what it reduce-scatters."""
     cell = cell_of(strategy, n, model, precision="bf16", model_options={"checkpointing": checkpointing})
-    really = pool.run(n, on_a_real_rank, cell, 0.0, axis=STRATEGIES[strategy])
+    really = pool.run({STRATEGIES[strategy]: n}, on_a_real_rank, cell, 0.0)
     for rank, found in enumerate(really):
-        virtually = seen(cell, virtual.trace(cell, rank))
+        virtually = seen(virtual.trace(cell, rank))
         assert found.counts == virtually.counts
         assert found.difference == virtually.difference == []
         assert found.counts
@@ -59,7 +60,7 @@ def test_formula_is_what_virtual_ranks_send(
     if hasattr(models()[model], "inner"):
         options["inner"] = 192
     cell = cell_of(strategy, n, model, seq_len=128, precision=precision, model_options=options)
-    measured = virtual.measure(cell, virtual.trace(cell, rank=n - 1))
+    measured = virtual.trace(cell, rank=n - 1).measurement(None)
     assert measured.formula_difference == []
     assert measured.communication
 
@@ -71,14 +72,14 @@ def test_formula_is_what_virtual_ranks_send(
 def test_formula_between_pipeline_stages_and_replicas(strategy: str, model: str) -> None:
     sizes = {STRATEGIES[strategy]: 2, "pp": 2, "dp": 2}
     cell = cell_of(strategy, 2, model, batch=4, sizes=sizes, precision="fp16")
-    assert virtual.run(cell).formula_difference == []
+    assert VirtualEngine().measure(cell).formula_difference == []
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_is_told_is_of_a_rank_that_sends(n: int) -> None:
     """The last rank of a ring sends no state forward, and may yet have the largest peak."""
     options = {"model": "tnl-tiny", "strategy": "lasp", "sizes": {"sp": n}, "batch": 3, "seq_len": 24}
-    told = virtual.run(Cell.model_validate(options))
+    told = VirtualEngine().measure(Cell.model_validate(options))
     metered, planned = (
         sum(row["sent_bytes"] for row in rows if (row["phase"], row["collective"]) == ("forward", "send"))
         for rows in (told.communication, told.formula)

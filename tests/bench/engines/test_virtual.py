@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
 from spbench.bench.engines.rank_pool import RankPool
-from spbench.bench.engines.setup import mesh_axes, plan, record_step, set_up
+from spbench.bench.engines.setup import record_step, set_up
+from spbench.bench.engines.traces import Trace
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.collectives import Traffic
@@ -53,24 +55,23 @@ class Seen:
     operations: int
 
 
-def seen(cell: Cell, recorder: Recorder) -> Seen:
-    log, communication = recorder.memory.stop(), recorder.communication
-    peak = log.peak()
+def seen(trace: Trace) -> Seen:
+    peak = trace.memory.peak()
     return Seen(
-        communication.counts,
-        plan(cell).difference(communication),
+        trace.communication.counts,
+        trace.measurement(None).formula_difference,
         peak.nbytes,
         peak.phase,
         peak.held,
-        len(log.events),
+        len(trace.memory.events),
     )
 
 
 def on_a_real_rank(mesh: DeviceMesh, cell: Cell, settle_s: float) -> Seen:
-    recorder = Recorder(mesh_axes(mesh), settle_s)
+    recorder = Recorder(mesh, settle_s)
     with recorder, virtual._no_cyclic_collection():
         record_step(cell, mesh, recorder, torch.Generator().manual_seed(0))
-    return seen(cell, recorder)
+    return seen(Trace.of(cell, dist.get_rank(), recorder))
 
 
 RANKS = [
@@ -101,10 +102,10 @@ def test_virtual_ranks_are_as_real_ones(
     cell = cell_of(
         strategy, n, model=model, precision=precision, model_options={"checkpointing": checkpointing}
     )
-    virtually = [seen(cell, virtual.trace(cell, rank)) for rank in range(n)]
+    virtually = [seen(virtual.trace(cell, rank)) for rank in range(n)]
     lowest: list[Seen | None] = [None] * n
     for attempt in range(ATTEMPTS):
-        really = pool.run(n, on_a_real_rank, cell, 0.001 * 4**attempt, axis=AXES.get(strategy, "sp"))
+        really = pool.run({AXES.get(strategy, "sp"): n}, on_a_real_rank, cell, 0.001 * 4**attempt)
         lowest = [
             r if low is None or r.peak < low.peak else low for low, r in zip(lowest, really, strict=True)
         ]
@@ -132,7 +133,7 @@ def test_formula_at_paper_scale(strategy: str, precision: str, changes: dict[str
         precision=precision,
         model_options=options,
     )
-    measured = virtual.measure(cell, virtual.trace(cell, rank=63))
+    measured = virtual.trace(cell, rank=63).measurement(None)
     assert measured.formula_difference == []
     assert measured.communication
 
@@ -193,9 +194,9 @@ def test_formula_that_is_off_by_one_payload_is_reported(
         yield from entries
 
     cell = cell_of(cls.name, 4)
-    assert virtual.run(cell).formula_difference == []
+    assert VirtualEngine().measure(cell).formula_difference == []
     monkeypatch.setattr(cls, "communication", planted)
-    (row,) = virtual.run(cell).formula_difference
+    (row,) = VirtualEngine().measure(cell).formula_difference
     assert row["phase"] == "backward"
     # TP: an all-reduce of BLH = 3 x 24 x 48 floats; RSA: a send of BZ(L/N)A = 3 x 12 x 6 x 4 floats
     more = {"all_reduce": 3 * 24 * 48 * 4 * 2 * 3 // 4, "send": 3 * 12 * 6 * 4 * 4}[row["collective"]]
@@ -204,7 +205,7 @@ def test_formula_that_is_off_by_one_payload_is_reported(
 
 def test_formula_that_forgets_a_phase_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorParallel, "communication", lambda self, sites, element_bytes: iter(()))
-    rows = virtual.run(cell_of("tensor_parallel", 2, precision="fp16")).formula_difference
+    rows = VirtualEngine().measure(cell_of("tensor_parallel", 2, precision="fp16")).formula_difference
     assert [(row["phase"], row["formula_bytes"]) for row in rows] == [
         ("backward", 0),
         ("forward", 0),
@@ -219,9 +220,9 @@ def test_formula_that_forgets_a_phase_is_reported(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("n", [4, 6])
 def test_any_rank_can_be_traced_and_all_hold_the_same(strategy: str, n: int) -> None:
     cell = cell_of(strategy, n)
-    first = virtual.measure(cell, virtual.trace(cell, 0))
+    first = virtual.trace(cell, 0).measurement(None)
     for rank in range(1, n, 2):
-        assert virtual.measure(cell, virtual.trace(cell, rank)) == first
+        assert dataclasses.replace(virtual.trace(cell, rank).measurement(None), peak_rank=0) == first
 
 
 @pytest.mark.parametrize("strategy", ["single", *AXES])
@@ -230,7 +231,7 @@ def test_two_traces_are_equal(strategy: str) -> None:
         strategy, 1 if strategy == "single" else 3, precision="fp16", model_options={"dropout": 0.1}
     )
     first, second = virtual.trace(cell), virtual.trace(cell)
-    assert first.memory.log == second.memory.log
+    assert first.memory == second.memory
     assert first.communication.counts == second.communication.counts
 
 
@@ -241,7 +242,7 @@ def test_tensors_die_by_the_program_not_by_the_garbage_collector(strategy: str, 
     cell = cell_of(strategy, 2, model_options={"checkpointing": checkpointing})
     gc.collect()
     with virtual.fake_mesh(cell.sizes, 0) as mesh, virtual._no_cyclic_collection():
-        recorder = Recorder(mesh_axes(mesh))
+        recorder = Recorder(mesh)
         with FakeTensorMode(), recorder:
             held = record_step(cell, mesh, recorder)
         events = len(recorder.memory.log.events)
@@ -293,7 +294,7 @@ def test_no_trace_inside_another_process_group() -> None:
 )
 def test_unsupported_sizes_say_what_would_do(cell: Cell, message: str) -> None:
     with pytest.raises(Unsupported, match=message):
-        virtual.run(cell)
+        VirtualEngine().measure(cell)
 
 
 # -- what fits a card ---------------------------------------------------------------------------------------
@@ -322,18 +323,18 @@ network:
 
 def test_out_of_memory_is_judged_on_what_the_allocator_reserves(tmp_path: Path) -> None:
     large = {"batch": 8, "seq_len": 512}
-    free = virtual.run(cell_of("single", 1, **large))
+    free = VirtualEngine().measure(cell_of("single", 1, **large))
     assert free.status == "ok"
     assert free.reserved_memory_bytes is not None
     assert free.peak_memory_bytes is not None
     assert free.peak_memory_bytes <= free.reserved_memory_bytes
     assert sum(free.peak_held.values()) == free.peak_memory_bytes
     needed = free.reserved_memory_bytes // 2**20
-    fits = virtual.run(cell_of("single", 1, **large, cluster=write_cluster(tmp_path, needed)))
+    fits = VirtualEngine().measure(cell_of("single", 1, **large, cluster=write_cluster(tmp_path, needed)))
     assert (fits.status, fits.reason) == ("ok", "")
     # the trace is of the whole step on any card, and only what it reserves before it fails differs
     little = free.peak_memory_bytes // 2**20 - 1
-    fails = virtual.run(cell_of("single", 1, **large, cluster=write_cluster(tmp_path, little)))
+    fails = VirtualEngine().measure(cell_of("single", 1, **large, cluster=write_cluster(tmp_path, little)))
     assert fails.status == "oom"
     assert re.fullmatch(r"no room for \d+ MiB with \d+ MiB allocated and \d+ MiB reserved", fails.reason)
     assert fails.peak_memory_bytes == free.peak_memory_bytes

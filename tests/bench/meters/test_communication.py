@@ -7,17 +7,21 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spbench.bench.cell import Sizes
-from spbench.bench.engines.setup import mesh_axes
+from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
-from spbench.bench.meters.communication import CommunicationMeter, as_number
+from spbench.bench.meters.communication import CommunicationMeter, Operation, as_number
 from spbench.bench.meters.recorder import Recorder
+from spbench.bench.simulator.program import COLLECTIVE, WAIT
 from spbench.impls.collectives import WIRE_SHARE, Traffic, ring, wire_bytes
 
 
@@ -29,7 +33,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def metered(mesh: DeviceMesh, work: Callable[[], Any], phase: str = "forward") -> CommunicationMeter:
-    recorder = Recorder(mesh_axes(mesh))
+    recorder = Recorder(mesh)
     with recorder, recorder.phase(phase):
         work()
     return recorder.communication
@@ -90,9 +94,6 @@ def test_every_collective_of_the_closed_forms_was_tried() -> None:
     [
         lambda: dist.gather(part(), None, 0),
         lambda: dist.scatter(part(), None, 0),
-        # made by DTensor and by code for torch.compile
-        lambda: functional.all_reduce(whole(), "sum", dist.group.WORLD),
-        lambda: functional.broadcast(whole(), 0, dist.group.WORLD),
     ],
 )
 def test_what_is_not_known_is_an_error(mesh: DeviceMesh, work: Callable[[], Any]) -> None:
@@ -100,9 +101,75 @@ def test_what_is_not_known_is_an_error(mesh: DeviceMesh, work: Callable[[], Any]
         metered(mesh, work)
 
 
+#: as COLLECTIVES, of the functional collectives that DTensor and torch.compile call
+FUNCTIONAL: list[tuple[Callable[[dist.ProcessGroup], Any], str, int, int]] = [
+    (lambda group: functional.all_reduce(whole(), "sum", group), "all_reduce", 384, 576),
+    (lambda group: functional.all_reduce_coalesced([whole(), part()], "sum", group), "all_reduce", 480, 720),
+    (lambda group: functional.broadcast(whole(), 0, group), "broadcast", 384, 288),
+    (lambda group: functional.all_gather_tensor(part(), 0, group), "all_gather", 384, 288),
+    (lambda group: functional.reduce_scatter_tensor(whole(), "sum", 0, group), "reduce_scatter", 384, 288),
+    (lambda group: functional.all_to_all_single(whole(), None, None, group), "all_to_all", 384, 288),
+]
+
+
+@pytest.mark.parametrize(("work", "collective", "payload", "sent"), FUNCTIONAL)
+def test_bytes_of_each_functional_collective(
+    mesh: DeviceMesh, work: Callable[[dist.ProcessGroup], Any], collective: str, payload: int, sent: int
+) -> None:
+    def waited() -> None:
+        result = work(mesh.get_group("sp"))
+        for x in result if isinstance(result, list) else [result]:
+            x.wait()
+
+    (row,) = metered(mesh, waited).rows()
+    assert (row["collective"], row["axis"], row["count"], row["group_size"]) == (collective, "sp", 1, 4)
+    assert (row["payload_bytes"], row["sent_bytes"]) == (payload, sent)
+
+
+def step_of_dtensors(mesh: DeviceMesh) -> dict[Operation, int]:
+    """What a rank sends in a step of tensors that torch lays out: a sharded product, gathered."""
+    recorder, group = Recorder(mesh), mesh["sp"]
+    with recorder, recorder.phase("forward"):
+        x = DTensor.from_local(torch.ones(6, 8, requires_grad=True), group, [Shard(0)])
+        w = DTensor.from_local(torch.ones(8, 5), group, [Replicate()]).requires_grad_()
+        y: DTensor = (x @ w).redistribute(placements=[Replicate()])  # type: ignore[assignment]
+        y.to_local().sum().backward()
+        gradient = w.grad
+        assert isinstance(gradient, DTensor)
+        gradient.redistribute(placements=[Replicate()]).to_local()
+    return dict(recorder.communication.counts)
+
+
+def test_dtensors_send_the_same_on_virtual_and_real_ranks(pool: RankPool) -> None:
+    with fake_mesh(Sizes(sp=2), 0) as mesh, FakeTensorMode():
+        virtually = step_of_dtensors(mesh)
+    # the rows of y [12, 5], and the gradient of w [8, 5], to which each rank has contributed
+    assert virtually == {
+        Operation("forward", "all_gather", "sp", 2, 12 * 5 * 4): 1,
+        Operation("forward", "all_reduce", "sp", 2, 8 * 5 * 4): 1,
+    }
+    assert pool.run(2, step_of_dtensors, axis="sp") == [virtually, virtually]
+
+
+def test_the_wait_for_a_functional_collective_is_in_the_program(mesh: DeviceMesh) -> None:
+    recorder = Recorder(mesh, events=True)
+    with FakeTensorMode(), recorder, recorder.phase("forward"):
+        summed = torch.ops._c10d_functional.all_reduce(whole(), "sum", mesh.get_group("sp").group_name)
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        del product
+        torch.ops._c10d_functional.wait_tensor(summed)
+    assert recorder.events is not None
+    program = recorder.events.program()
+    kinds = [kind for kind in program.kind.tolist() if kind in (COLLECTIVE, WAIT)]
+    assert kinds == [COLLECTIVE, WAIT]
+    posted, waited = (int(np.flatnonzero(program.kind == kind)[0]) for kind in (COLLECTIVE, WAIT))
+    assert program.partner[waited] == posted
+    assert "mm" in [program.names[n] for n in program.name[posted:waited]]
+
+
 def test_rows_are_by_phase_collective_and_axis() -> None:
     with fake_mesh(Sizes(dp=2, tp=2, sp=3), 5) as mesh:
-        recorder = Recorder(mesh_axes(mesh))
+        recorder = Recorder(mesh)
         with recorder:
             for phase, axis in itertools.product(("forward", "backward"), ("tp", "sp")):
                 with recorder.phase(phase):
@@ -158,7 +225,7 @@ def test_ring_sends_all_chunks_but_one(mesh: DeviceMesh) -> None:
 
 
 def test_buffers_that_are_filled_from_others_are_communications(mesh: DeviceMesh) -> None:
-    recorder = Recorder(mesh_axes(mesh))
+    recorder = Recorder(mesh)
     with recorder, recorder.phase("forward"):
         gathered, received = whole(), part()
         dist.all_gather_into_tensor(gathered, part())

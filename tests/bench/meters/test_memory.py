@@ -29,7 +29,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def recorded(program: Callable[[Recorder], None], *, fake: bool) -> MemoryLog:
-    recorder = Recorder({})
+    recorder = Recorder()
     with FakeTensorMode() if fake else nullcontext(), recorder:
         program(recorder)
     return recorder.memory.stop()
@@ -162,9 +162,9 @@ def test_peak_is_the_profilers() -> None:
         step_of_mlp(module, x)
     events = prof.profiler.kineto_results.events()
     theirs = np.asarray([event.nbytes() for event in events if event.name() == "[memory]"])
-    recorder = Recorder({})
+    recorder = Recorder()
     for tensor in (*module.parameters(), x):
-        recorder.memory.see(tensor)
+        recorder.memory.note(tensor)
     with recorder, recorder.phase("forward"):
         step_of_mlp(module, x)
     log = recorder.memory.stop()
@@ -193,7 +193,7 @@ def test_activations_are_what_autograd_saved(model: str, options: dict[str, Any]
         return x
 
     with virtual.fake_mesh(cell.sizes, 0) as mesh, torch.random.fork_rng(devices=[]):
-        recorder = Recorder({})
+        recorder = Recorder()
         with recorder:
             training, inputs = set_up(cell, mesh)
             with (
@@ -214,7 +214,7 @@ def test_activations_are_what_autograd_saved(model: str, options: dict[str, Any]
 def activation_bytes(**changes: object) -> int:
     """Bytes that forward leaves alive."""
     cell = Cell.model_validate({"model": "bert-base", "strategy": "single", "precision": "fp16"} | changes)
-    log = virtual.trace(cell).memory.log
+    log = virtual.trace(cell).memory
     live = np.cumsum(log.signed_bytes())
     forward = next(span for name, span in log.spans() if name == "forward")
     return int(live[forward.stop - 1] - live[forward.start - 1])
@@ -250,7 +250,7 @@ def test_checkpointing_lowers_the_peak(strategy: str, axis: str) -> None:
             seq_len=128,
             model_options={"layers": 6, "checkpointing": checkpointing},
         )
-        peaks.append(virtual.trace(cell).memory.log.peak())
+        peaks.append(virtual.trace(cell).memory.peak())
     assert peaks[1].nbytes < peaks[0].nbytes / 2
     assert peaks[1].held["activations"] < peaks[0].held["activations"] / 2
     assert peaks[1].held["parameters"] == peaks[0].held["parameters"]

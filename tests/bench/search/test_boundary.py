@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell, Measurement, Search, Sizes, TrainingOptions
+from spbench.bench.cell import Cell, Measurement, SearchRequest, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
+from spbench.bench.engines.engine import run
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.search.boundary import largest_that_fits
 from spbench.impls.strategies.base import Unsupported
 from tests.bench.engines.test_virtual import cell_of, write_cluster
@@ -16,13 +18,13 @@ from tests.bench.engines.test_virtual import cell_of, write_cluster
 SINGLE, TP, RSA = "single", "tensor_parallel", "ring_self_attention"
 
 
-def searching(folder: Path, mib: int, strategy: str, n: int, search: Search, **changes: Any) -> Cell:
+def searching(folder: Path, mib: int, strategy: str, n: int, search: SearchRequest, **changes: Any) -> Cell:
     asked = {"batch": 4, "seq_len": 128, "precision": "fp16"} | changes | {search.quantity: None}
     return cell_of(strategy, n, cluster=write_cluster(folder, mib), search=search, **asked)
 
 
 def fits(cell: Cell, value: int) -> bool:
-    return virtual.run(cell.at(value)).status == "ok"
+    return VirtualEngine().measure(cell.at(value)).status == "ok"
 
 
 def step_of(cell: Cell) -> int:
@@ -45,7 +47,7 @@ def assert_proved(cell: Cell, found: Measurement) -> None:
     assert found.reserved_memory_bytes == proof["reserved_memory_bytes"]
 
 
-BATCH, LENGTH = Search(quantity="batch"), Search(quantity="seq_len", step=8)
+BATCH, LENGTH = SearchRequest(quantity="batch"), SearchRequest(quantity="seq_len", step=8)
 
 
 def slow(*values: Any) -> Any:
@@ -68,11 +70,11 @@ MEGATRON = {"layers": 3, "hidden": 12, "heads": 3, "softmax": "megatron"}
         # the kernel that Megatron-LM had takes batch x heads in fours only: here every fourth batch, with
         # half the memory of its neighbours; and queries in fours
         (200, RSA, 2, BATCH, {"seq_len": 512, "model_options": MEGATRON}),
-        (256, RSA, 2, Search(quantity="seq_len", step=2), {"batch": 60, "model_options": MEGATRON}),
+        (256, RSA, 2, SearchRequest(quantity="seq_len", step=2), {"batch": 60, "model_options": MEGATRON}),
     ],
 )
 def test_answer_is_what_trying_all_sizes_finds(
-    tmp_path: Path, mib: int, strategy: str, n: int, search: Search, changes: dict[str, Any]
+    tmp_path: Path, mib: int, strategy: str, n: int, search: SearchRequest, changes: dict[str, Any]
 ) -> None:
     """On these cards. On some, a size beyond fits by chance, where the allocator wastes less than at the
     answer's neighbours: a search finds a proven boundary, and does not try everything beyond."""
@@ -89,7 +91,7 @@ def test_answer_is_what_trying_all_sizes_finds(
 
 def test_kernel_that_takes_2048_keys(tmp_path: Path) -> None:
     """Memory jumps there: the boundary is at the kernel's limit over a wide range of cards."""
-    search = Search(quantity="seq_len", step=64)
+    search = SearchRequest(quantity="seq_len", step=64)
     answers = {}
     for mib in (260, 400):
         options = {"layers": 4, "hidden": 8, "heads": 4, "softmax": "megatron"}
@@ -105,9 +107,9 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
     traced: list[int] = []
     real = virtual.trace
 
-    def counted(cell: Cell, rank: int = 0, *, timeline: bool = False) -> Any:
+    def counted(cell: Cell, rank: int = 0, *, events: bool = False) -> Any:
         traced.append(cell.model_options["layers"])
-        return real(cell, rank, timeline=timeline)
+        return real(cell, rank, events=events)
 
     monkeypatch.setattr(virtual, "trace", counted)
     cell = searching(tmp_path, 512, RSA, 2, LENGTH, batch=8, model_options={"layers": 9})
@@ -120,7 +122,7 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_timed_search_times_its_answer(stages: int) -> None:
-    search = Search(quantity="batch", step=4, timed=True)
+    search = SearchRequest(quantity="batch", step=4, timed=True)
     sizes = Sizes(pp=stages, sp=2)
     cell = Cell(
         model="bert-tiny",
@@ -136,7 +138,7 @@ def test_timed_search_times_its_answer(stages: int) -> None:
     found = largest_that_fits(cell)
     assert found.answer is not None
     assert [probe["status"] for probe in found.proof].count("oom") >= 1
-    alone = virtual.run(cell.at(found.answer))
+    alone = VirtualEngine().measure(cell.at(found.answer))
     assert found.step_time_s == alone.step_time_s is not None
     assert found.tokens_per_s == found.answer * 128 / found.step_time_s
     assert (found.breakdown, found.calibration) == (alone.breakdown, alone.calibration)
@@ -157,18 +159,25 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "answer"), [(1, 1), (3, 3), (4, 4), (9, 9)])
 def test_limit_is_respected(tmp_path: Path, limit: int, answer: int) -> None:
-    cell = searching(tmp_path, 2000, SINGLE, 1, Search(quantity="batch", limit=limit))
+    cell = searching(tmp_path, 2000, SINGLE, 1, SearchRequest(quantity="batch", limit=limit))
     found = largest_that_fits(cell)
     assert (found.status, found.answer) == ("ok", answer)
     assert max(probe["value"] for probe in found.proof) == limit
 
 
 def test_limit_between_two_steps(tmp_path: Path) -> None:
-    search = Search(quantity="seq_len", step=8, limit=200)
+    search = SearchRequest(quantity="seq_len", step=8, limit=200)
     found = largest_that_fits(searching(tmp_path, 2000, RSA, 3, search))
     assert found.answer == 192
+
+
+def test_nothing_is_traced_for_a_limit_below_the_smallest_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(virtual, "trace", lambda *args, **settings: pytest.fail("traced"))
+    search = SearchRequest(quantity="seq_len", step=8, limit=20)
     with pytest.raises(Unsupported, match="steps of 24, above the limit 20"):
-        largest_that_fits(searching(tmp_path, 2000, RSA, 3, Search(quantity="seq_len", step=8, limit=20)))
+        largest_that_fits(searching(tmp_path, 2000, RSA, 3, search))
 
 
 def test_what_cannot_be_searched(tmp_path: Path) -> None:
@@ -176,6 +185,6 @@ def test_what_cannot_be_searched(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="local has no memory limit"):
         largest_that_fits(cell.model_copy(update={"cluster": "local"}))
     with pytest.raises(Unsupported, match="do not run on the engine distributed"):
-        largest_that_fits(cell.model_copy(update={"engine": "distributed"}))
+        run(cell.model_copy(update={"engine": "distributed"}))
     with pytest.raises(Unsupported, match="12 attention heads"):
         largest_that_fits(searching(tmp_path, 64, TP, 5, BATCH))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell, Search
+from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.engines import virtual
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
@@ -24,12 +24,12 @@ class Tracer:
         cell = self.cell.at(size)
         if layers is not None:
             cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
-        return virtual.trace(cell).memory.log
+        return virtual.trace(cell).memory
 
 
 def tracer(quantity: str, strategy: str, n: int, **changes: Any) -> Tracer:
     asked = {"batch": 8, "seq_len": 192, "precision": "fp16"} | changes | {quantity: None}
-    return Tracer(cell_of(strategy, n, search=Search.model_validate({"quantity": quantity}), **asked))
+    return Tracer(cell_of(strategy, n, search=SearchRequest.model_validate({"quantity": quantity}), **asked))
 
 
 CASES = [

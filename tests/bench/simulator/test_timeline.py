@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
-from spbench.bench.engines.setup import mesh_axes
-from spbench.bench.meters.event_log import TimelineMeter
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.simulator.program import (
     ATTENTION,
@@ -35,13 +34,13 @@ TINY = {"layers": 2, "dropout": 0.1}
 def written(body: Callable[[], object], rank: int = 0) -> Program:
     """The program of what ``body`` does on a fake rank of four."""
     with virtual.fake_mesh(Sizes(sp=4), rank) as mesh:
-        meter = TimelineMeter(mesh)
-        recorder = Recorder(mesh_axes(mesh), timeline=meter)
+        recorder = Recorder(mesh, events=True)
         with FakeTensorMode(), recorder:
             torch.zeros(100)  # set-up is not part of the step
             with recorder.phase("forward"):
                 body()
-        return meter.program()
+        assert recorder.events is not None
+        return recorder.events.program()
 
 
 def kernels(program: Program) -> list[tuple[str, float, float]]:
@@ -168,12 +167,12 @@ def test_groups_are_kept_by_axis(rank: int) -> None:
         dist.all_gather(list(parts), torch.empty(3), group=group)
 
     with virtual.fake_mesh(sizes, rank) as mesh:
-        meter = TimelineMeter(mesh)
-        recorder = Recorder(mesh_axes(mesh), timeline=meter)
+        recorder = Recorder(mesh, events=True)
         with FakeTensorMode(), recorder, recorder.phase("forward"):
             gather(mesh.get_group("dp"), 2)
             gather(mesh.get_group("sp"), 4)
-        program = meter.program()
+        assert recorder.events is not None
+        program = recorder.events.program()
     assert [g.axes for g in program.groups] == [(0,), (3,)]
     assert program.groups[0].members(6, program.mesh) == (2, 6)
     assert program.groups[1].members(6, program.mesh) == (4, 5, 6, 7)
@@ -186,11 +185,11 @@ def test_groups_are_kept_by_axis(rank: int) -> None:
 )
 def test_a_step_agrees_with_the_other_meters(strategy: str, sizes: Sizes) -> None:
     cell = Cell(model="bert-tiny", strategy=strategy, sizes=sizes, batch=2, seq_len=32, model_options=TINY)
-    recorder = virtual.trace(cell, timeline=True)
-    assert recorder.timeline is not None
-    program = recorder.timeline.program()
+    trace = virtual.trace(cell, events=True)
+    program = trace.program
+    assert program is not None
     posted = {"send": 0, "recv": 0, "all_reduce": 0}
-    for operation, count in recorder.communication.counts.items():
+    for operation, count in trace.communication.counts.items():
         posted[operation.collective] += count * operation.payload_bytes
     for name, kind in (("send", SEND), ("recv", RECV), ("all_reduce", COLLECTIVE)):
         assert program.nbytes[program.kind == kind].sum() == posted[name]
@@ -201,26 +200,26 @@ def test_a_step_agrees_with_the_other_meters(strategy: str, sizes: Sizes) -> Non
 
 def test_flops_are_those_of_torchs_own_counter() -> None:
     cell = Cell(model="bert-tiny", strategy="single", batch=2, seq_len=32, model_options=TINY)
-    recorder = virtual.trace(cell, timeline=True)
-    assert recorder.timeline is not None
+    program = virtual.trace(cell, events=True).program
+    assert program is not None
     counter = FlopCounterMode(display=False)
     with counter:
         virtual.trace(cell)
-    assert recorder.timeline.program().flops.sum() == counter.get_total_flops() > 0
+    assert program.flops.sum() == counter.get_total_flops() > 0
 
 
 def test_memory_and_communication_are_the_same_with_and_without() -> None:
     cell = Cell(model="bert-tiny", strategy="ring_self_attention", sizes=Sizes(sp=4), batch=2, seq_len=32)
-    plain, timed = virtual.trace(cell), virtual.trace(cell, timeline=True)
-    assert timed.memory.log.events == plain.memory.log.events
-    assert timed.memory.log.sizes == plain.memory.log.sizes
+    plain, timed = virtual.trace(cell), virtual.trace(cell, events=True)
+    assert timed.memory.events == plain.memory.events
+    assert timed.memory.sizes == plain.memory.sizes
     assert timed.communication.counts == plain.communication.counts
 
 
 def test_the_virtual_engine_fills_in_times_where_rates_are_known() -> None:
     cell = Cell(model="bert-tiny", strategy="ring_self_attention", sizes=Sizes(sp=4), batch=2, seq_len=32)
-    assert virtual.run(cell).step_time_s is None  # local: no rates
-    found = virtual.run(cell.model_copy(update={"cluster": "dgx-a100"}))
+    assert VirtualEngine().measure(cell).step_time_s is None  # local: no rates
+    found = VirtualEngine().measure(cell.model_copy(update={"cluster": "dgx-a100"}))
     assert found.step_time_s is not None
     assert found.tokens_per_s == pytest.approx(2 * 32 / found.step_time_s)
     parts = {k: v for k, v in found.breakdown.items() if k != "hidden_communication_s"}

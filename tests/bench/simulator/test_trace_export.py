@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.errors import UserError
 from spbench.bench.simulator.program import ProgramBuilder
 from spbench.bench.simulator.timeline import Timeline
 from spbench.bench.simulator.trace_export import export_trace
+from tests.bench.disk import files_of_at_most
 from tests.bench.simulator.step_programs import chain, everyone, one_f_one_b, ring, timed
 
 
@@ -86,3 +88,16 @@ def test_slices_of_a_row_do_not_overlap(tmp_path: Path, overlap: bool) -> None:
 def test_phases_have_a_row_of_their_own(tmp_path: Path) -> None:
     trace = exported(timed(*one_f_one_b(2, 2, 1.0, 2.0)), tmp_path, [1])
     assert [e["name"] for e in slices(trace, 1, "phases")] == ["forward", "backward"] * 2
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
+    timeline, path = timed([ring(4, 3, 2, overlap=True)], [range(4)]), tmp_path / "trace.json"
+    export_trace(timeline, path)
+    earlier = path.read_bytes()
+    with (
+        files_of_at_most(100),
+        pytest.raises(UserError, match=r"^cannot write .*trace\.json: File too large$"),
+    ):
+        export_trace(timeline, path, [0, 1, 2, 3])
+    assert path.read_bytes() == earlier
+    assert list(tmp_path.iterdir()) == [path]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.config.files import UserError
+from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, ResultsFile, Row, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.sweep.workers import Outcome, measure

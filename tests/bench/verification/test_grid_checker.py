@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.engines import virtual
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
@@ -42,9 +42,9 @@ def test_text_that_is_gathered_again_is_metered(monkeypatch: pytest.MonkeyPatch)
     cell = Cell(
         model="st-dit-tiny", strategy="megatron_sp", sizes=Sizes(tp=4), batch=1, seq_len=24, precision="bf16"
     )
-    assert virtual.run(cell).formula_difference == []
+    assert VirtualEngine().measure(cell).formula_difference == []
     monkeypatch.setattr(MegatronSP, "linear_in_text", MegatronSP.linear_in)
-    different = virtual.run(cell).formula_difference
+    different = VirtualEngine().measure(cell).formula_difference
     assert {(row["phase"], row["collective"]) for row in different} == {
         ("forward", "all_gather"),
         ("backward", "all_gather"),

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.models.blocks.decoder import DecoderModel
 from spbench.impls.models.blocks.mixers import LinearAttention, Places, SoftmaxAttention, rotated
@@ -75,7 +76,7 @@ def test_closed_form_of_the_size(name: str, stages: int, tied: bool) -> None:
         stage = Stage(index, stages)
         with FakeTensorMode():
             whole = model.build(Strategy(), 64, stage)
-            part = model.build(TensorParallel(planned_size=4), 64, stage)
+            part = model.build(TensorParallel.planned(4), 64, stage)
         size = counted(model, stage)
         assert sum(p.numel() for p in whole.parameters()) == size["elements"]
         held = sum(p.numel() for p in part.parameters())
@@ -229,20 +230,20 @@ def test_tensor_parallelism_sends_what_its_formula_says(
     name: str, options: dict[str, Any], checkpointing: bool, sizes: dict[str, int], tied: bool
 ) -> None:
     changed = options | {"checkpointing": checkpointing, "tied": tied}
-    measured = virtual.run(cell(name, sizes=sizes, precision="bf16", model_options=changed))
+    measured = VirtualEngine().measure(cell(name, sizes=sizes, precision="bf16", model_options=changed))
     assert measured.formula_difference == []
     assert measured.communication
 
 
 def test_a_norm_over_all_features_is_refused_where_they_are_split() -> None:
     with pytest.raises(ValueError, match="set the model's option attention_norm to head"):
-        virtual.run(cell("tnl-tiny", sizes={"tp": 2}))
+        VirtualEngine().measure(cell("tnl-tiny", sizes={"tp": 2}))
 
 
 def bytes_a_token(model: str, **options: Any) -> float:
     """By which the peak grows with a position of a single sequence."""
     changes = {"strategy": "single", "batch": 1, "precision": "bf16", "model_options": options}
-    peaks = [virtual.trace(cell(model, seq_len=n, **changes)).memory.log.peak() for n in (8192, 16384)]
+    peaks = [virtual.trace(cell(model, seq_len=n, **changes)).memory.peak() for n in (8192, 16384)]
     assert peaks[1].phase == "backward"
     return (peaks[1].nbytes - peaks[0].nbytes) / 8192
 

@@ -1,0 +1,87 @@
+"""What an engine is: something that measures cells.
+
+An engine is found by being there: a class derived from :class:`Engine`, with a name, in a module of this
+    package or
+registered by another package under the entry point group ``spbench.engines``. A cell names its engine; what
+an engine can do stands on its class, so that nothing else has to know engines by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from spbench.bench.cell import Cell, Measurement
+from spbench.impls.discovery import named_classes
+from spbench.impls.strategies.base import Unsupported
+
+
+class Engine(ABC):
+    """Measures cells; see the capabilities below for what it may be asked."""
+
+    #: how cells and the option ``--engine`` name it
+    name: ClassVar[str]
+    #: one line for `spbench list engines`
+    summary: ClassVar[str]
+    #: whether its cells run one at a time with nothing beside them, since it starts processes of its own or
+    #: times what it runs
+    runs_alone: ClassVar[bool] = False
+    #: whether its memory and times are the same in every run on any machine, so that they can be compared
+    #: exactly
+    is_exact: ClassVar[bool] = False
+
+    @abstractmethod
+    def measure(self, cell: Cell) -> Measurement:
+        """Measure a training or inference step.
+
+        Raises:
+            Unsupported: the strategy cannot run these sizes, with the reason and the nearest that work.
+        """
+
+    def search(self, cell: Cell) -> Measurement:
+        """Answer a cell's search: the measurement at the largest value that fits, with ``answer`` and
+        ``proof``.
+
+        Raises:
+            Unsupported: the engine does not search, or the strategy cannot run these sizes.
+        """
+        raise Unsupported(f"searches do not run on the engine {self.name}", "use the virtual one")
+
+    def learn(self, cell: Cell) -> Measurement:
+        """Train on real data, and return the losses of each step.
+
+        Raises:
+            Unsupported: the engine computes no losses, or the strategy cannot run these sizes.
+        """
+        raise Unsupported(f"the engine {self.name} computes no losses", "use the engine distributed")
+
+
+def engines() -> dict[str, type[Engine]]:
+    """Every engine by name: those of this package, then the entry points ``spbench.engines``."""
+    return dict(named_classes("spbench.bench.engines", Engine, "spbench.engines"))
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine of that name.
+
+    Raises:
+        KeyError: there is none; with the known names.
+    """
+    known = engines()
+    if name not in known:
+        raise KeyError(f"unknown engine {name!r}; known: {', '.join(known)}")
+    return known[name]
+
+
+def run(cell: Cell) -> Measurement:
+    """Measure a cell on its engine, or answer what it asks for instead: a search, or a training run.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes, or the engine not what is asked.
+    """
+    engine = engine_class(cell.engine)()
+    if cell.search is not None:
+        return engine.search(cell)
+    if cell.learning is not None:
+        return engine.learn(cell)
+    return engine.measure(cell)

@@ -1,0 +1,212 @@
+"""The plan of a cell: its sizes checked, and what each of its ranks should send, in closed form."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.meters.communication import CommunicationMeter, as_number
+from spbench.impls.axes import Place, global_ranks
+from spbench.impls.backends.backend import PlannedStep, planned_sums
+from spbench.impls.backends.registry import backend_class
+from spbench.impls.collectives import Traffic
+from spbench.impls.composition import ONE_STAGE, Stage, composed_traffic
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.strategies.base import Site, Strategy, Unsupported
+from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.training.step import PRECISIONS, training_sites
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Global ranks of a cell that run the same program, so that a trace of one stands for all.
+
+    Attributes:
+        stage: their pipeline stage.
+        coordinates: of the first of them along the strategy's axes.
+        ranks: first the one that stands for all, see :meth:`Strategy.roles`.
+    """
+
+    stage: Stage
+    coordinates: Mapping[str, int]
+    ranks: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The rank that is traced."""
+        return self.ranks[0]
+
+
+def rank_classes(cell: Cell) -> list[RankClass]:
+    """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` along each axis of
+    the strategy. The first class of each stage is the one that sends most."""
+    sizes, cls = cell.sizes, strategy_class(cell.strategy)
+    along_axes = [cls.roles(axis, sizes.by_axis[axis]) for axis in cls.axes]
+    found = []
+    for stage in range(sizes.pp):
+        for roles in itertools.product(*along_axes):
+            members = dict(zip(cls.axes, roles, strict=True))
+            first = {axis: coordinates[0] for axis, coordinates in members.items()}
+            ranks = global_ranks(sizes.by_axis, {"pp": [stage], **members})
+            found.append(RankClass(Stage(stage, sizes.pp), first, tuple(ranks)))
+    return found
+
+
+def sending_class(cell: Cell, rank: int) -> RankClass:
+    """The class of ranks that send most in the pipeline stage of a rank."""
+    classes = rank_classes(cell)
+    stage = next(each.stage for each in classes if rank in each.ranks)
+    return next(each for each in classes if each.stage == stage)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cell whose sizes have been checked.
+
+    Attributes:
+        classes: of its ranks.
+        traffic: for each class, the closed form of what a rank sends in a step, each entry with the size of
+            the group that it goes to.
+    """
+
+    classes: list[RankClass]
+    traffic: list[list[tuple[Traffic, int]]]
+
+    def traffic_of(self, rank: int) -> list[tuple[Traffic, int]]:
+        """The closed form of what a global rank sends."""
+        return next(sent for each, sent in zip(self.classes, self.traffic, strict=True) if rank in each.ranks)
+
+    def formula(self, rank: int) -> list[dict[str, Any]]:
+        """The closed form of a global rank as rows: phase, purpose, collective, count, payload_bytes (of one)
+        and sent_bytes (of one rank, all of them)."""
+        return [{**asdict(t), "sent_bytes": as_number(t.sent_bytes(n))} for t, n in self.traffic_of(rank)]
+
+    def difference(self, meter: CommunicationMeter, rank: int) -> list[dict[str, Any]]:
+        """Where the meter of a rank saw other bytes than the closed form says, by phase and collective;
+        empty where they agree exactly."""
+        expected: Counter[tuple[str, str]] = Counter()
+        metered: Counter[tuple[str, str]] = Counter()
+        for t, size in self.traffic_of(rank):
+            expected[t.phase, t.collective] += t.sent_bytes(size)  # type: ignore[assignment]
+        for (phase, collective), sent in meter.sent_bytes().items():
+            metered[phase, collective] += sent  # type: ignore[assignment]
+        return [
+            {
+                "rank": rank,
+                "phase": phase,
+                "collective": collective,
+                "formula_bytes": as_number(Fraction(expected[phase, collective])),
+                "metered_bytes": as_number(Fraction(metered[phase, collective])),
+            }
+            for phase, collective in sorted(expected.keys() | metered.keys())
+            if expected[phase, collective] != metered[phase, collective]
+        ]
+
+
+def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
+    """The cell's strategy without process groups, for checks, and for closed forms of what the rank at these
+    coordinates sends; at 0 along the axes that are left out.
+
+    Raises:
+        Unsupported: an axis has more than one rank that the strategy does not use.
+    """
+    cls = strategy_class(cell.strategy)
+    for axis in cls.unused_axes(cell.sizes.by_axis):
+        raise Unsupported(
+            f"{cls.name} does not use the axis {axis}",
+            f"give the ranks to {cls.axes[0]}" if cls.axes else "use one rank",
+        )
+    return cls.configured(Place(cell.sizes.by_axis, coordinates or {}), cell.strategy_options)
+
+
+def plan(cell: Cell) -> Plan:
+    """Check a cell and write down what it should send.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes, or the batch or the layers cannot be divided so.
+    """
+    strategy, model = planned_strategy(cell), model_preset(cell.model, cell.model_options)
+    precision, (batch, seq_len) = PRECISIONS[cell.precision], cell.shape
+    parts = _batch_parts(cell)
+
+    def sites(stage: Stage) -> list[Site]:
+        asked = model.sites(batch // parts, seq_len, strategy.vocabulary_parts, stage)
+        return asked + training_sites(precision)
+
+    strategy.check(sites(ONE_STAGE))
+    forward_only = cell.training.step == "inference"
+    if forward_only:
+        _check_inference(cell)
+    width = precision.parameters.itemsize
+    backend, micro_batches = backend_class(cell.training.backend), cell.training.micro_batches
+    if cell.sizes.pp > 1 and not backend.pipelined:
+        raise Unsupported(
+            f"the backend {backend.name} shards a whole model and has no pipeline stages",
+            "use pp 1, or the backend ddp",
+        )
+    traffic = []
+    classes = rank_classes(cell)
+    for each in classes:
+        asked, role = sites(each.stage), planned_strategy(cell, each.coordinates)
+        sums = planned_sums(asked, role, cell.sizes.dp)
+        build = partial(_without_values, model, role, seq_len, each.stage)
+        entries = [
+            *composed_traffic(asked, role, each.stage, micro_batches, width),
+            *backend.traffic(PlannedStep(sums, micro_batches, precision, role, build)),
+        ]
+        if forward_only:
+            entries = [(t, size) for t, size in entries if t.phase == "forward"]
+        traffic.append([(t, size) for t, size in entries if t.sent_bytes(size)])
+    return Plan(classes, traffic)
+
+
+def _batch_parts(cell: Cell) -> int:
+    """Micro-batches of all replicas.
+
+    Raises:
+        Unsupported: they do not divide the batch.
+    """
+    batch, _ = cell.shape
+    parts = cell.sizes.dp * cell.training.micro_batches
+    if batch % parts:
+        below = batch - batch % parts
+        raise Unsupported(
+            f"batch {batch} cannot be divided into {parts} micro-batches of all replicas",
+            f"use {' or '.join(str(n) for n in (below, below + parts) if n)}",
+        )
+    return parts
+
+
+def _check_inference(cell: Cell) -> None:
+    """Raise :class:`Unsupported` for settings that a forward pass alone has no use for."""
+    training = cell.training
+    for given, what in (
+        (cell.learning is not None, "learning"),
+        (cell.sizes.pp > 1, "pipeline stages"),
+        (training.micro_batches > 1, "micro-batches"),
+        (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
+    ):
+        if given:
+            raise Unsupported(f"an inference step has no {what}", "leave it out")
+
+
+def _without_values(model: Model, strategy: Strategy, seq_len: int, stage: Stage) -> nn.Module:
+    """The module of a rank, for the shapes of its parameters."""
+    with torch.device("meta"):
+        return model.build(strategy, seq_len, stage)
+
+
+def model_parameters(cell: Cell) -> int:
+    """Parameters of the whole model, with the padding of its vocabulary that the strategy asks for."""
+    parts = planned_strategy(cell).vocabulary_parts
+    sites = model_preset(cell.model, cell.model_options).sites(1, cell.seq_len or 1, parts)
+    return sum(site.dims["elements"] for site in sites if site.kind == "parameters")

@@ -1,0 +1,182 @@
+"""Traces of a step on virtual ranks: one for each class of ranks that run the same program, and their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.config.cluster import Cluster, load_cluster
+from spbench.bench.engines.plan import RankClass, model_parameters, plan, sending_class
+from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
+from spbench.bench.meters.communication import CommunicationMeter
+from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.recorder import Recorder
+from spbench.bench.simulator.costs import RatesUnknown, check_rates
+from spbench.bench.simulator.program import Program
+from spbench.bench.simulator.simulate import Simulator
+from spbench.impls.models.model import model_preset
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the meters saw of one rank's step, on fake tensors or on real ones.
+
+    Attributes:
+        memory: births and deaths of storages.
+        program: the order of events, where it was asked for.
+        found: what further meters found, by their names.
+    """
+
+    cell: Cell
+    rank: int
+    memory: MemoryLog
+    communication: CommunicationMeter
+    program: Program | None
+    found: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, cell: Cell, rank: int, recorder: Recorder) -> Trace:
+        """What a recorder that has been left has seen of a rank."""
+        log = recorder.memory.stop()
+        program = recorder.events.program() if recorder.events is not None else None
+        return cls(cell, rank, log, recorder.communication, program, recorder.found())
+
+    def measurement(self, capacity: int | None) -> Measurement:
+        """Memory and communication of the rank.
+
+        Args:
+            capacity: bytes of the card that tensors can have; status oom where a caching allocator would need
+                more. None: no limit.
+        """
+        planned, peak = plan(self.cell), self.memory.peak()
+        card = replay(self.memory.sizes, self.memory.events, capacity)
+        measurement = Measurement(
+            peak_memory_bytes=peak.nbytes,
+            reserved_memory_bytes=card.peak_reserved,
+            peak_phase=peak.phase,
+            peak_rank=self.rank,
+            peak_held=peak.held,
+            communication=self.communication.rows(),
+            formula=planned.formula(self.rank),
+            formula_difference=planned.difference(self.communication, self.rank),
+            meters={name: dict(found) for name, found in self.found.items()},
+        )
+        if card.out_of_memory is not None:
+            measurement.status, measurement.reason = "oom", _no_room(card.out_of_memory)
+        return measurement
+
+
+def _no_room(error: OutOfMemory) -> str:
+    return (
+        f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
+        f"and {error.reserved / MIB:.0f} MiB reserved"
+    )
+
+
+def largest(by_rank: Sequence[Measurement]) -> Measurement:
+    """The measurement with the largest peak, or of a rank that runs out of memory."""
+    return max(by_rank, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
+
+
+def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
+    """The measurement of a cell from those of its ranks, of which there is at least the first of each class.
+
+    Memory is that of the rank with the largest peak, or of one that runs out of memory. Communication and
+    closed form are those of the ranks that send most in its pipeline stage (the last of a ring may send
+    nothing). A rank that sends other bytes than its closed form says makes the status mismatch.
+    """
+    worst = largest(by_rank)
+    sender = sending_class(cell, worst.peak_rank).first
+    sends = next(m for m in by_rank if m.peak_rank == sender)
+    differences = [entry for m in by_rank for entry in m.formula_difference]
+    found = replace(
+        worst, communication=sends.communication, formula=sends.formula, formula_difference=differences
+    )
+    if differences:
+        found.status, found.reason = "mismatch", _mismatch(differences)
+    return found
+
+
+def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
+    first = differences[0]
+    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+    return (
+        f"{first['phase']} {first['collective']} on rank {first['rank']}: {first['metered_bytes']} bytes, "
+        f"{first['formula_bytes']} by the closed form{more}"
+    )
+
+
+def add_step_time(measurement: Measurement, cell: Cell, step_time_s: float) -> None:
+    """Set the step time, and throughput in tokens of the model and in samples of the whole batch."""
+    model = model_preset(cell.model, cell.model_options)
+    measurement.step_time_s = step_time_s
+    measurement.tokens_per_s = model.tokens(*cell.shape) / step_time_s
+    measurement.samples_per_s = cell.shape[0] / step_time_s
+
+
+def can_time(cell: Cell) -> bool:
+    """Whether the cell's cluster has the figures that a time needs."""
+    try:
+        check_rates(load_cluster(cell.cluster), cell.precision, cell.sizes.world)
+    except RatesUnknown:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class ClassTraces:
+    """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order."""
+
+    cell: Cell
+    classes: Sequence[RankClass]
+    traces: Sequence[Trace]
+
+    @cached_property
+    def by_class(self) -> list[Measurement]:
+        """The measurement of each class, without times."""
+        capacity = load_cluster(self.cell.cluster).usable_memory_bytes
+        return [trace.measurement(capacity) for trace in self.traces]
+
+    def measurement(self) -> Measurement:
+        """The cell's measurement, with times where the programs were recorded and the step fits."""
+        found = self.memory_measurement()
+        if found.status == "ok" and self.timed:
+            timeline = self.simulator()()
+            add_step_time(found, self.cell, timeline.step_time_s)
+            found.breakdown = timeline.breakdown
+            found.calibration = load_cluster(self.cell.cluster).calibration_of(self.cell.precision).label
+        return found
+
+    def memory_measurement(self) -> Measurement:
+        """The cell's measurement without times."""
+        return merged(self.cell, self.by_class)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the order of events was recorded, which a step time needs."""
+        return all(trace.program is not None for trace in self.traces)
+
+    def worst(self) -> Trace:
+        """The trace of the class with the largest peak, or of one that runs out of memory."""
+        return self.traces[self.by_class.index(largest(self.by_class))]
+
+    def simulator(self, cluster: Cluster | None = None) -> Simulator:
+        """The simulation of the whole world; on the cell's own cluster if none is given.
+
+        Raises:
+            RatesUnknown: the cluster lacks a figure.
+            ValueError: the programs were not recorded.
+        """
+        programs = [trace.program for trace in self.traces if trace.program is not None]
+        if len(programs) < len(self.traces):
+            raise ValueError(f"{self.cell.key} was traced without its events, which a simulation needs")
+        return Simulator(
+            programs,
+            [each.ranks for each in self.classes],
+            cluster or load_cluster(self.cell.cluster),
+            self.cell.precision,
+            model_parameters(self.cell),
+        )

@@ -1,0 +1,67 @@
+"""What a meter is: something that watches a step through the recorder, and has a say in the result row.
+
+A meter is found by being there: a class derived from :class:`Meter`, with a name, in a module of this package
+    or
+registered by another package under the entry point group ``spbench.meters``. A scenario asks for it by name
+(``meters: [NAME]``); what it found stands in the row under ``measurement.meters.NAME``. Memory and
+communication are metered in every cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One call of an operator that communicates.
+
+    Attributes:
+        collective: a key of :data:`WIRE_SHARE`.
+        payload_bytes: of the whole tensor, as :data:`WIRE_SHARE` defines it for the collective.
+        group: the ranks that take part.
+        returns_new: the operator returns new tensors (functional collectives); else it fills its arguments.
+    """
+
+    collective: str
+    payload_bytes: int
+    group: dist.ProcessGroup
+    returns_new: bool = False
+
+
+class Meter:
+    """Watches the operators of one rank's step. The defaults watch nothing.
+
+    Args:
+        mesh: the device mesh of the cell, as this rank sees it; None for a rank alone.
+    """
+
+    #: how scenarios name it, and the key of what it found in a row
+    name: ClassVar[str]
+
+    def __init__(self, mesh: DeviceMesh | None):
+        self.mesh = mesh
+
+    def phase(self, name: str) -> None:
+        """A phase of the step begins: forward, backward, gradient_sync or optimizer."""
+
+    def see(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        communication: Communication | None,
+    ) -> None:
+        """An operator (``torch._ops.OpOverload``) has been called with these arguments and has returned
+        ``result``; ``communication`` describes it where it communicates. Also called before the first phase,
+        while the model and its inputs are made."""
+
+    def found(self) -> Mapping[str, Any]:
+        """What goes into the result row: plain data, units in the names."""
+        return {}

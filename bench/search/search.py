@@ -1,0 +1,68 @@
+"""What a search may try: the values of its quantity, the cell at each of them, and whether that fits.
+
+A quantity is found by being there: a class derived from :class:`Quantity`, with a name, in a module of this
+    package
+or registered by another package under the entry point group ``spbench.searches``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from spbench.bench.cell import Cell
+from spbench.impls.discovery import named_classes
+from spbench.impls.strategies.base import Unsupported
+
+
+class Quantity:
+    """A field of a cell that can be searched for."""
+
+    #: the field of :class:`Cell`
+    name: ClassVar[str]
+    #: degree of the polynomial in it that the bytes of a tensor are
+    degree: ClassVar[int]
+
+    def parts(self, cell: Cell) -> int:
+        """The number of equal parts that the value is divided into: values are multiples of it."""
+        return 1
+
+    def smallest_sample(self, unit: int) -> int:
+        """In units, the smallest value whose step is like that of large ones, to predict these from."""
+        return 1
+
+
+def quantities() -> Mapping[str, type[Quantity]]:
+    """The quantities by name."""
+    return named_classes("spbench.bench.search", Quantity, "spbench.searches")
+
+
+class Search:
+    """A cell's search.
+
+    Args:
+        cell: with ``search`` set.
+
+    Attributes:
+        values: what may be tried, in ascending order.
+
+    Raises:
+        Unsupported: the smallest value is above the search's limit, or the strategy cannot run on these
+            sizes.
+    """
+
+    def __init__(self, cell: Cell):
+        assert cell.search is not None
+        self.cell, self.limit = cell, cell.search.limit
+        self.quantity = quantities()[cell.search.quantity]()
+        step = cell.search.step * self.quantity.parts(cell)
+        self.values = range(step, self.limit + 1, step)
+        if not self.values:
+            raise Unsupported(
+                f"{self.quantity.name} is searched in steps of {step}, above the limit {self.limit}",
+                "raise the limit",
+            )
+
+    def at(self, value: int) -> Cell:
+        """The cell with the quantity set to a value, and no search."""
+        return self.cell.at(value)

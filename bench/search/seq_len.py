@@ -1,0 +1,24 @@
+"""The longest sequence: in positions, of which each rank has equally many where the strategy chunks
+sequences."""
+
+from __future__ import annotations
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines.plan import planned_strategy
+from spbench.bench.search.search import Quantity
+
+#: sequences shorter than this are not used to predict longer ones: kernels treat tiny shapes apart
+SHORTEST_SAMPLE = 128
+
+
+class SequenceLength(Quantity):
+    """Positions of a whole sequence; attention scores have bytes that are quadratic in them."""
+
+    name = "seq_len"
+    degree = 2
+
+    def parts(self, cell: Cell) -> int:
+        return planned_strategy(cell).sequence_parts
+
+    def smallest_sample(self, unit: int) -> int:
+        return -(-SHORTEST_SAMPLE // unit)

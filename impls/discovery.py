@@ -1,0 +1,149 @@
+"""Finding what there is: the classes and presets in a package's modules, and those of installed plug-ins.
+
+Whatever is found here is added by adding a file to a package, or by an entry point of another distribution;
+no list names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DiscoveryError(Exception):
+    """Two things have one name, or an entry point cannot be used; the message names both, or the entry point.
+
+    No ValueError, which pydantic would report as one of the cell that is being validated.
+    """
+
+
+def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, type[T]]:
+    """The classes derived from ``base``, itself included, that define a ``name`` of their own, by that name.
+
+    Args:
+        package: import name of the package; every module directly in it is imported and searched.
+        group: a group of entry points, each of which names a class, or a module that is searched like those
+            of the package. Empty: no plug-ins.
+
+    Returns a read-only mapping, the classes of the package first, by module; the same one at every call.
+
+    Raises:
+        DiscoveryError: two classes have one name, or an entry point cannot be loaded or names no such class.
+    """
+    return _named_classes(package, base, group)  # type: ignore[arg-type]  # mypy: a class is hashable
+
+
+@cache
+def _named_classes(package: str, base: type, group: str) -> Mapping[str, type]:
+    found = _Names(f"class derived from {base.__name__}")
+    for module in _modules(package):
+        for cls in _classes_in(module, base):
+            found.add(vars(cls)["name"], cls, f"{cls.__module__}.{cls.__qualname__}")
+    for label, loaded in _plugins(group):
+        classes = list(_classes_in(loaded, base))
+        if not classes:
+            raise DiscoveryError(
+                f"{label} names no class derived from {base.__name__} with a name of its own"
+            )
+        for cls in classes:
+            found.add(vars(cls)["name"], cls, f"{cls.__module__}.{cls.__qualname__}")
+    return MappingProxyType(found.values)
+
+
+def named_values(package: str, attribute: str, kind: type[T], group: str = "") -> Mapping[str, T]:
+    """The values in the mappings called ``attribute`` of a package's modules, by their keys.
+
+    Args:
+        package: import name of the package; modules directly in it that lack the attribute are passed over.
+        attribute: of a module: a mapping from names to values.
+        kind: the type of all values.
+        group: a group of entry points, each of which names such a mapping or a module that has one.
+            Empty: no plug-ins.
+
+    Returns a read-only mapping, those of the package first, by module; the same one at every call.
+
+    Raises:
+        DiscoveryError: two values have one name, a value has another type, or an entry point cannot be loaded
+            or names no such mapping.
+    """
+    return _named_values(package, attribute, kind, group)  # type: ignore[arg-type]
+
+
+@cache
+def _named_values(package: str, attribute: str, kind: type, group: str) -> Mapping[str, Any]:
+    found = _Names(kind.__name__)
+    sources = [(f"{m.__name__}.{attribute}", getattr(m, attribute, {})) for m in _modules(package)]
+    for label, loaded in _plugins(group):
+        sources.append((label, getattr(loaded, attribute, None) if inspect.ismodule(loaded) else loaded))
+    for label, mapping in sources:
+        if not isinstance(mapping, Mapping):
+            raise DiscoveryError(f"{label} names neither a mapping nor a module with one called {attribute}")
+        for name, value in mapping.items():
+            if not isinstance(value, kind):
+                raise DiscoveryError(f"{label}: {name!r} is a {type(value).__name__}, not a {kind.__name__}")
+            found.add(name, value, label)
+    return MappingProxyType(found.values)
+
+
+def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:
+    """What has that name.
+
+    Raises:
+        KeyError: nothing has; with the names there are.
+    """
+    if name not in known:
+        raise KeyError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]
+
+
+class _Names:
+    """What was found, by name, and where."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
+
+    def add(self, name: str, value: Any, place: str) -> None:
+        """Add what was found at a place; the same object may be found several times."""
+        if name in self.values and self.values[name] is not value:
+            raise DiscoveryError(
+                f"two of one name: {self.places[name]} and {place} are each a {self.what} named {name!r}; "
+                "rename one"
+            )
+        self.values.setdefault(name, value)
+        self.places.setdefault(name, place)
+
+
+def _modules(package: str) -> Iterator[ModuleType]:
+    """The modules directly in a package, in alphabetical order; not its subpackages."""
+    for found in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        if not found.ispkg:
+            yield importlib.import_module(f"{package}.{found.name}")
+
+
+def _classes_in(place: Any, base: type) -> Iterator[type]:
+    """The classes that :func:`named_classes` looks for in a module, or the class ``place`` itself."""
+    for value in vars(place).values() if inspect.ismodule(place) else [place]:
+        # by the method resolution order, as issubclass refuses protocols
+        if inspect.isclass(value) and base in value.__mro__ and vars(value).get("name"):
+            yield value
+
+
+def _plugins(group: str) -> Iterator[tuple[str, Any]]:
+    """What the entry points of a group name, each with a label for messages."""
+    for entry in entry_points(group=group) if group else ():
+        label = f"the entry point {entry.name} = {entry.value} of {group}"
+        try:
+            yield label, entry.load()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DiscoveryError(f"{label} cannot be loaded: {what}; mend or uninstall it") from error
