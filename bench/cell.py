@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import MESH_AXES, ranks_along
+from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
 
 #: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
 #: other bytes than its strategy's closed form says; failed and timeout: there is no result
@@ -29,28 +31,51 @@ class Sizes(_Strict):
     sp: PositiveInt = 1
 
     @property
+    def by_axis(self) -> dict[str, int]:
+        """The ranks along every axis, by its name."""
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
     def world(self) -> int:
-        return self.dp * self.pp * self.tp * self.sp
+        """All ranks."""
+        return ranks_along(MESH_AXES, self.by_axis)
 
     def __str__(self) -> str:
-        return "x".join(f"{axis}{n}" for axis in MESH_AXES if (n := getattr(self, axis)) > 1) or "1"
+        return "x".join(f"{axis}{n}" for axis, n in self.by_axis.items() if n > 1) or "1"
 
 
-class TrainingOptions(_Strict):
+class TrainingOptions(BaseModel):
     """How the step is run; see :class:`Training`.
 
     ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`Inference`.
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
-    parts of a replica's batch that are run one after another.
+    parts of a replica's batch that are run one after another. Further keys are the options of the backend;
+    what is not one of them, the configuration refuses.
     """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     step: Literal["training", "inference"] = "training"
     moments: Literal["kept", "later"] = "kept"
-    backend: Literal["legacy_ddp", "ddp", "zero1", "zero2", "zero3", "fsdp_flat"] = "legacy_ddp"
-    gradients: Literal["contiguous", "stale"] = "contiguous"
+    backend: str = DEFAULT_BACKEND
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: PositiveInt = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+    @model_validator(mode="after")
+    def _leave_out_defaults(self) -> TrainingOptions:
+        """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
+        given = self.__pydantic_extra__
+        if given and self.backend in backends():
+            for name, default in asdict(backends()[self.backend].options_type()).items():
+                if name in given and given[name] == default and type(given[name]) is type(default):
+                    del given[name]
+        return self
+
+    @property
+    def backend_options(self) -> Mapping[str, Any]:
+        """The options of the backend that differ from their defaults, by name."""
+        return self.__pydantic_extra__ or {}
 
 
 class SearchRequest(_Strict):

@@ -1,22 +1,22 @@
 """Data and pipeline parallelism around a strategy: which replica and which stage a rank is.
 
-A strategy spreads one sample over an axis of its own (tp or sp); the axes dp and pp are composed with it.
+A strategy spreads one sample over axes of its own; the axes dp and pp are composed with it.
 Data parallel replicas take parts of the batch and sum their gradients. Pipeline stages take runs of
 layers; the first and the last hold a copy each of the tied word embedding and add up their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
+from spbench.impls.axes import ALONE, Place
 from spbench.impls.collectives import Traffic, add_from_peer, all_reduce
-from spbench.impls.strategies.base import Site, Strategy, Unsupported, shard_of
+from spbench.impls.strategies.base import Site, Strategy, Unsupported
 
 
 @dataclass(frozen=True)
@@ -61,51 +61,31 @@ class Composition:
     """This rank's replica and stage.
 
     Args:
-        mesh: with the axes dp and pp, or None for one replica and one stage.
+        place: of this rank on the mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None):
-        self.mesh = mesh
-        #: the axes of groups over several of them, as "dp_sp", by the group's name
-        self.flattened: dict[str, str] = {}
-        self.dp_group = _group(mesh, "dp")
-        self.pp_group = _group(mesh, "pp")
-        self.replicas, self.replica = _size_and_rank(self.dp_group)
-        self.stage = ONE_STAGE
-        if self.pp_group is not None:
-            self.stage = Stage(self.pp_group.rank(), self.pp_group.size())
+    def __init__(self, place: Place = ALONE):
+        self.place = place
+        self.dp_group, self.pp_group = place.group("dp"), place.group("pp")
+        self.replicas, self.replica = place.size("dp"), place.rank("dp")
+        self.stage = Stage(place.rank("pp"), place.size("pp"))
 
-    def gradient_group(self, partial: bool, strategy: Strategy) -> dist.ProcessGroup | None:
-        """The ranks that gradients are summed over in one go: the replicas, and, if ``partial``, the
-        strategy's ranks. None where that is this rank alone. All ranks must ask, and in the same order."""
-        if not partial or strategy.group is None or strategy.size == 1:
-            return self.dp_group
-        if self.dp_group is None:
-            return strategy.group
-        return self.gradient_mesh(partial, strategy).get_group()
+    def gradient_group(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
+        """The ranks that gradients are summed over in one go: the replicas, and those along ``axes`` of a
+        strategy. None where that is this rank alone. All ranks must ask, and in the same order."""
+        return self.place.group("dp", *axes)
 
-    def gradient_mesh(self, partial: bool, strategy: Strategy) -> DeviceMesh:
+    def gradient_mesh(self, axes: Sequence[str]) -> DeviceMesh:
         """The ranks of :meth:`gradient_group` as a mesh of one axis, which may be of one rank.
 
         Raises:
-            ValueError: there is no mesh.
+            ValueError: there is no device mesh.
         """
-        if self.mesh is None:
-            raise ValueError("this backend needs a device mesh")
-        if not partial or strategy.size == 1:
-            return self.mesh["dp"]
-        if self.replicas == 1:
-            return self.mesh[strategy.axis]
-        axes = f"dp_{strategy.axis}"
-        with _disable_current_modes():  # a mesh computes with real tensors, where a step has fake ones too
-            flat = self.mesh["dp", strategy.axis]._flatten(axes)
-        self.flattened[flat.get_group().group_name] = axes
-        return flat
+        return self.place.submesh("dp", *axes)
 
-    def reduce(self, gradients: Tensor, partial: bool, strategy: Strategy) -> None:
-        """Sum gradients in place over replicas, and, if ``partial``, over the strategy's ranks."""
-        if partial:
-            all_reduce(gradients, strategy.group)
+    def reduce(self, gradients: Tensor, axes: Sequence[str]) -> None:
+        """Sum gradients in place over the ranks along ``axes`` of a strategy, then over the replicas."""
+        all_reduce(gradients, self.place.group(*axes))
         all_reduce(gradients, self.dp_group)
 
     def add_tied(self, module: nn.Module) -> None:
@@ -118,22 +98,14 @@ class Composition:
             add_from_peer(weight.grad, self.pp_group, self.stage.count - 1 - self.stage.index)
 
 
-def _group(mesh: DeviceMesh | None, axis: str) -> dist.ProcessGroup | None:
-    if mesh is None or axis not in (mesh.mesh_dim_names or ()):
-        return None
-    group = mesh.get_group(axis)
-    return group if group.size() > 1 else None
-
-
-def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return (1, 0) if group is None else (group.size(), group.rank())
-
-
-def is_partial(parameter: nn.Parameter, strategy: Strategy) -> bool:
-    """Whether the strategy's ranks each hold only a part of the sum that is this parameter's gradient."""
-    shard = shard_of(parameter)
-    mine_alone = shard is not None and shard.axis == strategy.axis
-    return strategy.gradient_is_partial(parameter) and not mine_alone
+def by_partial_axes(
+    parameters: Iterable[nn.Parameter], strategy: Strategy
+) -> dict[tuple[str, ...], list[nn.Parameter]]:
+    """Parameters in their order, by :meth:`Strategy.partial_axes`; those summed over most axes first."""
+    found: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(strategy.partial_axes(parameter), []).append(parameter)
+    return dict(sorted(found.items(), key=lambda entry: (-len(entry[0]), entry[0])))
 
 
 def composed_traffic(

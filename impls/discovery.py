@@ -90,6 +90,17 @@ def _named_values(package: str, attribute: str, kind: type, group: str) -> Mappi
     return MappingProxyType(found.values)
 
 
+def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:
+    """What has that name.
+
+    Raises:
+        KeyError: nothing has; with the names there are.
+    """
+    if name not in known:
+        raise KeyError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]
+
+
 class _Names:
     """What was found, by name, and where."""
 

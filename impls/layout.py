@@ -12,8 +12,6 @@ from torch import Tensor, nn
 #: may choose; None: it has none, or every rank needs all
 SequenceDim = int | tuple[int, ...] | None
 
-MESH_AXES = ("dp", "pp", "tp", "sp")
-
 #: kinds of sites at which positions meet, which a strategy that spreads positions must have a way for
 MEETINGS = {
     "attention": "softmax attention under a mask",

@@ -19,11 +19,12 @@ from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.sweep.provenance import provenance
 from spbench.impls.models.bert import BertModel
+from spbench.impls.strategies.registry import strategy_class
 
 #: large enough that a step takes a few times as long as the system's noise, small enough for seconds
 _MODEL = {"hidden": 256, "heads": 4, **BertModel.plain_options}
 _SHAPES = [(4, 256), (16, 128), (2, 1024)]
-_WORLDS = [("single", ""), *((s, a) for s, a in (("tensor_parallel", "tp"), ("ring_self_attention", "sp")))]
+_STRATEGIES = ("single", "tensor_parallel", "ring_self_attention")
 
 
 def cells(worlds: Sequence[int] = (2, 4)) -> Iterator[Cell]:
@@ -32,12 +33,13 @@ def cells(worlds: Sequence[int] = (2, 4)) -> Iterator[Cell]:
     Operators are the plain ones: a trace counts a fused one as a GPU's single kernel, which a CPU has not.
     """
     for batch, seq_len in _SHAPES:
-        for strategy, axis in _WORLDS:
-            for n in worlds if axis else (1,):
+        for strategy in _STRATEGIES:
+            cls = strategy_class(strategy)
+            for n in worlds if cls.axes else (1,):
                 yield Cell(
                     model="bert-mini",
                     strategy=strategy,
-                    sizes=Sizes(**{axis: n}) if axis else Sizes(),
+                    sizes=Sizes(**cls.sizes_for(n)),
                     batch=batch,
                     seq_len=seq_len,
                     engine="distributed",

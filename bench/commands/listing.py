@@ -43,7 +43,8 @@ def _strategies() -> Iterator[tuple[str, str]]:
     from spbench.impls.strategies.registry import strategies
 
     for name, cls in sorted(strategies().items()):
-        notes = [f"axis {cls.axis}" if cls.axis else "", cls.source]
+        axes = f"{'axis' if len(cls.axes) == 1 else 'axes'} {', '.join(cls.axes)}" if cls.axes else ""
+        notes = [axes, cls.source]
         yield name, f"{cls.summary} ({', '.join(n for n in notes if n)})".replace(" ()", "")
 
 

@@ -31,7 +31,7 @@ from spbench.bench.sweep.results import (
 )
 from spbench.bench.sweep.sweep import at_once, sweep, unfinished
 from spbench.bench.sweep.workers import Crew
-from spbench.impls.backends import BACKENDS
+from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models as all_models
 from spbench.impls.strategies.registry import strategies as all_strategies
 from spbench.impls.training.step import PRECISIONS
@@ -264,7 +264,7 @@ def verify_strategies(
         ("model", models, sorted(all_models())),
         ("dtype", dtypes, list(PRECISIONS)),
         ("part", parts, sorted({part for model in all_models().values() for part in model.parts()})),
-        ("backend", [backend], list(BACKENDS)),
+        ("backend", [backend], sorted(backends())),
     ):
         for name in names:
             if name not in known:

@@ -14,7 +14,7 @@ A scenario says which column names which field of a cell, and which column holds
           memory_mb: {field: peak_memory_bytes, unit: 1048576}    # ours / unit is compared
         calibrated: {memory_mb: [{parallel_size: 1}]}   # rows that a setting was fitted on
 
-Fields are those in FIELDS: ``parallel`` is the ranks along the strategy's own axis, ``world`` all ranks; an
+Fields are those in FIELDS: ``parallel`` is the ranks along the strategy's own axes, ``world`` all ranks; an
 option is written with its section, as ``model_options.layers``.
 """
 
@@ -31,7 +31,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.expand import Problem
 from spbench.bench.errors import UserError, suggestion
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.strategies.registry import strategies
 
 #: what a column may be matched to; and, with a dot and a name, an option of SECTIONS
@@ -142,12 +142,11 @@ def rows_of(table: Table, beside: Path) -> list[PublishedRow]:
 def field_value(cell: Cell, field: str) -> Any:
     """A field of a cell as FIELDS and SECTIONS name it; None for an option that the cell does not set."""
     if field == "parallel":
-        axis = strategies()[cell.strategy].axis
-        return getattr(cell.sizes, axis) if axis else 1
+        return ranks_along(strategies()[cell.strategy].axes, cell.sizes.by_axis)
     if field == "world":
         return cell.sizes.world
     if field in MESH_AXES:
-        return getattr(cell.sizes, field)
+        return cell.sizes.by_axis[field]
     section, _, option = field.partition(".")
     found = getattr(cell, section)
     if not option:

@@ -2,7 +2,8 @@
 
 ``strategies``, ``models`` and ``world_sizes`` choose among the declared cells. ``clusters`` and ``engines``
 replace what the scenario names, since it mostly names one. A world size that none of the chosen cells has
-is made: for each of them, once, with the ranks that its replicas and stages leave along its strategy's axis.
+is made: for each of them, once, with the ranks that its replicas and stages leave along the first of its
+strategy's axes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from spbench.bench.config.cluster import load_cluster
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError, suggestion
+from spbench.impls.axes import COMPOSED_AXES, ranks_along
 from spbench.impls.models.model import models
 from spbench.impls.strategies.registry import strategies
 
@@ -100,17 +102,17 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
     declared = [cell for cell in cells if cell.sizes.world == size]
     if declared:
         return declared
-    axes = {cell.strategy: strategies()[cell.strategy].axis for cell in cells}
     made = []
     for cell in cells:
-        if axis := axes[cell.strategy]:
-            around = cell.sizes.dp * cell.sizes.pp
+        cls = strategies()[cell.strategy]
+        if cls.axes:
+            around = ranks_along(COMPOSED_AXES, cell.sizes.by_axis)
             if size % around:
                 raise UserError(
                     f"--world-size {size}: not divisible by the {cell.sizes.dp} replicas x {cell.sizes.pp} "
                     f"stages of {cell.key}; use {max(1, size // around) * around}"
                 )
-            sizes = cell.sizes.model_copy(update={axis: size // around})
+            sizes = cell.sizes.model_copy(update=dict.fromkeys(cls.axes, 1) | cls.sizes_for(size // around))
             made.append(cell.model_copy(update={"sizes": sizes}))
     return made
 

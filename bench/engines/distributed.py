@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -26,7 +26,7 @@ from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import device_mesh
 
 #: of weights and data, the same for every strategy and size
 SEED = 1
@@ -93,8 +93,7 @@ def _rank_main(work: Callable[[DeviceMesh, Cell], Any], dumped: dict[str, Any]) 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.sizes.world))
     dist.init_process_group("gloo")
     try:
-        sizes = tuple(getattr(cell.sizes, axis) for axis in MESH_AXES)
-        return work(init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES), cell)
+        return work(device_mesh(cell.sizes.by_axis), cell)
     finally:
         dist.destroy_process_group()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
@@ -13,8 +15,9 @@ from torch import nn
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.meters.communication import CommunicationMeter, as_number
-from spbench.impls.backends import BACKENDS
+from spbench.impls.axes import Place, global_ranks
 from spbench.impls.backends.backend import PlannedStep, planned_sums
+from spbench.impls.backends.registry import backend_class
 from spbench.impls.collectives import Traffic
 from spbench.impls.composition import ONE_STAGE, Stage, composed_traffic
 from spbench.impls.models.model import Model, model_preset
@@ -29,12 +32,12 @@ class RankClass:
 
     Attributes:
         stage: their pipeline stage.
-        role: the rank that the first of them has in its strategy's group.
+        coordinates: of the first of them along the strategy's axes.
         ranks: in ascending order.
     """
 
     stage: Stage
-    role: int
+    coordinates: Mapping[str, int]
     ranks: tuple[int, ...]
 
     @property
@@ -44,21 +47,18 @@ class RankClass:
 
 
 def rank_classes(cell: Cell) -> list[RankClass]:
-    """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles`.
-
-    The first class of each stage is the one that sends most. The mesh (dp, pp, tp, sp) is row-major.
-    """
-    sizes = cell.sizes
-    each = sizes.tp * sizes.sp  # one of the two is 1
-    return [
-        RankClass(
-            Stage(stage, sizes.pp),
-            role[0],
-            tuple((replica * sizes.pp + stage) * each + i for replica in range(sizes.dp) for i in role),
-        )
-        for stage in range(sizes.pp)
-        for role in strategy_class(cell.strategy).roles(each)
-    ]
+    """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` along each axis of
+    the strategy. The first class of each stage is the one that sends most."""
+    sizes, cls = cell.sizes, strategy_class(cell.strategy)
+    along_axes = [cls.roles(axis, sizes.by_axis[axis]) for axis in cls.axes]
+    found = []
+    for stage in range(sizes.pp):
+        for roles in itertools.product(*along_axes):
+            members = dict(zip(cls.axes, roles, strict=True))
+            first = {axis: coordinates[0] for axis, coordinates in members.items()}
+            ranks = global_ranks(sizes.by_axis, {"pp": [stage], **members})
+            found.append(RankClass(Stage(stage, sizes.pp), first, tuple(ranks)))
+    return found
 
 
 def sending_class(cell: Cell, rank: int) -> RankClass:
@@ -112,22 +112,20 @@ class Plan:
         ]
 
 
-def planned_strategy(cell: Cell, rank: int = 0) -> Strategy:
-    """The cell's strategy without process groups, for checks, and for closed forms of what ``rank`` of a
-    strategy's group sends.
+def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
+    """The cell's strategy without process groups, for checks, and for closed forms of what the rank at these
+    coordinates sends; at 0 along the axes that are left out.
 
     Raises:
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
     cls = strategy_class(cell.strategy)
-    for axis in ("tp", "sp"):
-        if axis != cls.axis and getattr(cell.sizes, axis) > 1:
-            raise Unsupported(
-                f"{cls.name} does not use the axis {axis}",
-                f"give the ranks to {cls.axis}" if cls.axis else "use one rank",
-            )
-    size = getattr(cell.sizes, cls.axis) if cls.axis else 1
-    return cls(planned_size=size, planned_rank=rank, **cell.strategy_options)
+    for axis in cls.unused_axes(cell.sizes.by_axis):
+        raise Unsupported(
+            f"{cls.name} does not use the axis {axis}",
+            f"give the ranks to {cls.axes[0]}" if cls.axes else "use one rank",
+        )
+    return cls.configured(Place(cell.sizes.by_axis, coordinates or {}), cell.strategy_options)
 
 
 def plan(cell: Cell) -> Plan:
@@ -149,7 +147,7 @@ def plan(cell: Cell) -> Plan:
     if forward_only:
         _check_inference(cell)
     width = precision.parameters.itemsize
-    backend, micro_batches = BACKENDS[cell.training.backend], cell.training.micro_batches
+    backend, micro_batches = backend_class(cell.training.backend), cell.training.micro_batches
     if cell.sizes.pp > 1 and not backend.pipelined:
         raise Unsupported(
             f"the backend {backend.name} shards a whole model and has no pipeline stages",
@@ -158,7 +156,7 @@ def plan(cell: Cell) -> Plan:
     traffic = []
     classes = rank_classes(cell)
     for each in classes:
-        asked, role = sites(each.stage), planned_strategy(cell, each.role)
+        asked, role = sites(each.stage), planned_strategy(cell, each.coordinates)
         sums = planned_sums(asked, role, cell.sizes.dp)
         build = partial(_without_values, model, role, seq_len, each.stage)
         entries = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,9 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import device_mesh, whole_mesh
 
 _HOST = "127.0.0.1"
 #: after one rank failed, the time that the others have to notice it before they are killed
@@ -67,25 +67,27 @@ class RankPool:
         self.close()
 
     def run(
-        self, n: int, function: Callable[..., Any], *args: Any, axis: str = "", timeout_s: float = 120.0
+        self,
+        sizes: Mapping[str, int],
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120.0,
     ) -> list[Any]:
-        """Call ``function(mesh, *args)`` on ``n`` ranks and return what ranks 0 to n-1 returned.
+        """Call ``function(mesh, *args)`` on every rank of a mesh; returns what each returned, by rank.
 
         Args:
-            n: ranks of the job's default process group and of its mesh.
+            sizes: ranks along each axis of the mesh; axes that are left out have 1.
             function: of a module that the workers can import; its arguments and result are pickled.
-            axis: the mesh axis (dp, pp, tp or sp) that has ``n`` ranks; the others have 1. Empty: n is 1.
             timeout_s: after it the job has failed and the workers are killed; the next job gets new ones.
 
         Raises:
             RankError: a rank raised, died, or did not answer in time.
-            ValueError: no mesh of that size and axis can be made.
+            ValueError: the mesh has no such axis, or more ranks than the pool.
         """
-        if not 1 <= n <= self.size:
+        whole = whole_mesh(sizes)
+        n = math.prod(whole.values())
+        if n > self.size:
             raise ValueError(f"a job on {n} ranks does not fit in a pool of {self.size}")
-        if axis not in MESH_AXES and (axis or n > 1):
-            raise ValueError(f"axis {axis!r} cannot hold {n} ranks; the axes are {', '.join(MESH_AXES)}")
-        sizes = tuple(n if name == axis else 1 for name in MESH_AXES)
         # pickled here, so that what cannot be pickled is the caller's error and reaches no worker
         work = pickle.dumps((function, args))
         job = next(self._jobs)
@@ -93,7 +95,7 @@ class RankPool:
             self._workers.append(_Worker(self._store.port))
         try:
             for rank, worker in enumerate(self._workers[:n]):
-                worker.send((job, rank, sizes, timeout_s, work))
+                worker.send((job, rank, whole, timeout_s, work))
             return self._collect(n, timeout_s)
         except BaseException:  # also Ctrl-C: no worker may be left in the middle of a job
             if any(worker.busy for worker in self._workers):
@@ -199,16 +201,16 @@ def _serve(connection: Connection, port: int) -> None:
 
 
 def _run_job(
-    store: dist.Store, job: int, rank: int, sizes: tuple[int, ...], timeout_s: float, work: bytes
+    store: dist.Store, job: int, rank: int, sizes: dict[str, int], timeout_s: float, work: bytes
 ) -> Any:
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"job{job}", store),
         rank=rank,
-        world_size=max(sizes),
+        world_size=math.prod(sizes.values()),
         timeout=timedelta(seconds=timeout_s),
     )
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
+    mesh = device_mesh(sizes)
     function, args = pickle.loads(work)
     return function(mesh, *args)
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
+from spbench.impls.axes import Place
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
@@ -60,7 +61,7 @@ def build_training(
         PRECISIONS[cell.precision],
         moments=cell.training.moments,
         backend=cell.training.backend,
-        gradients=cell.training.gradients,
+        backend_options=cell.training.backend_options,
         around=around,
         micro_batches=cell.training.micro_batches,
         schedule=cell.training.schedule,
@@ -76,8 +77,9 @@ def build_module(
 ) -> tuple[nn.Module, Strategy, Composition]:
     """The module alone, with the arguments of :func:`build_training`."""
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
-    strategy = (cls or strategy_class(cell.strategy))(mesh, **cell.strategy_options)
-    around = Composition(mesh)
+    place = Place.on(mesh)
+    strategy = (cls or strategy_class(cell.strategy)).configured(place, cell.strategy_options)
+    around = Composition(place)
     with default_dtype(precision.parameters):
         module = model.build(strategy, cell.shape[1], around.stage)
     if set_weights is not None:
@@ -117,7 +119,7 @@ def record_step(
                 initialize(module, seed)
 
     training, inputs = set_up(cell, mesh, generator, set_weights)
-    recorder.communication.axes.update(training.around.flattened)
+    recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
     training.step(inputs, recorder.phase)
     return training, inputs

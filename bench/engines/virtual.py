@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spbench.bench.cell import Cell, Measurement, Sizes
@@ -23,7 +23,7 @@ from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import ClassTraces, Trace, can_time
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import device_mesh
 
 
 class VirtualEngine(Engine):
@@ -55,9 +55,7 @@ def fake_mesh(sizes: Sizes, rank: int) -> Iterator[DeviceMesh]:
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
     dist.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
     try:
-        yield init_device_mesh(
-            "cpu", tuple(getattr(sizes, axis) for axis in MESH_AXES), mesh_dim_names=MESH_AXES
-        )
+        yield device_mesh(sizes.by_axis)
     finally:
         dist.destroy_process_group()
 

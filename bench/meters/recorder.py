@@ -17,7 +17,7 @@ from spbench.bench.meters.communication import CommunicationMeter, communication
 from spbench.bench.meters.event_log import EventLog
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.meter import Meter
-from spbench.impls.strategies.base import MESH_AXES
+from spbench.impls.axes import MESH_AXES
 
 _DEVICE = torch.ops.prim.device.default
 _BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)

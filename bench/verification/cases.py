@@ -27,7 +27,7 @@ import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
 from spbench.bench.verification.oracle import Case, Finding, check_rank, relative_errors
-from spbench.impls.backends import BACKENDS
+from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.models.model import model_preset
 from spbench.impls.models.model import models as all_models
 from spbench.impls.strategies.base import Unsupported
@@ -80,7 +80,7 @@ def verify(
     dtypes: Sequence[str] = ("fp64",),
     parts: Sequence[str] | None = None,
     *,
-    backend: str = "legacy_ddp",
+    backend: str = DEFAULT_BACKEND,
     batch: int = 3,
     seq_len: int = 24,
     pool: RankPool | None = None,
@@ -93,10 +93,10 @@ def verify(
     Args:
         strategies: names; None: all that are registered.
         models: names; None: the registered presets with "-tiny" in their name.
-        world_sizes: ranks along the strategy's axis.
+        world_sizes: ranks along the first of the strategy's axes.
         dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
-        backend: a key of :data:`BACKENDS`.
+        backend: name of a backend.
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.
@@ -110,8 +110,7 @@ def verify(
     for dtype in dtypes:
         if dtype not in PRECISIONS:
             raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
-    if backend not in BACKENDS:
-        raise KeyError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    backend_class(backend)
     if pool is None and not world_sizes:
         return
     with RankPool(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
@@ -144,12 +143,12 @@ def verify_case(
         status="green",
     )
     try:
-        plan = case.strategy(planned_size=size, **case.options)
+        plan = case.strategy.planned(size, options=case.options)
         plan.check(case.model.sites(case.batch, case.seq_len, plan.vocabulary_parts))
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     try:
-        findings = pool.run(size, check_rank, case, axis=case.strategy.axis)
+        findings = pool.run(case.strategy.sizes_for(size), check_rank, case)
     except RankError as failed:
         return replace(row, status="RED", error=float("inf"), rank=failed.rank, reason=str(failed))
     return _judged(row, findings)

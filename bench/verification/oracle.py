@@ -19,10 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.backends import BACKENDS
+from spbench.impls.axes import Place
+from spbench.impls.backends.backend import BackendSettings
+from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model
+from spbench.impls.options import set_options
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, initialize
 
@@ -42,7 +45,7 @@ class Case:
         dtype: a key of PRECISIONS: of weights, activations and gradients of the checked run.
         batch, seq_len: whole sizes, in samples and positions.
         seed: of weights, inputs and the gradient of the outputs.
-        backend, gradients: that hold and synchronise gradients; see :class:`Training`.
+        backend, backend_options: what holds and synchronises gradients; see :class:`Training`.
     """
 
     strategy: type[Strategy]
@@ -53,8 +56,8 @@ class Case:
     seq_len: int = 24
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    backend: str = "legacy_ddp"
-    gradients: str = "contiguous"
+    backend: str = DEFAULT_BACKEND
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -119,13 +122,16 @@ def with_options(model: Model, options: Mapping[str, Any]) -> Model:
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     """Compare what this rank of the mesh computes with its share of what one device computes."""
     model = with_options(case.model, {"dropout": 0.0})
-    strategy = case.strategy(mesh, **case.options)
+    place = Place.on(mesh)
+    strategy = case.strategy.configured(place, case.options)
     one_device = _OneDevice(strategy.vocabulary_parts)
-    plain = replace(case, model=with_options(model, model.plain_options), backend="legacy_ddp")
+    plain = replace(
+        case, model=with_options(model, model.plain_options), backend=DEFAULT_BACKEND, backend_options={}
+    )
 
     truth = _Run(plain, one_device, torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
-    checked = _Run(replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(mesh))
+    checked = _Run(replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(place))
     expected = _share(truth, checked)
     errors = relative_errors(expected, checked.tensors())
     if case.torch_dtype is torch.float64:
@@ -162,14 +168,10 @@ class _Run:
         # noted before a backend takes the parameters over
         self.shards = {name: shard_of(p) for name, p in self.module.named_parameters()}
         self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
-        self.backend = BACKENDS[case.backend](
-            self.module,
-            strategy,
-            around or Composition(),
-            Precision(dtype),
-            moments="later",
-            gradients=case.gradients,
-        )
+        cls = backend_class(case.backend)
+        options = set_options(cls.options_type(), case.backend_options, f"backend {case.backend}")
+        settings = BackendSettings(moments="later", options=options)
+        self.backend = cls(self.module, strategy, around or Composition(), Precision(dtype), settings)
         self.backend.zero()
         whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
         self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
@@ -192,12 +194,12 @@ class _Run:
         what the backend keeps of it."""
         found: dict[str, Tensor | None] = {}
         for name, x in self.outputs.items():
-            shared = self.part.output_dims[name] is None and self.strategy.loss_is_partial
+            shared = self.part.output_dims[name] is None
             found[f"output {name}"] = self._summed(x) if shared else x
         for name, x in self.inputs.items():
             if x.requires_grad:
                 # of an input that every rank holds whole, each has the gradient of its share of the loss
-                shared = self.part.sequence_dims[name] is None and self.strategy.loss_is_partial
+                shared = self.part.sequence_dims[name] is None
                 found[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
         gradients = self.backend.gradient_parts()
         for name in self.backend.weight_parts():
@@ -216,7 +218,9 @@ class _Run:
         return self.strategy.shard(whole, self.part.output_dims[name])
 
     def _summed(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else all_reduce(x.detach().clone(), self.strategy.group)
+        """The sum of the shares of a loss, or of what follows from one, over the ranks that have shares."""
+        group = self.strategy.place.group(*self.strategy.loss_axes)
+        return x if x is None or group is None else all_reduce(x.detach().clone(), group)
 
 
 def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype) -> nn.Module:

@@ -1,29 +1,31 @@
 """What a training step asks of a data-parallel backend.
 
-A gradient that the strategy's ranks each hold a part of is summed over them and over all replicas at once;
-any other over the replicas alone. So a backend sees at most two sets of parameters, each with the group
-that its gradients are summed over.
+A gradient that the ranks along axes of the strategy each hold a part of is summed over them and over all
+replicas at once; any other over the replicas alone. So a backend sees sets of parameters, each with the
+group that its gradients are summed over; with a strategy of one axis at most two.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import Traffic
-from spbench.impls.composition import Composition, is_partial
+from spbench.impls.composition import Composition, by_partial_axes
+from spbench.impls.options import Options
 from spbench.impls.precision import Precision
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """What a rank holds of a parameter or its gradient: from ``start`` on along ``dim``; without ``dim``, of
     the flattened whole."""
 
@@ -41,9 +43,9 @@ class Part:
 @dataclass(frozen=True)
 class Summed:
     """Parameters that a rank holds (``elements`` of them) whose gradients are summed over one group: over
-    ``ranks`` of the strategy (1 where they are not ``partial``) and all ``replicas``."""
+    ``ranks`` along these ``axes`` of the strategy (1 without axes) and all ``replicas``."""
 
-    partial: bool
+    axes: tuple[str, ...]
     elements: int
     ranks: int
     replicas: int
@@ -78,21 +80,40 @@ class PlannedStep:
         return self.precision.parameters.itemsize
 
 
+@dataclass(frozen=True)
+class BackendSettings:
+    """What a training asks of its backend.
+
+    Attributes:
+        micro_batches: backward passes in a step.
+        moments: "kept": Adam's moments exist before the first step, as they do in every later one; "later":
+            the first step's update makes them.
+        learning_rate: of AdamW, until :meth:`Optimizer.set_learning_rate` changes it.
+        options: the backend's own, an instance of its ``options_type``; None: the defaults.
+    """
+
+    micro_batches: int = 1
+    moments: Literal["kept", "later"] = "kept"
+    learning_rate: float = 1e-4
+    options: Options | None = None
+
+
 class Backend(ABC):
-    """Holds a module's gradients and its optimizer.
+    """Holds a module's gradients and its optimizer on one rank.
+
+    A subclass says in :meth:`prepare` where they are held; its constructor is this one.
 
     Args:
         module: with its weights set. A backend that shards them takes its parameters over.
         precision: one of :data:`PRECISIONS`.
-        moments: "kept" or "later"; see :class:`Training`.
-        gradients: "contiguous" or "stale", which only ``legacy_ddp`` has a choice of.
-        learning_rate: of AdamW.
     """
 
     name: ClassVar[str]
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
-    optimizer: Optimizer
+    #: a frozen dataclass of what may be chosen about this backend alone
+    options_type: ClassVar[type[Options]] = Options
+    options: Options
 
     def __init__(
         self,
@@ -100,26 +121,49 @@ class Backend(ABC):
         strategy: Strategy,
         around: Composition,
         precision: Precision,
-        *,
-        micro_batches: int = 1,
-        moments: str = "kept",
-        gradients: str = "contiguous",
-        learning_rate: float = 1e-4,
+        settings: BackendSettings = BackendSettings(),
     ):
         self.module, self.strategy, self.around, self.precision = module, strategy, around, precision
-        self.micro_batches = micro_batches
+        self.settings = settings
+        self.options = settings.options or self.options_type()
         self.names = {p: name for name, p in module.named_parameters()}
         # what lies differently on the strategy's ranks overflows on one of them alone
         spread = any(shard_of(p) for p in self.names)
         self.overflow_groups = [strategy.group if spread else None, around.pp_group]
-        self.settings: dict[str, Any] = {"with_moments": moments == "kept", "lr": learning_rate}
+        self.optimizer = self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> Optimizer:
+        """Take the module over, before its first step; returns what updates the weights."""
+
+    def make_optimizer(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        masters: bool = True,
+        master_gradients: str = "made",
+        shard_groups: Iterable[dist.ProcessGroup | None] = (),
+    ) -> Optimizer:
+        """An optimizer of these tensors, as the settings have it.
+
+        Args:
+            masters: keep float32 copies where the precision asks for them; False where the tensors are that.
+            master_gradients: see :class:`Optimizer`.
+            shard_groups: the groups of ranks that hold other parts of the weights.
+        """
+        return Optimizer(
+            parameters,
+            self.precision if masters else replace(self.precision, master=False),
+            with_moments=self.settings.moments == "kept",
+            master_gradients=master_gradients,
+            overflow_groups=[*self.overflow_groups, *shard_groups],
+            lr=self.settings.learning_rate,
+        )
 
     def summed(self) -> Iterator[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         """The parameters by the group that their gradients are summed over (None: a rank alone)."""
-        for partial in (True, False):
-            parameters = [p for p in self.names if is_partial(p, self.strategy) is partial]
-            if parameters:
-                yield self.around.gradient_group(partial, self.strategy), parameters
+        for axes, parameters in by_partial_axes(self.names, self.strategy).items():
+            yield self.around.gradient_group(axes), parameters
 
     @abstractmethod
     def zero(self) -> None:
@@ -146,13 +190,13 @@ class Backend(ABC):
     def held_gradients(self) -> list[Tensor]:
         """Gradients, and buffers of them, that are held between steps."""
 
-    def gradient_parts(self) -> dict[str, Part]:
+    def gradient_parts(self) -> dict[str, HeldPart]:
         """After :meth:`synchronize`: what this rank holds of each parameter's gradient."""
-        return {name: Part(p.grad.flatten()) for p, name in self.names.items() if p.grad is not None}
+        return {name: HeldPart(p.grad.flatten()) for p, name in self.names.items() if p.grad is not None}
 
-    def weight_parts(self) -> dict[str, Part]:
+    def weight_parts(self) -> dict[str, HeldPart]:
         """Between steps: what this rank holds of each parameter."""
-        return {name: Part(p.detach().flatten()) for p, name in self.names.items()}
+        return {name: HeldPart(p.detach().flatten()) for p, name in self.names.items()}
 
     @classmethod
     @abstractmethod
@@ -163,6 +207,9 @@ class Backend(ABC):
 def planned_sums(sites: Sequence[Site], strategy: Strategy, replicas: int) -> list[Summed]:
     """What the closed forms of backends sum, from a model's sites."""
     held = sum(strategy.held_elements(s) * s.count for s in sites if s.kind == "parameters")
-    partial = sum(strategy.partial_elements(s) * s.count for s in sites if s.kind == "parameters")
-    found = [Summed(True, partial, strategy.size, replicas), Summed(False, held - partial, 1, replicas)]
+    partial: Counter[tuple[str, ...]] = Counter()
+    for site in (s for s in sites if s.kind == "parameters"):
+        partial.update({axes: n * site.count for axes, n in strategy.partial_elements(site).items()})
+    found = [Summed(axes, n, strategy.place.size(*axes), replicas) for axes, n in partial.items()]
+    found.append(Summed((), held - partial.total(), 1, replicas))
     return [summed for summed in found if summed.elements]

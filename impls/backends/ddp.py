@@ -7,17 +7,13 @@ optimizer's float32 master 4, gradient 4 (kept, as fairseq's FP16Optimizer does)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import Traffic
-from spbench.impls.composition import Composition
-from spbench.impls.precision import Precision
-from spbench.impls.strategies.base import Strategy
 
 
 class DistributedDataParallel(Backend):
@@ -25,23 +21,9 @@ class DistributedDataParallel(Backend):
 
     name = "ddp"
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: Strategy,
-        around: Composition,
-        precision: Precision,
-        **settings: Any,
-    ):
-        super().__init__(module, strategy, around, precision, **settings)
-        self.buckets = BucketedGradients(self.summed(), list(self.names), self.micro_batches)
-        self.optimizer = Optimizer(
-            list(self.names),
-            precision,
-            master_gradients="kept",
-            overflow_groups=self.overflow_groups,
-            **self.settings,
-        )
+    def prepare(self) -> Optimizer:
+        self.buckets = BucketedGradients(self.summed(), list(self.names), self.settings.micro_batches)
+        return self.make_optimizer(list(self.names), master_gradients="kept")
 
     def zero(self) -> None:
         self.buckets.zero()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Part
+from spbench.impls.backends.backend import HeldPart
 from spbench.impls.precision import Precision
 
 
@@ -54,12 +54,12 @@ class FlatShard:
         pieces = flat.split([*self.sizes, self.padding])
         return {n: x.view(shape) for n, x, shape in zip(self.names, pieces, self.shapes, strict=False)}
 
-    def parts(self, shard: Tensor) -> dict[str, Part]:
+    def parts(self, shard: Tensor) -> dict[str, HeldPart]:
         """What a shard holds of each parameter that it holds any of."""
         found, first = {}, 0
         for name, size in zip(self.names, self.sizes, strict=True):
             start, end = max(first, self.start), min(first + size, self.start + len(shard))
             if start < end:
-                found[name] = Part(shard[start - self.start : end - self.start], start - first)
+                found[name] = HeldPart(shard[start - self.start : end - self.start], start - first)
             first += size
         return found

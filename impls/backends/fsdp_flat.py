@@ -9,19 +9,14 @@ gradient is reduce-scattered.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Backend, Part, PlannedStep
+from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.flat import FlatShard, padded
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import Traffic, all_gather_flat, reduce_scatter_flat
-from spbench.impls.composition import Composition
-from spbench.impls.precision import Precision
-from spbench.impls.strategies.base import Strategy
 
 
 class FlatFullySharded(Backend):
@@ -30,28 +25,16 @@ class FlatFullySharded(Backend):
     name = "fsdp_flat"
     pipelined = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: Strategy,
-        around: Composition,
-        precision: Precision,
-        **settings: Any,
-    ):
-        super().__init__(module, strategy, around, precision, **settings)
+    def prepare(self) -> Optimizer:
         self.units = [
-            FlatShard({self.names[p]: p for p in parameters}, group, precision)
+            FlatShard({self.names[p]: p for p in parameters}, group, self.precision)
             for group, parameters in self.summed()
         ]
-        self.owners = _take_parameters(module, dict(self.names))
+        self.owners = _take_parameters(self.module, dict(self.names))
         self.names.clear()  # or the whole parameters would live on
-        module.register_forward_pre_hook(self._gather)
-        self.optimizer = Optimizer(
-            [unit.weights for unit in self.units],
-            replace(precision, master=False),  # the shards are the masters
-            overflow_groups=[*self.overflow_groups, *(unit.group for unit in self.units)],
-            **self.settings,
-        )
+        self.module.register_forward_pre_hook(self._gather)
+        shards = [unit.weights for unit in self.units]  # the masters
+        return self.make_optimizer(shards, masters=False, shard_groups=[unit.group for unit in self.units])
 
     def zero(self) -> None:
         for unit in self.units:
@@ -73,11 +56,11 @@ class FlatFullySharded(Backend):
     def held_gradients(self) -> list[Tensor]:
         return []
 
-    def gradient_parts(self) -> dict[str, Part]:
+    def gradient_parts(self) -> dict[str, HeldPart]:
         parts = (unit.parts(unit.gradient) for unit in self.units if unit.gradient is not None)
         return {name: part for found in parts for name, part in found.items()}
 
-    def weight_parts(self) -> dict[str, Part]:
+    def weight_parts(self) -> dict[str, HeldPart]:
         return {name: part for unit in self.units for name, part in unit.parts(unit.weights).items()}
 
     @classmethod

@@ -14,19 +14,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Backend, Part, PlannedStep
+from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import Traffic
-from spbench.impls.composition import Composition, is_partial
-from spbench.impls.precision import Precision
-from spbench.impls.strategies.base import Strategy
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, which who does not ask for it need not wait
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
@@ -57,33 +53,22 @@ class FullySharded(Backend):
     #: whether to free the weights between forward and backward
     reshard_after_forward: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: Strategy,
-        around: Composition,
-        precision: Precision,
-        **settings: Any,
-    ):
-        super().__init__(module, strategy, around, precision, **settings)
-        self.partial = {name: is_partial(p, strategy) for p, name in self.names.items()}
-        #: by whether gradients are partial
-        self.meshes = {x: around.gradient_mesh(x, strategy) for x in sorted({*self.partial.values()})}
+    def prepare(self) -> Optimizer:
+        self.axes = {name: self.strategy.partial_axes(p) for p, name in self.names.items()}
+        #: by the axes of the strategy over which gradients are summed
+        self.meshes = {axes: self.around.gradient_mesh(axes) for axes in sorted({*self.axes.values()})}
         self.infos: dict[dist.ProcessGroup, FSDPMeshInfo] = {}
         self.shapes = {name: p.shape for p, name in self.names.items()}
         names = list(self.names.values())
         self.names.clear()  # or the whole parameters would live on
         self._wrap()
-        parameters = dict(module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         self.sharded: dict[str, DTensor] = {name: parameters[name] for name in names}  # type: ignore[misc]
         # the optimizer works element by element, so on each rank's own part without the rest of a DTensor
         self.weights = {name: p.to_local().detach() for name, p in self.sharded.items()}
-        self.optimizer = Optimizer(
-            list(self.weights.values()),
-            replace(precision, master=False),  # the shards are the masters
-            overflow_groups=[*self.overflow_groups, *(mesh.get_group() for mesh in self.meshes.values())],
-            **self.settings,
-        )
+        groups = [mesh.get_group() for mesh in self.meshes.values()]
+        # the shards are the masters
+        return self.make_optimizer(list(self.weights.values()), masters=False, shard_groups=groups)
 
     def _wrap(self) -> None:
         """Shard each block, then what is left of the module."""
@@ -113,7 +98,7 @@ class FullySharded(Backend):
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
         from torch.distributed.tensor import Shard
 
-        mesh = self.meshes[is_partial(parameter, self.strategy)]
+        mesh = self.meshes[self.strategy.partial_axes(parameter)]
         if mesh.get_group() not in self.infos:  # torch knows a group by the object that describes it
             self.infos[mesh.get_group()] = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
         return ShardPlacementResult(
@@ -140,28 +125,28 @@ class FullySharded(Backend):
     def held_gradients(self) -> list[Tensor]:
         return []
 
-    def gradient_parts(self) -> dict[str, Part]:
+    def gradient_parts(self) -> dict[str, HeldPart]:
         return {
             name: self._part(name, p.grad.to_local())  # type: ignore[attr-defined]
             for name, p in self.sharded.items()
             if p.grad is not None
         }
 
-    def weight_parts(self) -> dict[str, Part]:
+    def weight_parts(self) -> dict[str, HeldPart]:
         return {name: self._part(name, weight) for name, weight in self.weights.items()}
 
-    def _part(self, name: str, local: Tensor) -> Part:
-        mesh, shape = self.meshes[self.partial[name]], self.shapes[name]
+    def _part(self, name: str, local: Tensor) -> HeldPart:
+        mesh, shape = self.meshes[self.axes[name]], self.shapes[name]
         dim = cut_dim(shape, mesh.size())
         first = min(shape[dim], mesh.get_local_rank() * math.ceil(shape[dim] / mesh.size()))
-        return Part(local, first, dim)
+        return HeldPart(local, first, dim)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
         parameters = list(step.build().parameters())
         for summed in step.summed:
             size = summed.size
-            mine = [p for p in parameters if is_partial(p, step.strategy) is summed.partial]
+            mine = [p for p in parameters if step.strategy.partial_axes(p) == summed.axes]
             elements = sum(padded_elements(p.shape, size) for p in mine)
             payload, count = elements * step.element_bytes, step.micro_batches
             yield Traffic("forward", "weights", "all_gather", count, payload), size

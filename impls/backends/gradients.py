@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.composition import Composition, is_partial
+from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.strategies.base import Strategy
 
 
@@ -14,15 +14,13 @@ class ContiguousGradients:
     the others, so that a sync is a single all-reduce and gradients are never freed."""
 
     def __init__(self, module: nn.Module, strategy: Strategy, around: Composition | None = None):
-        self.module, self.strategy, self.around = module, strategy, around or Composition()
-        self.buffers: list[tuple[bool, Tensor]] = []
-        for partial in (True, False):
-            parameters = [p for p in module.parameters() if is_partial(p, strategy) is partial]
-            if parameters:
-                buffer = parameters[0].new_zeros(sum(p.numel() for p in parameters))
-                for p, piece in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
-                    p.grad = piece.view_as(p)
-                self.buffers.append((partial, buffer))
+        self.module, self.around = module, around or Composition()
+        self.buffers: list[tuple[tuple[str, ...], Tensor]] = []
+        for axes, parameters in by_partial_axes(module.parameters(), strategy).items():
+            buffer = parameters[0].new_zeros(sum(p.numel() for p in parameters))
+            for p, piece in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+                p.grad = piece.view_as(p)
+            self.buffers.append((axes, buffer))
 
     def tensors(self) -> list[Tensor]:
         """What is held between steps."""
@@ -35,8 +33,8 @@ class ContiguousGradients:
 
     def synchronize(self) -> None:
         """Sum over the group the gradients of which each rank holds a part of the sum."""
-        for partial, buffer in self.buffers:
-            self.around.reduce(buffer, partial, self.strategy)
+        for axes, buffer in self.buffers:
+            self.around.reduce(buffer, axes)
         self.around.add_tied(self.module)
 
 
@@ -58,12 +56,11 @@ class StaleGradients:
 
     def synchronize(self) -> None:
         self.stale = [p.grad for p in self.parameters if p.grad is not None]
-        for partial in (True, False):
-            mine = [p for p in self.parameters if is_partial(p, self.strategy) is partial]
-            gradients = [p.grad for p in mine if p.grad is not None]
-            if gradients and (partial or self.around.dp_group):
+        for axes, parameters in by_partial_axes(self.parameters, self.strategy).items():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if gradients and (axes or self.around.dp_group):
                 flat = torch.cat([g.flatten() for g in gradients])
-                self.around.reduce(flat, partial, self.strategy)
+                self.around.reduce(flat, axes)
                 for g, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                     g.copy_(piece.view_as(g))
         self.around.add_tied(self.module)

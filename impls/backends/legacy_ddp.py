@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.gradients import ContiguousGradients, StaleGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import Traffic
-from spbench.impls.composition import Composition
-from spbench.impls.precision import Precision
-from spbench.impls.strategies.base import Strategy
+from spbench.impls.options import Options
+
+
+@dataclass(frozen=True)
+class LegacyOptions(Options):
+    """What may be chosen about :class:`LegacyDistributedDataParallel`.
+
+    Attributes:
+        gradients: how they are held between steps: :class:`ContiguousGradients` or :class:`StaleGradients`.
+    """
+
+    gradients: Literal["contiguous", "stale"] = "contiguous"
 
 
 class LegacyDistributedDataParallel(Backend):
-    """First over the strategy's ranks, what is partial, then over the replicas, everything."""
+    """Two all-reduces after backward: over the strategy's ranks, of the gradients that each of them holds a
+    part of, and then over the replicas, of all gradients."""
 
     name = "legacy_ddp"
+    options_type = LegacyOptions
+    options: LegacyOptions
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: Strategy,
-        around: Composition,
-        precision: Precision,
-        *,
-        gradients: str = "contiguous",
-        **settings: Any,
-    ):
-        super().__init__(module, strategy, around, precision, **settings)
-        stale = gradients == "stale"
-        self.gradients = (StaleGradients if stale else ContiguousGradients)(module, strategy, around)
-        self.optimizer = Optimizer(
-            list(self.names),
-            precision,
-            master_gradients="stale" if stale else "made",
-            overflow_groups=self.overflow_groups,
-            **self.settings,
-        )
+    def prepare(self) -> Optimizer:
+        stale = self.options.gradients == "stale"
+        made = StaleGradients if stale else ContiguousGradients
+        self.gradients = made(self.module, self.strategy, self.around)
+        return self.make_optimizer(list(self.names), master_gradients="stale" if stale else "made")
 
     def zero(self) -> None:
         self.gradients.zero()

@@ -8,20 +8,15 @@ master weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.flat import FlatShard, padded
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import Traffic, all_gather_flat
-from spbench.impls.composition import Composition
-from spbench.impls.precision import Precision
-from spbench.impls.strategies.base import Strategy
 
 
 class ShardedOptimizer(Backend):
@@ -29,19 +24,11 @@ class ShardedOptimizer(Backend):
 
     name = "zero1"
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: Strategy,
-        around: Composition,
-        precision: Precision,
-        **settings: Any,
-    ):
-        super().__init__(module, strategy, around, precision, **settings)
+    def prepare(self) -> Optimizer:
         sums = list(self.summed())
         self.units, self.flats = [], []
         for group, parameters in sums:
-            unit = FlatShard({self.names[p]: p for p in parameters}, group, precision)
+            unit = FlatShard({self.names[p]: p for p in parameters}, group, self.precision)
             flat = unit.flattened(parameters)
             for p, view in zip(parameters, unit.views(flat).values(), strict=True):
                 p.data = view
@@ -49,13 +36,9 @@ class ShardedOptimizer(Backend):
             self.units.append(unit)
             self.flats.append(flat)
         self.parameters = {name: p for p, name in self.names.items()}
-        self.buckets = BucketedGradients(sums, list(self.names), self.micro_batches)
-        self.optimizer = Optimizer(
-            [unit.weights for unit in self.units],
-            replace(precision, master=False),  # the shards are the masters
-            overflow_groups=[*self.overflow_groups, *(unit.group for unit in self.units)],
-            **self.settings,
-        )
+        self.buckets = BucketedGradients(sums, list(self.names), self.settings.micro_batches)
+        shards = [unit.weights for unit in self.units]  # the masters
+        return self.make_optimizer(shards, masters=False, shard_groups=[unit.group for unit in self.units])
 
     def zero(self) -> None:
         self.buckets.zero()

@@ -18,7 +18,7 @@ from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.models.blocks.encoder import Alone, Attention, Block, BlockOptions, attention_mask
 from spbench.impls.models.blocks.text import masked_language_batches
-from spbench.impls.models.model import Model, PaddedVocabulary, Part
+from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.linear import Linear
 
@@ -137,7 +137,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
             "sequence": layers * 2 * (self.linformer or 0) * seq_len,
         }
 
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ModelPart]:
         def hidden_inputs(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
             x = torch.randn(batch, seq_len, self.hidden, generator=generator, dtype=torch.float64)
             return {"x": x, "padding": self.inputs(batch, seq_len, generator)["padding"]}
@@ -146,9 +146,9 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         losses = {"loss": None, "mlm_loss": None, "order_loss": None}
         outputs = losses | {"hidden": 1, "token_loss": 1}
         return {
-            "attention": Part(lambda s, n: Alone(self, s, n, Attention), hidden_inputs, dims, {"y": 1}),
-            "block": Part(lambda s, n: Alone(self, s, n, Block), hidden_inputs, dims, {"y": 1}),
-            "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
+            "attention": ModelPart(lambda s, n: Alone(self, s, n, Attention), hidden_inputs, dims, {"y": 1}),
+            "block": ModelPart(lambda s, n: Alone(self, s, n, Block), hidden_inputs, dims, {"y": 1}),
+            "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
 
@@ -157,7 +157,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
         super().__init__()
-        self.p, self.random, self.region = model.dropout, strategy.random, strategy.hidden_region
+        self.p, self.random, self.axes = model.dropout, strategy.random, strategy.hidden_axes
         self.words = _words(model, strategy)
         self.positions = nn.Embedding(seq_len, model.hidden)
         self.types = nn.Embedding(model.token_types, model.hidden)
@@ -165,7 +165,7 @@ class Embeddings(nn.Module):
 
     def forward(self, tokens: Tensor, token_types: Tensor, positions: Tensor) -> Tensor:
         x = self.words(tokens) + self.positions(positions) + self.types(token_types)
-        return self.random.dropout(self.norm(x), self.p, self.region)
+        return self.random.dropout(self.norm(x), self.p, self.axes)
 
 
 def _words(model: BertModel, strategy: Strategy) -> nn.Module:

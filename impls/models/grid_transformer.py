@@ -27,7 +27,7 @@ from spbench.impls.models.blocks.grid_blocks import (
     with_positions,
 )
 from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.models.model import Part
+from spbench.impls.models.model import ModelPart
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy
 from spbench.impls.strategies.grid import Grid
 from spbench.impls.strategies.linear import Linear
@@ -69,10 +69,10 @@ class GridTransformerModel(GridModel):
         ends = (channels + 1) * h + 2 * h + channels * (h + 1)
         return {"elements": split + others + ends, "split": split}
 
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ModelPart]:
         outputs: dict[str, SequenceDim] = {"loss": None, "noise_loss": None}
         outputs |= dict.fromkeys(("predicted", "token_loss"), self.grid_dims)
-        return {"model": Part(self.build, self.inputs, self.sequence_dims, outputs)}
+        return {"model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs)}
 
     def variants(self) -> list[Mapping[str, Any]]:
         return [{"checkpointing": True}]

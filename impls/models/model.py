@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.discovery import named_values
+from spbench.impls.discovery import looked_up, named_values
+from spbench.impls.options import set_options
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
 
 
@@ -36,6 +37,11 @@ class Model(ABC):
     def variants(self) -> list[Mapping[str, Any]]:
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []
+
+    def tokens(self, batch: int, seq_len: int) -> int:
+        """The tokens that the model computes with for a batch of sequences of ``seq_len`` positions, by which
+        its throughput is counted: as many as positions, unless a model makes a token of several."""
+        return batch * seq_len
 
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
@@ -61,7 +67,7 @@ class Model(ABC):
         """What a stage asks of its strategy for one batch, and in one step, for closed forms and checks."""
 
     @abstractmethod
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ModelPart]:
         """The pieces that verification compares one by one, smallest first."""
 
 
@@ -78,7 +84,7 @@ class PaddedVocabulary:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A piece of a model that can be verified alone.
 
     Attributes:
@@ -106,13 +112,6 @@ def model_preset(name: str, options: Mapping[str, Any] | None = None) -> Model:
 
     Raises:
         KeyError: unknown name or option, with the known ones.
+        ValueError: the model refuses a value.
     """
-    known = models()
-    if name not in known:
-        raise KeyError(f"unknown model {name!r}; known: {', '.join(sorted(known))}")
-    preset = known[name]
-    allowed = [f.name for f in fields(preset)]  # type: ignore[arg-type]
-    for option in options or {}:
-        if option not in allowed:
-            raise KeyError(f"model {name} has no option {option!r}; it has: {', '.join(allowed)}")
-    return replace(preset, **(options or {}))  # type: ignore[type-var]
+    return set_options(looked_up(models(), name, "model"), options, f"model {name}")

@@ -34,7 +34,7 @@ from spbench.impls.models.blocks.grid_blocks import (
     with_positions,
 )
 from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.models.model import Part
+from spbench.impls.models.model import ModelPart
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy
 from spbench.impls.strategies.grid import Grid, whole_attention
 from spbench.impls.strategies.linear import Linear
@@ -107,7 +107,7 @@ class StDitModel(GridModel):
         elements += END_MODULATION * h + 2 * channels * (h + 1)
         return {"elements": elements, "split": split}
 
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ModelPart]:
         def hidden(batch: int, seq_len: int, generator: torch.Generator, *, alone: bool) -> dict[str, Tensor]:
             def random(*shape: int) -> Tensor:
                 return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
@@ -123,19 +123,19 @@ class StDitModel(GridModel):
         outputs: dict[str, SequenceDim] = {"loss": None, "noise_loss": None}
         outputs |= dict.fromkeys(("predicted", "token_loss"), self.grid_dims)
         return {
-            "attention": Part(
+            "attention": ModelPart(
                 lambda s, n: Alone(GridAttention(self, s), self, s, n),
                 partial(hidden, alone=True),
                 dims,
                 {"y": self.grid_dims},
             ),
-            "block": Part(
+            "block": ModelPart(
                 lambda s, n: Alone(Block(self, s, self.plan(s, n)[:2]), self, s, n),
                 partial(hidden, alone=False),
                 {**dims, "text": None, "modulation": None},
                 {"y": self.grid_dims},
             ),
-            "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
+            "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
 

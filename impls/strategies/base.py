@@ -8,22 +8,21 @@ Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.impls.axes import ALONE, COMPOSED_AXES, Place
 from spbench.impls.collectives import Traffic
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
 from spbench.impls.kernels.softmax import masked_softmax
 from spbench.impls.layout import (
     MEETINGS,
-    MESH_AXES,
     SequenceDim,
     Shard,
     Site,
@@ -31,6 +30,7 @@ from spbench.impls.layout import (
     mark_shard,
     shard_of,
 )
+from spbench.impls.options import Options, set_options
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.strategies.linear import GroupedLinear, Linear
@@ -38,7 +38,6 @@ from spbench.impls.strategies.linear import GroupedLinear, Linear
 __all__ = [
     "LINEAR_ATTENTION_WAYS",
     "MEETINGS",
-    "MESH_AXES",
     "SequenceDim",
     "Shard",
     "Site",
@@ -62,17 +61,23 @@ LINEAR_ATTENTION_WAYS = {
 class Strategy(GridHooks):
     """The single device, and the interface that every way to parallelize implements.
 
+    A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all of them, and
+    ``group`` is the process group of all of them; for one axis alone there are ``place.size(axis)``,
+    ``place.rank(axis)`` and ``place.group(axis)``.
+
     Args:
-        mesh: a device mesh with the axes dp, pp, tp, sp, or None for one device. Process groups
-            come from here and from nowhere else.
-        planned_size: without a mesh, the ranks to check and count for; such a strategy cannot run.
-        planned_rank: without a mesh, the rank to count for.
+        place: of this rank. Without a device mesh the strategy can be asked for checks and closed forms, and
+            on one rank it can also run.
+        options: an instance of ``options_type``; None: the defaults.
         seed: the seed of dropout; see :class:`DropoutRandom`.
     """
 
     name: ClassVar[str] = "single"
-    #: the mesh axis over which one sample is spread; empty for the single device
-    axis: ClassVar[str] = ""
+    #: the mesh axes over which one sample is spread, the outermost first; none for the single device
+    axes: ClassVar[tuple[str, ...]] = ()
+    #: a frozen dataclass of what may be chosen about this strategy
+    options_type: ClassVar[type[Options]] = Options
+    options: Options
     #: one line for `spbench list`
     summary: ClassVar[str] = "one device; the reference"
     #: where the method is described
@@ -82,16 +87,50 @@ class Strategy(GridHooks):
     #: whether between the projections of a block a rank has some of the heads and features only
     splits_features: ClassVar[bool] = False
 
-    def __init__(
-        self, mesh: DeviceMesh | None = None, planned_size: int = 1, seed: int = 0, planned_rank: int = 0
-    ):
-        self.mesh = mesh
-        self.group: dist.ProcessGroup | None = None
-        self.size, self.rank = planned_size, planned_rank
-        if mesh is not None and self.axis:
-            self.group = mesh.get_group(self.axis)
-            self.size, self.rank = self.group.size(), self.group.rank()
-        self.random = DropoutRandom(seed, self.rank)
+    def __init__(self, place: Place = ALONE, options: Options | None = None, seed: int = 0):
+        self.place = place
+        self.options = self.options_type() if options is None else options
+        self.size, self.rank = place.size(*self.axes), place.rank(*self.axes)
+        self.group: dist.ProcessGroup | None = place.group(*self.axes)
+        self.random = DropoutRandom(seed, place)
+
+    @classmethod
+    def configured(cls, place: Place, options: Mapping[str, Any] | None = None, seed: int = 0) -> Self:
+        """The strategy with some of its options given by name.
+
+        Raises:
+            KeyError: there is no such option; with those that there are.
+            ValueError: an option has a value that cannot be.
+        """
+        return cls(place, set_options(cls.options_type(), options, f"strategy {cls.name}"), seed)
+
+    @classmethod
+    def planned(cls, size: int, rank: int = 0, options: Mapping[str, Any] | None = None) -> Self:
+        """The strategy without process groups, for checks and closed forms: rank ``rank`` of ``size``, all of
+        which lie along the first of its axes.
+
+        Raises:
+            Unsupported: it has no axis, and ``size`` is not 1.
+        """
+        return cls.configured(Place(cls.sizes_for(size), dict.fromkeys(cls.axes[:1], rank)), options)
+
+    @classmethod
+    def sizes_for(cls, size: int) -> dict[str, int]:
+        """Sizes of a mesh on which the strategy has that many ranks, along the first of its axes.
+
+        Raises:
+            Unsupported: it has no axis, and ``size`` is not 1.
+        """
+        if not cls.axes and size > 1:
+            raise Unsupported(f"{cls.name} runs on one rank, not {size}", "use 1")
+        return dict.fromkeys(cls.axes[:1], size)
+
+    @classmethod
+    def unused_axes(cls, sizes: Mapping[str, int]) -> list[str]:
+        """The axes that have more than one rank and belong to neither this strategy nor the replicas and
+        pipeline stages around it."""
+        used = {*cls.axes, *COMPOSED_AXES}
+        return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
 
     # -- can it run, and what does it send ---------------------------------------------------
 
@@ -113,12 +152,12 @@ class Strategy(GridHooks):
         self.check_sizes(list(as_sequences(sites, self.grid_dim)))
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        """The part of :meth:`check` that is about sizes; on more than one rank only."""
-        raise Unsupported(f"{self.name} runs on one rank, not {self.size}", "use 1")
+        """The part of :meth:`check` that is about sizes, called where there is more than one rank."""
 
     @classmethod
-    def roles(cls, size: int) -> list[list[int]]:
-        """The ranks of a group of ``size`` in sets that run the same program; the most telling set first."""
+    def roles(cls, axis: str, size: int) -> list[list[int]]:
+        """The coordinates 0 to ``size`` - 1 along one of its axes, in sets whose ranks run the same program.
+        The first set is the one that sends the most, and the first of a set stands for it in traces."""
         return [list(range(size))]
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
@@ -216,7 +255,7 @@ class Strategy(GridHooks):
         scores = torch.matmul(q, k.transpose(-1, -2))
         probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
         del scores
-        probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
+        probabilities = self.random.dropout(probabilities, dropout, self.attention_axes)
         return torch.matmul(probabilities, v)
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -252,10 +291,16 @@ class Strategy(GridHooks):
         """The number of parts that every sequence is split into."""
         return 1
 
-    #: whether the random numbers of attention dropout, and of all other dropout, are the rank's own
-    #: ("sharded") or must agree on all ranks of the group ("replicated")
-    attention_region: ClassVar[str] = "replicated"
-    hidden_region: ClassVar[str] = "replicated"
+    @property
+    def attention_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks attention probabilities are spread, so that each rank draws its own
+        dropout; along all other axes they draw the same."""
+        return ()
+
+    @property
+    def hidden_axes(self) -> tuple[str, ...]:
+        """As :attr:`attention_axes`, of the hidden states between blocks."""
+        return ()
 
     # -- between pipeline stages -------------------------------------------------------------------
 
@@ -282,21 +327,21 @@ class Strategy(GridHooks):
         have a column a position (``sequence``) its own."""
         return site.dims["elements"] + site.dims.get("sequence", 0) // self.sequence_parts
 
-    def partial_elements(self, site: Site) -> int:
-        """Of :meth:`held_elements`, those whose gradients are partial and that are no :class:`Shard` of the
-        strategy's axis."""
-        return 0
+    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
+        """Of :meth:`held_elements`, those with :meth:`partial_axes`, by these axes."""
+        return {}
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
-        """Whether each rank of the group holds only its part of the sum that is this gradient."""
-        return False
+    def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The axes over whose ranks this parameter's gradient must be summed, since backward gives each of
+        them a part of the sum."""
+        return ()
 
     @property
-    def loss_is_partial(self) -> bool:
-        """Whether the loss is the sum over the group of what the ranks compute."""
-        return False
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks the loss must be summed, since each of them computes a share of it."""
+        return ()
 
 
 def full_precision(x: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ mask exactly by winding the number back.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from spbench.impls.axes import ALONE, Place
 from spbench.impls.kernels.dropout import masked_dropout
 
 
@@ -21,11 +23,11 @@ class DropoutRandom:
 
     Args:
         seed: of the whole run, the same on all ranks.
-        rank: this rank's place in the group that spreads a sample.
+        place: of this rank on the mesh.
     """
 
-    def __init__(self, seed: int, rank: int):
-        self.seed, self.rank = seed, rank
+    def __init__(self, seed: int, place: Place = ALONE):
+        self.seed, self.place = seed, place
         self.step = 0
         self.number = 0
 
@@ -33,18 +35,20 @@ class DropoutRandom:
         """Number the dropout calls of training step ``step`` from zero."""
         self.step, self.number = step, 0
 
-    def mask(self, x: Tensor, p: float, region: str) -> Tensor:
+    def mask(self, x: Tensor, p: float, axes: Sequence[str]) -> Tensor:
         """A boolean tensor like x, True (kept) with probability 1 - p.
 
         Args:
-            region: "replicated" (the same mask on all ranks) or "sharded" (the rank's own).
+            axes: of the mesh, over whose ranks x is spread, so that each has a mask of its own; without any
+                the mask is the same on all ranks.
         """
-        rank = self.rank + 1 if region == "sharded" else 0
+        rank = self.place.rank(*axes) + 1 if axes else 0
         generator = torch.Generator(device=x.device)
         generator.manual_seed(zlib.crc32(repr((self.seed, self.step, self.number, rank)).encode()))
         self.number += 1
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
 
-    def dropout(self, x: Tensor, p: float, region: str) -> Tensor:
-        """Zero elements of x with probability p, scale the others by 1 / (1 - p); keeps a byte an element."""
-        return x if p == 0 else masked_dropout(x, self.mask(x, p, region), p)
+    def dropout(self, x: Tensor, p: float, axes: Sequence[str]) -> Tensor:
+        """Zero elements of x with probability p, scale the others by 1 / (1 - p); keeps a byte an element.
+        ``axes`` as in :meth:`mask`."""
+        return x if p == 0 else masked_dropout(x, self.mask(x, p, axes), p)

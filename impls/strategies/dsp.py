@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import Traffic, all_to_all, joined, start_all_gather, start_reduce_scatter
 from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
 from spbench.impls.strategies.grid import Grid, grid_of, part_of
-from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.strategies.sequence_chunks import GridChunks
 
 
 def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: int) -> int:
@@ -94,28 +93,13 @@ class _AllGather(torch.autograd.Function):
         return chunk, None, None
 
 
-class DynamicSequenceParallel(SequenceChunks):
-    """See the module.
-
-    Args:
-        grid_dim: the grid dim along which inputs and outputs are cut.
-    """
+class DynamicSequenceParallel(GridChunks):
+    """A grid that is cut along one dim during each stage; at both ends along the option ``grid_dim``."""
 
     name = "dsp"
     summary = "grids cut along one dim; an all-to-all switches dims where a stage needs that one whole (DSP)"
     source = "arXiv 2403.10266, section 3"
     meets = frozenset({"full_attention"})
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | None = None,
-        planned_size: int = 1,
-        seed: int = 0,
-        planned_rank: int = 0,
-        grid_dim: int = 0,
-    ):
-        super().__init__(mesh, planned_size, seed, planned_rank)
-        self.grid_dim = grid_dim
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         # no size must be divisible; but a sequence of one dim cannot be run

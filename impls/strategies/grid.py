@@ -112,8 +112,10 @@ class GridHooks:
     who splits features, and for who cuts one dim of the grid and says in :meth:`full_attention` what to do
     along that one."""
 
-    #: the grid dim along which inputs are cut, by who cuts sequences
-    grid_dim: int = 0
+    @property
+    def grid_dim(self) -> int:
+        """The grid dim along which inputs are cut, where a strategy cuts sequences."""
+        return 0
 
     def grid(self, x: Tensor, sizes: Sequence[int]) -> Grid:
         """What this rank holds of an input x on a grid of these sizes, after ``shard``."""

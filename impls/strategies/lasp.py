@@ -15,15 +15,16 @@ Groups of ranks with sequences of their own (the paper's algorithm 1) are the me
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import Traffic, exchange
 from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
 
@@ -44,8 +45,8 @@ class _Lasp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp) -> Tensor:
-        run, block = _Kernels(lasp.kernel_fusion), kernels.BLOCK
-        if lasp.barrier and lasp.group is not None:
+        run, block = _Kernels(lasp.options.kernel_fusion), kernels.BLOCK
+        if lasp.options.barrier and lasp.group is not None:
             dist.barrier(lasp.group)
         initial = lasp.receive(lasp.rank - 1, k, v)
         queries, keys, values = kernels.contiguous(q, k, v)
@@ -53,7 +54,7 @@ class _Lasp(torch.autograd.Function):
         o = run.output(queries, keys, values, decay, states, initial, block)
         if lasp.rank < lasp.size - 1:
             lasp.send(kernels.final_state(states, initial, decay, k.shape[2]), lasp.rank + 1)
-        ctx.save_for_backward(q, k, v, decay, *((states, initial) if lasp.state_caching else ()))
+        ctx.save_for_backward(q, k, v, decay, *((states, initial) if lasp.options.state_caching else ()))
         ctx.lasp = lasp
         return o
 
@@ -62,7 +63,7 @@ class _Lasp(torch.autograd.Function):
         q, k, v, decay, *cached = ctx.saved_tensors
         lasp = ctx.lasp
         q, k, v, d_o = kernels.contiguous(q, k, v, d_o)
-        run, block, length = _Kernels(lasp.kernel_fusion), kernels.BLOCK, k.shape[2]
+        run, block, length = _Kernels(lasp.options.kernel_fusion), kernels.BLOCK, k.shape[2]
         if cached:
             states, initial = cached
         else:  # the forward ring once more
@@ -78,10 +79,11 @@ class _Lasp(torch.autograd.Function):
         return *gradients, None, None
 
 
-class Lasp(SequenceChunks):
-    """See the module.
+@dataclass(frozen=True)
+class LaspOptions(Options):
+    """What may be chosen about :class:`Lasp`.
 
-    Args:
+    Attributes:
         kernel_fusion: use fused kernels; without, each step of the chunked algorithm is operators of torch
             with their intermediate tensors (the paper's ablation, section 4.4).
         state_caching: keep the states for backward; without, backward computes them again, which takes the
@@ -89,26 +91,23 @@ class Lasp(SequenceChunks):
         barrier: all ranks wait for each other before each forward, as in the authors' lasp_fuse_parallel.py.
     """
 
+    kernel_fusion: bool = True
+    state_caching: bool = True
+    barrier: bool = False
+
+
+class Lasp(SequenceChunks):
+    """Sequence chunks along which the state of linear attention travels from rank to rank."""
+
     name = "lasp"
     summary = "sequence chunks; the state of linear attention travels along the ranks"
     source = "arXiv 2404.02882, section 3"
     meets = frozenset({"linear_attention"})
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | None = None,
-        planned_size: int = 1,
-        seed: int = 0,
-        planned_rank: int = 0,
-        kernel_fusion: bool = True,
-        state_caching: bool = True,
-        barrier: bool = False,
-    ):
-        super().__init__(mesh, planned_size, seed, planned_rank)
-        self.kernel_fusion, self.state_caching, self.barrier = kernel_fusion, state_caching, barrier
+    options_type = LaspOptions
+    options: LaspOptions
 
     @classmethod
-    def roles(cls, size: int) -> list[list[int]]:
+    def roles(cls, axis: str, size: int) -> list[list[int]]:
         first, middle, last = [0], list(range(1, size - 1)), [size - 1]
         return [ranks for ranks in (middle, first, last if size > 1 else []) if ranks]
 
@@ -119,7 +118,7 @@ class Lasp(SequenceChunks):
                 d = site.dims
                 # states are in at least float32
                 state = d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)
-                again = int(site.recomputed) + int(not self.state_caching)
+                again = int(site.recomputed) + int(not self.options.state_caching)
                 on, back = self.rank < self.size - 1, self.rank > 0
                 yield Traffic("forward", "state", "send", on * site.count, state)
                 yield Traffic("backward", "state, computed again", "send", on * again * site.count, state)

@@ -69,7 +69,7 @@ def _decayed_sum(totals: Tensor, decay: Tensor | None, length: int, chunks: list
 
 
 class Lasp2(SequenceChunks):
-    """See the module."""
+    """Sequence chunks of which one all-gather gives every rank all states of linear attention."""
 
     name = "lasp2"
     summary = "sequence chunks; one all-gather of the states of linear attention"

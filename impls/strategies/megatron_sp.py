@@ -14,14 +14,13 @@ weights that are not split see some of the positions only, so their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import (
     Traffic,
@@ -33,7 +32,7 @@ from spbench.impls.collectives import (
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.linear import Linear
-from spbench.impls.strategies.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
+from spbench.impls.strategies.sequence_chunks import GridChunks, SequenceChunks, refuse_masks_of_own_queries
 from spbench.impls.strategies.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
@@ -73,31 +72,16 @@ class _OfWholeText(ColumnParallelLinear):
     forward = Linear.forward
 
 
-class MegatronSP(SequenceChunks, TensorParallel):
+class MegatronSP(GridChunks, TensorParallel):
     """See the module. Inputs and everything between blocks as :class:`SequenceChunks` has it, the inside of
-    blocks as :class:`TensorParallel` does.
-
-    Args:
-        grid_dim: of a grid, the dim that is cut like a sequence.
-    """
+    blocks as :class:`TensorParallel` does."""
 
     name = "megatron_sp"
-    axis = "tp"
+    axes = ("tp",)
     summary = "tensor parallelism, and sequence chunks between its blocks (Megatron-LM)"
     source = "arXiv 2205.05198, section 4.2.2"
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
     split_dims = {"Z": "attention heads", "F": "features"}
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | None = None,
-        planned_size: int = 1,
-        seed: int = 0,
-        planned_rank: int = 0,
-        grid_dim: int = 0,
-    ):
-        super().__init__(mesh, planned_size, seed, planned_rank)
-        self.grid_dim = grid_dim
 
     # the vocabulary is whole, and what goes to another stage is a part already
     embedding = Strategy.embedding
@@ -135,8 +119,8 @@ class MegatronSP(SequenceChunks, TensorParallel):
     def split_elements(self, site: Site) -> int:
         return super().split_elements(site) - site.dims.get("vocabulary", 0)
 
-    def partial_elements(self, site: Site) -> int:
-        return site.dims["elements"] - self.split_elements(site)
+    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
+        return {self.axes: site.dims["elements"] - self.split_elements(site)}
 
     def block_positions(self, positions: Tensor) -> Tensor:
         return positions

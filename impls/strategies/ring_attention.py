@@ -18,19 +18,19 @@ paper (arXiv 2404.02882, section 4) has it for a baseline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import Ring, Traffic
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
 from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions
 
 PLACEMENTS = ("contiguous", "striped", "zigzag")
 ALL = slice(None)
@@ -178,50 +178,50 @@ def block_decay(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
     return decay_powers(decay, distance.flatten()).unflatten(1, distance.shape).to(q.dtype)
 
 
-class RingAttention(SequenceChunks):
-    """See the module.
+@dataclass(frozen=True)
+class RingAttentionOptions(GridOptions):
+    """What may be chosen about :class:`RingAttention`; attention along other dims of a grid than ``grid_dim``
+    needs no message.
 
-    Args:
+    Attributes:
         placement: of positions on ranks, one of PLACEMENTS; linear attention and grids take contiguous chunks
             only.
-        grid_dim: of a grid, the dim that is cut like a sequence; attention along the others needs no message.
     """
+
+    placement: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"placement is one of {', '.join(PLACEMENTS)}, not {self.placement!r}")
+
+
+class RingAttention(GridChunks):
+    """Sequence chunks whose keys and values travel round the ring, past the queries of each rank."""
 
     name = "ring_attention"
     summary = "sequence chunks; keys and values travel round a ring, blockwise softmax (Ring Attention)"
     source = "arXiv 2310.01889, section 3; placements: arXiv 2311.09431"
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | None = None,
-        planned_size: int = 1,
-        seed: int = 0,
-        planned_rank: int = 0,
-        placement: str = "contiguous",
-        grid_dim: int = 0,
-    ):
-        super().__init__(mesh, planned_size, seed, planned_rank)
-        if placement not in PLACEMENTS:
-            raise ValueError(f"placement is one of {', '.join(PLACEMENTS)}, not {placement!r}")
-        self.placement, self.grid_dim = placement, grid_dim
+    options_type = RingAttentionOptions
+    options: RingAttentionOptions
 
     @classmethod
-    def roles(cls, size: int) -> list[list[int]]:
+    def roles(cls, axis: str, size: int) -> list[list[int]]:
         # one set, though with a causal mask their programs differ: all send the same, and none has more to
         # attend to than the last rank, which therefore stands for the set
         return [[size - 1, *range(size - 1)]]
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         super().check_sizes(sites)
+        placement = self.options.placement
         for site in sites:
             if site.kind == "attention" and "mask_rows" in site.dims:
                 raise Unsupported(f"{self.name} has no masks but the causal one", "use ring_self_attention")
-            if site.kind in ("linear_attention", "full_attention") and self.placement != "contiguous":
+            if site.kind in ("linear_attention", "full_attention") and placement != "contiguous":
                 what = "linear attention" if site.kind == "linear_attention" else "a grid"
-                raise Unsupported(f"{what} has no {self.placement} placement", "use placement contiguous")
+                raise Unsupported(f"{what} has no {placement} placement", "use placement contiguous")
             length = site.dims.get("L", 2 * self.size)
-            if self.placement == "zigzag" and length % (2 * self.size):
+            if placement == "zigzag" and length % (2 * self.size):
                 below = length - length % (2 * self.size)
                 raise Unsupported(
                     f"sequence length {length} is not divisible by twice {self.size} ranks",
@@ -229,9 +229,9 @@ class RingAttention(SequenceChunks):
                 )
 
     def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
-        if not isinstance(dim, int) or self.placement == "contiguous":
+        if not isinstance(dim, int) or self.options.placement == "contiguous":
             return super().shard(x, dim)
-        if self.placement == "striped":
+        if self.options.placement == "striped":
             return x.unflatten(dim, (-1, self.size)).select(dim + 1, self.rank)
         chunks = x.chunk(2 * self.size, dim)
         return torch.cat((chunks[self.rank], chunks[2 * self.size - 1 - self.rank]), dim)
@@ -264,7 +264,7 @@ class RingAttention(SequenceChunks):
         if self.size == 1:
             return super().causal_attention(q, k, v)
         assert self.group is not None
-        return _RingAttention.apply(q, k, v, self.group, self.placement)
+        return _RingAttention.apply(q, k, v, self.group, self.options.placement)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.size == 1:

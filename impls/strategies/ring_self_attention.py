@@ -12,15 +12,16 @@ Gradients of parameters are summed over the ranks, not averaged: the loss is one
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import Traffic, all_reduce, ring, sum_over_group
 from spbench.impls.kernels.softmax import masked_softmax
+from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
 
@@ -87,33 +88,31 @@ def _own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
-class RingSelfAttention(SequenceChunks):
-    """See the module.
+@dataclass(frozen=True)
+class RingSelfAttentionOptions(Options):
+    """What may be chosen about :class:`RingSelfAttention`.
 
-    Args:
+    Attributes:
         pad_vocabulary_by_ranks: pad the vocabulary to a multiple that grows with the ranks, as if it
             were split over them; the paper's code does, since it grew out of tensor parallelism.
     """
+
+    pad_vocabulary_by_ranks: bool = False
+
+
+class RingSelfAttention(SequenceChunks):
+    """Sequence chunks whose keys, then values, travel round a ring; scores are kept whole."""
 
     name = "ring_self_attention"
     summary = "sequence chunks; keys, then values, travel round a ring (RSA)"
     source = "arXiv 2105.13120, section 3.2"
     meets = frozenset({"attention", "project_sequence"})
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | None = None,
-        planned_size: int = 1,
-        seed: int = 0,
-        planned_rank: int = 0,
-        pad_vocabulary_by_ranks: bool = False,
-    ):
-        super().__init__(mesh, planned_size, seed, planned_rank)
-        self.pad_vocabulary_by_ranks = pad_vocabulary_by_ranks
+    options_type = RingSelfAttentionOptions
+    options: RingSelfAttentionOptions
 
     @property
     def vocabulary_parts(self) -> int:
-        return self.size if self.pad_vocabulary_by_ranks else 1
+        return self.size if self.options.pad_vocabulary_by_ranks else 1
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         size, sites = self.size, list(sites)
@@ -143,7 +142,7 @@ class RingSelfAttention(SequenceChunks):
         scores = RingScores.apply(q, k, self.group).unflatten(0, heads)
         probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
         del scores
-        probabilities = self.random.dropout(probabilities, dropout, self.attention_region)
+        probabilities = self.random.dropout(probabilities, dropout, self.attention_axes)
         return RingOutput.apply(probabilities.flatten(0, 1), v, self.group).unflatten(0, heads)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.strategies.base import SequenceDim, Shard, Site, Strategy, Unsupported, mark_shard
+from spbench.impls.options import Options
+from spbench.impls.strategies.base import (
+    SequenceDim,
+    Shard,
+    Site,
+    Strategy,
+    Unsupported,
+    mark_shard,
+    shard_of,
+)
 from spbench.impls.strategies.grid import Grid
 
 
@@ -18,9 +28,15 @@ class SequenceChunks(Strategy):
     averaged. A strategy derived from this says what happens where positions meet.
     """
 
-    axis = "sp"
-    attention_region = "sharded"
-    hidden_region = "sharded"
+    axes = ("sp",)
+
+    @property
+    def attention_axes(self) -> tuple[str, ...]:
+        return self.axes
+
+    @property
+    def hidden_axes(self) -> tuple[str, ...]:
+        return self.axes
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         size = self.size
@@ -34,8 +50,8 @@ class SequenceChunks(Strategy):
                     f"use a sequence length of {lengths}",
                 )
 
-    def partial_elements(self, site: Site) -> int:
-        return site.dims["elements"]
+    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
+        return {self.axes: site.dims["elements"]}
 
     @property
     def sequence_parts(self) -> int:
@@ -54,17 +70,41 @@ class SequenceChunks(Strategy):
     def sequence_parameter(self, *shape: int) -> nn.Parameter:
         *rest, length = shape
         parameter = nn.Parameter(torch.empty(*rest, length // self.size))
-        return mark_shard(parameter, Shard(self.axis, len(rest), self.rank, self.size))
+        return mark_shard(parameter, Shard(self.axes[0], len(rest), self.rank, self.size))
 
     def first_token(self, x: Tensor) -> tuple[Tensor, float]:
         return x[:, 0], 1.0 if self.rank == 0 else 0.0
 
-    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
-        return True
+    def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        # what a rank has a part of alone, it also has the whole gradient of
+        shard = shard_of(parameter)
+        return tuple(axis for axis in self.axes if shard is None or shard.axis != axis)
 
     @property
-    def loss_is_partial(self) -> bool:
-        return True
+    def loss_axes(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class GridOptions(Options):
+    """Which part of a grid a rank has.
+
+    Attributes:
+        grid_dim: of a grid, the dim that is cut like a sequence.
+    """
+
+    grid_dim: int = 0
+
+
+class GridChunks(SequenceChunks):
+    """Sequence chunks of which an option says along which dim a grid is cut."""
+
+    options_type = GridOptions
+    options: GridOptions
+
+    @property
+    def grid_dim(self) -> int:
+        return self.options.grid_dim
 
 
 def refuse_masks_of_own_queries(name: str, sites: Sequence[Site]) -> None:

@@ -87,10 +87,9 @@ class VocabParallelEmbedding(nn.Module):
 
 class TensorParallel(Strategy):
     name = "tensor_parallel"
-    axis = "tp"
+    axes = ("tp",)
     summary = "weights split by columns and rows, heads and vocabulary with them (Megatron-LM)"
     source = "arXiv 1909.08053, section 3"
-    attention_region = "sharded"  # the heads are this rank's own, everything else is replicated
     splits_features = True
     #: the dims of sites that N must divide, and what they count
     split_dims: ClassVar[Mapping[str, str]] = {
@@ -145,7 +144,12 @@ class TensorParallel(Strategy):
 
     def mark(self, parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
         """Record that a parameter is this rank's part along ``dim``."""
-        return mark_shard(parameter, Shard(self.axis, dim, self.rank, self.size))
+        return mark_shard(parameter, Shard(self.axes[0], dim, self.rank, self.size))
+
+    @property
+    def attention_axes(self) -> tuple[str, ...]:
+        # the heads are this rank's own, everything else is replicated
+        return self.axes
 
     @property
     def wire_parts(self) -> int:

@@ -11,47 +11,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import Traffic, all_to_all
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import Attend, as_sequences
-from spbench.impls.strategies.sequence_chunks import SequenceChunks, refuse_masks_of_own_queries
+from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, refuse_masks_of_own_queries
 
 #: dims of [B, Z, L, A]
 HEADS, POSITIONS = 1, 2
 
 
-class Ulysses(SequenceChunks):
-    """See the module.
+@dataclass(frozen=True)
+class UlyssesOptions(GridOptions):
+    """What may be chosen about :class:`Ulysses`; attention along other dims of a grid than ``grid_dim`` needs
+    no message.
 
-    Args:
+    Attributes:
         pad_heads: where N does not divide the heads, add heads of zeros up to a multiple of N, which are
             sent and computed like the others and then dropped. Something like it is needed to run on more
             ranks than there are heads, as the LASP paper (arXiv 2404.02882) reports of Ulysses.
-        grid_dim: of a grid, the dim that is cut like a sequence; attention along the others needs no message.
     """
+
+    pad_heads: bool = False
+
+
+class Ulysses(GridChunks):
+    """Sequence chunks that all-to-alls swap for whole sequences of some heads during attention."""
 
     name = "ulysses"
     summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
     source = "arXiv 2309.14509, section 3"
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | None = None,
-        planned_size: int = 1,
-        seed: int = 0,
-        planned_rank: int = 0,
-        pad_heads: bool = False,
-        grid_dim: int = 0,
-    ):
-        super().__init__(mesh, planned_size, seed, planned_rank)
-        self.pad_heads, self.grid_dim = pad_heads, grid_dim
+    options_type = UlyssesOptions
+    options: UlyssesOptions
 
     def padded(self, heads: int) -> int:
         """``heads`` and those that are added."""
@@ -62,7 +59,7 @@ class Ulysses(SequenceChunks):
         refuse_masks_of_own_queries(self.name, sites)
         for site in sites:
             heads = site.dims.get("Z", self.size)
-            if heads % self.size and not self.pad_heads:
+            if heads % self.size and not self.options.pad_heads:
                 raise Unsupported(
                     f"{heads} attention heads cannot be split over {self.size} ranks",
                     f"use {nearest_divisors(heads, self.size)}, or the strategy's option pad_heads",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.backends import BACKENDS
-from spbench.impls.backends.gradients import ContiguousGradients, StaleGradients
+from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.composition import Composition
+from spbench.impls.options import set_options
 from spbench.impls.precision import PRECISIONS, Precision, default_dtype
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.training.pipeline import Pipeline
@@ -20,10 +22,8 @@ from spbench.impls.training.pipeline import Pipeline
 __all__ = [
     "PHASES",
     "PRECISIONS",
-    "ContiguousGradients",
     "Optimizer",
     "Precision",
-    "StaleGradients",
     "Training",
     "default_dtype",
     "initialize",
@@ -66,15 +66,15 @@ class Training:
         module: maps a dict of this rank's inputs to a dict with ``loss``.
         strategy: the strategy that the module was built with.
         precision: one of PRECISIONS.
-        moments: "kept": Adam's moments exist before the step, as in every step but the first that updates;
-            "later": they do not yet, and the step's update makes them.
-        backend: a key of BACKENDS: how gradients are summed, and what each rank holds of the optimizer.
-        gradients: of ``legacy_ddp``: "contiguous" or "stale"; see :class:`ContiguousGradients`,
-            :class:`StaleGradients`.
+        backend: name of a backend: how gradients are summed, and what each rank holds of the optimizer.
+        backend_options: those of the backend's own options that differ from their defaults, by name.
         around: data and pipeline parallelism; None for one replica and one stage.
         micro_batches: parts of the batch that are run one after another.
         schedule: of the pipeline; see :mod:`impls.training.pipeline`.
-        learning_rate: of AdamW; :meth:`Optimizer.set_learning_rate` changes it.
+        moments, learning_rate: see :class:`BackendSettings`.
+
+    Raises:
+        KeyError: unknown backend or option of it, with the known ones.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Training:
         strategy: Strategy,
         precision: Precision,
         *,
-        moments: str = "kept",
-        backend: str = "legacy_ddp",
-        gradients: str = "contiguous",
+        moments: Literal["kept", "later"] = "kept",
+        backend: str = DEFAULT_BACKEND,
+        backend_options: Mapping[str, Any] | None = None,
         around: Composition | None = None,
         micro_batches: int = 1,
         schedule: str = "1f1b",
@@ -94,25 +94,19 @@ class Training:
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
         self.around = around = around or Composition()
         self.pipeline = Pipeline(module, strategy, around, precision.parameters, schedule)
-        self.backend = BACKENDS[backend](
-            module,
-            strategy,
-            around,
-            precision,
-            micro_batches=micro_batches,
-            moments=moments,
-            gradients=gradients,
-            learning_rate=learning_rate,
-        )
+        cls = backend_class(backend)
+        options = set_options(cls.options_type(), backend_options, f"backend {backend}")
+        settings = BackendSettings(micro_batches, moments, learning_rate, options)
+        self.backend = cls(module, strategy, around, precision, settings)
         self.steps = 0
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of the backend."""
+        """What updates the weights this rank holds."""
         return self.backend.optimizer
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Of the backend."""
+        """As :meth:`Backend.held`."""
         return self.backend.held()
 
     def step(

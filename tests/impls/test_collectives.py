@@ -59,7 +59,7 @@ def test_what_is_summed(
     transposed: bool,
 ) -> None:
     total = torch.stack([mine(rank) for rank in range(N)]).sum(0)
-    for rank, (y, gradient) in enumerate(pool.run(N, forward_and_backward, primitive, transposed, axis="sp")):
+    for rank, (y, gradient) in enumerate(pool.run({"sp": N}, forward_and_backward, primitive, transposed)):
         assert torch.equal(y, total if sums_forward else mine(rank))
         expected = sum(range(1, N + 1)) if sums_backward else rank + 1
         assert torch.equal(gradient, torch.full_like(y, expected))
@@ -79,7 +79,7 @@ def round_the_ring(mesh: DeviceMesh) -> tuple[list[int], list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_ring_shows_every_chunk_with_its_owner(pool: RankPool, n: int) -> None:
-    for rank, (owners, chunks, own) in enumerate(pool.run(n, round_the_ring, axis="sp")):
+    for rank, (owners, chunks, own) in enumerate(pool.run({"sp": n}, round_the_ring)):
         assert owners == [(rank - step) % n for step in range(n)]
         assert all(torch.equal(chunk, mine(owner).t()) for owner, chunk in zip(owners, chunks, strict=True))
         assert torch.equal(own, mine(rank).t())  # what was given is left as it was
@@ -90,7 +90,7 @@ def maximum(mesh: DeviceMesh) -> Tensor:
 
 
 def test_all_reduce_takes_other_operations(pool: RankPool) -> None:
-    assert all(torch.equal(x, mine(2)) for x in pool.run(3, maximum, axis="tp"))
+    assert all(torch.equal(x, mine(2)) for x in pool.run({"tp": 3}, maximum))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 64])
@@ -125,6 +125,6 @@ def test_all_to_all_swaps_the_dim_that_is_spread(
     pool: RankPool, dims: tuple[int, int], transposed: bool
 ) -> None:
     for n in (1, 2, 3, 4):
-        for y, expected, gradient, before in pool.run(n, exchanged, *dims, transposed, axis="sp"):
+        for y, expected, gradient, before in pool.run({"sp": n}, exchanged, *dims, transposed):
             assert torch.equal(y, expected)
             assert torch.equal(gradient, before)

@@ -24,7 +24,7 @@ from spbench.impls.kernels.rms_norm import RMSNorm
 from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention, Places, SoftmaxAttention
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.text import causal_language_batches
-from spbench.impls.models.model import Model, PaddedVocabulary, Part
+from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.strategies.base import Site, Strategy
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": F.silu, "gelu": F.gelu}
@@ -146,20 +146,20 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         """Projections that open the MLP."""
         return 2 if self.gated_mlp else 1
 
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ModelPart]:
         def hidden_inputs(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
             return {"x": torch.randn(batch, seq_len, self.hidden, generator=generator, dtype=torch.float64)}
 
         outputs = {"loss": None, "language_loss": None, "hidden": 1, "token_loss": 1}
         # of the first layer the attention, of the last the block: they may differ
         return {
-            "attention": Part(
+            "attention": ModelPart(
                 lambda s, n: Alone(self.mixing(0).build(self, s), s, n), hidden_inputs, {"x": 1}, {"y": 1}
             ),
-            "block": Part(
+            "block": ModelPart(
                 lambda s, n: Alone(Block(self, s, self.layers - 1), s, n), hidden_inputs, {"x": 1}, {"y": 1}
             ),
-            "model": Part(self.build, self.inputs, self.sequence_dims, outputs),
+            "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
 

@@ -105,7 +105,7 @@ class BiasDropoutAddNorm(nn.Module):
 
     def __init__(self, model: BlockOptions, strategy: Strategy):
         super().__init__()
-        self.model, self.random, self.region = model, strategy.random, strategy.hidden_region
+        self.model, self.random, self.axes = model, strategy.random, strategy.hidden_axes
         self.bias = nn.Parameter(torch.zeros(model.hidden))
         self.norm = LayerNorm(model.hidden)
 
@@ -113,10 +113,10 @@ class BiasDropoutAddNorm(nn.Module):
         p = self.model.dropout
         way = self.model.bias_dropout_add
         if p and way != "plain":
-            mask, keep = self.random.mask(x, p, self.region), way == "torchscript"
+            mask, keep = self.random.mask(x, p, self.axes), way == "torchscript"
             summed = bias_dropout_add(x, self.bias, residual, mask, p, keep_input=keep)
         else:
-            summed = residual + self.random.dropout(x + self.bias, p, self.region)
+            summed = residual + self.random.dropout(x + self.bias, p, self.axes)
         return self.norm(summed)
 
 

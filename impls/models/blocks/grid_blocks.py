@@ -87,6 +87,10 @@ class GridModel(Model):
             )
         return (*self.leading, seq_len // unit)
 
+    def tokens(self, batch: int, seq_len: int) -> int:
+        """As :meth:`Model.tokens`: a token covers ``patch`` positions."""
+        return batch * math.prod(self.sizes(seq_len))
+
     @abstractmethod
     def stages(self) -> Sequence[int]:
         """The grid dim along which positions meet, for each time they do, in order."""

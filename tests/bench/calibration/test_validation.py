@@ -79,7 +79,7 @@ def test_measured_rates_leave_the_profile_as_it_is() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_ranks_measure_together_and_agree(pool: RankPool, n: int) -> None:
     cell = SMALL.model_copy(update={"sizes": Sizes(sp=n)})
-    found = pool.run(n, measure_times, cell, Bursts(1, 1, 1, 1, 1, 1), axis="sp")
+    found = pool.run({"sp": n}, measure_times, cell, Bursts(1, 1, 1, 1, 1, 1))
     assert all(times == found[0] for times in found)
     assert found[0].product_s > 0
     assert (found[0].small_message_s is None) == (n == 1)

@@ -87,7 +87,7 @@ def weights_after_the_metered_step(mesh: DeviceMesh, cell: Cell) -> tuple[bool, 
 
 def test_the_metered_step_runs_on_real_weights_that_the_meter_does_not_see(pool: RankPool) -> None:
     cell = Cell(model="bert-tiny", strategy="single", batch=2, seq_len=24)
-    near, finite, peak = pool.run(1, weights_after_the_metered_step, cell)[0]
+    near, finite, peak = pool.run({}, weights_after_the_metered_step, cell)[0]
     assert near
     assert finite
     assert peak == VirtualEngine().measure(cell).peak_memory_bytes

@@ -19,7 +19,7 @@ STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "tensor_paralle
 
 
 def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
-    sizes = {strategy_class(strategy).axis: n}
+    sizes = strategy_class(strategy).sizes_for(n)
     options = {"model": "st-dit-tiny", "strategy": strategy, "sizes": sizes, "batch": 2, "seq_len": 24}
     return Cell.model_validate(options | changes)
 
@@ -34,7 +34,7 @@ def test_real_ranks_send_what_virtual_ones_do(
     """Operation by operation, of every rank; 3 and 4 ranks do not divide the 2 places of a frame."""
     options = {"checkpointing": checkpointing, "layers": 1}
     cell = cell_of(strategy, n, precision="bf16", model_options=options)
-    really = pool.run(n, on_a_real_rank, cell, 0.0, axis=strategy_class(strategy).axis)
+    really = pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.0)
     for rank, found in enumerate(really):
         virtually = seen(virtual.trace(cell, rank))
         assert found.counts == virtually.counts
@@ -107,7 +107,7 @@ def test_inference_is_the_forward_of_a_training_step(strategy: str) -> None:
 
 def test_inference_on_real_ranks(pool: RankPool) -> None:
     cell = inference("dsp", 3)
-    for rank, found in enumerate(pool.run(3, on_a_real_rank, cell, 0.0, axis="sp")):
+    for rank, found in enumerate(pool.run({"sp": 3}, on_a_real_rank, cell, 0.0)):
         assert found.counts == seen(virtual.trace(cell, rank)).counts
         assert found.difference == []
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.comparison.claims import compare
@@ -21,7 +20,7 @@ from spbench.bench.sweep.sweep import as_row
 from spbench.bench.sweep.workers import Outcome
 from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.base import MESH_AXES, Strategy, Unsupported
+from spbench.impls.strategies.base import Strategy, Unsupported
 from tests.bench.verification.faults import BiasesNotSynchronized, OneNthGradients, OrderLossOnEveryRank
 
 STEPS = 6
@@ -46,15 +45,8 @@ def cell(strategy: str, sizes: dict[str, int], **changed: Any) -> Cell:
     return Cell.model_validate(settings | changed)
 
 
-def learn(mesh: DeviceMesh, asked: Cell, cls: type[Strategy] | None = None) -> Curves:
-    del mesh  # of one axis
-    sizes = tuple(getattr(asked.sizes, axis) for axis in MESH_AXES)
-    return losses_of_rank(init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES), asked, cls)
-
-
 def curves(pool: RankPool, asked: Cell, cls: type[Strategy] | None = None) -> Curves:
-    world = asked.sizes.world
-    by_rank: list[Curves] = pool.run(world, learn, asked, cls, axis="sp")
+    by_rank: list[Curves] = pool.run(asked.sizes.by_axis, losses_of_rank, asked, cls)
     assert all(found == by_rank[0] for found in by_rank)
     return by_rank[0]
 

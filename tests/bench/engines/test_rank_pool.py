@@ -56,12 +56,12 @@ def test_results_in_the_order_of_ranks(pool: RankPool, axis: str) -> None:
     for n in (4, 1, 3):
         shape = [n if name == axis else 1 for name in ("dp", "pp", "tp", "sp")]
         total = sum(range(n)) + 5 * n
-        assert pool.run(n, sum_of_ranks, axis, 5, axis=axis) == [(rank, total, shape) for rank in range(n)]
+        assert pool.run({axis: n}, sum_of_ranks, axis, 5) == [(rank, total, shape) for rank in range(n)]
 
 
 def test_workers_are_kept(pool: RankPool) -> None:
-    first = pool.run(4, process_id, axis="sp")
-    assert pool.run(4, process_id, axis="tp") == first
+    first = pool.run({"sp": 4}, process_id)
+    assert pool.run({"tp": 4}, process_id) == first
     assert len(set(first)) == 4
 
 
@@ -69,40 +69,40 @@ def test_error_names_rank_and_cause_and_the_pool_goes_on(pool: RankPool) -> None
     with pytest.raises(
         RankError, match=r"(?s)rank 1: .*raises_on_rank_1.*ArithmeticError: planted"
     ) as raised:
-        pool.run(3, raises_on_rank_1, axis="sp")
+        pool.run({"sp": 3}, raises_on_rank_1)
     assert raised.value.rank == 1
-    assert pool.run(1, sum_of_ranks, "sp", 0) == [(0, 0, [1, 1, 1, 1])]
+    assert pool.run({}, sum_of_ranks, "sp", 0) == [(0, 0, [1, 1, 1, 1])]
 
 
 def test_result_that_cannot_be_pickled_is_an_error(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0"):
-        pool.run(1, returns_a_lambda)
+        pool.run({}, returns_a_lambda)
 
 
 def test_job_that_does_not_fit(pool: RankPool) -> None:
     with pytest.raises(ValueError, match="pool of 4"):
-        pool.run(5, process_id, axis="sp")
+        pool.run({"sp": 5}, process_id)
     with pytest.raises(ValueError, match="axis"):
-        pool.run(2, process_id)
+        pool.run({"sp": 0}, process_id)
     with pytest.raises(ValueError, match="axis"):
-        pool.run(2, process_id, axis="ep")
+        pool.run({"ep": 2}, process_id)
 
 
 def test_dead_and_silent_workers_are_replaced() -> None:
     with RankPool(2) as pool:
         with pytest.raises(RankError, match=r"rank 1: .*exit code 7") as raised:
-            pool.run(2, dies_on_rank_1, axis="sp")
+            pool.run({"sp": 2}, dies_on_rank_1)
         assert raised.value.rank == 1
         with pytest.raises(RankError, match="no answer"):
-            pool.run(2, never_answers, axis="sp", timeout_s=1)
-        assert pool.run(2, sum_of_ranks, "sp", 0, axis="sp") == [(r, 1, [1, 1, 1, 2]) for r in range(2)]
+            pool.run({"sp": 2}, never_answers, timeout_s=1)
+        assert pool.run({"sp": 2}, sum_of_ranks, "sp", 0) == [(r, 1, [1, 1, 1, 2]) for r in range(2)]
 
 
 PROGRAM = """
 from spbench.bench.engines.rank_pool import RankPool
 from tests.bench.engines.test_rank_pool import says_so_and_waits
 if __name__ == "__main__":
-    RankPool(1).run(1, says_so_and_waits)
+    RankPool(1).run({}, says_so_and_waits)
 """
 
 

@@ -41,7 +41,7 @@ def test_real_ranks_send_what_virtual_ones_do(
 ) -> None:
     """Operation by operation. Their peaks are compared elsewhere, for Gloo copies what it reduce-scatters."""
     cell = cell_of(strategy, n, model, precision="bf16", model_options={"checkpointing": checkpointing})
-    really = pool.run(n, on_a_real_rank, cell, 0.0, axis=STRATEGIES[strategy])
+    really = pool.run({STRATEGIES[strategy]: n}, on_a_real_rank, cell, 0.0)
     for rank, found in enumerate(really):
         virtually = seen(virtual.trace(cell, rank))
         assert found.counts == virtually.counts

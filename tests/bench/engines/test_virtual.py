@@ -101,7 +101,7 @@ def test_virtual_ranks_are_as_real_ones(
     virtually = [seen(virtual.trace(cell, rank)) for rank in range(n)]
     lowest: list[Seen | None] = [None] * n
     for attempt in range(ATTEMPTS):
-        really = pool.run(n, on_a_real_rank, cell, 0.001 * 4**attempt, axis=AXES.get(strategy, "sp"))
+        really = pool.run({AXES.get(strategy, "sp"): n}, on_a_real_rank, cell, 0.001 * 4**attempt)
         lowest = [
             r if low is None or r.peak < low.peak else low for low, r in zip(lowest, really, strict=True)
         ]

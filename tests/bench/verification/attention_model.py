@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.recorder import Recorder
+from spbench.impls.axes import Place
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.models.model import Model, Part
+from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.strategies.base import Site, Strategy
 
 
@@ -58,8 +59,8 @@ class AttentionModel(Model):
         dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": self.head_size}
         return [Site(self.kind, 1, dims | ({"D": self.key_size} if self.kind == "linear_attention" else {}))]
 
-    def parts(self) -> Mapping[str, Part]:
-        return {"attention": Part(self.build, self.inputs, self.sequence_dims, {"y": 2})}
+    def parts(self) -> Mapping[str, ModelPart]:
+        return {"attention": ModelPart(self.build, self.inputs, self.sequence_dims, {"y": 2})}
 
 
 class OnlyAttention(nn.Module):
@@ -90,7 +91,7 @@ Sent = Mapping[tuple[str, str], Fraction]
 
 def metered(
     mesh: DeviceMesh,
-    cls: Callable[..., Strategy],
+    cls: type[Strategy],
     options: Mapping[str, Any],
     model: AttentionModel,
     dtype: torch.dtype,
@@ -98,7 +99,7 @@ def metered(
     batch: int = 3,
 ) -> Sent:
     """What the meters see this rank send, forward and backward, by phase and collective."""
-    strategy = cls(mesh, **options)
+    strategy = cls.configured(Place.on(mesh), options)
     whole = model.inputs(batch, seq_len, torch.Generator().manual_seed(0))
     inputs = {name: strategy.shard(x, model.sequence_dims[name]) for name, x in whole.items()}
     inputs = {n: x.to(dtype).requires_grad_() if n in "qkv" else x for n, x in inputs.items()}
@@ -114,15 +115,16 @@ def metered(
 
 def formula(
     size: int,
-    cls: Callable[..., Strategy],
+    cls: type[Strategy],
     options: Mapping[str, Any],
     model: AttentionModel,
     dtype: torch.dtype,
     seq_len: int,
     batch: int = 3,
+    rank: int = 0,
 ) -> Sent:
     """The closed form of the same."""
-    strategy, sites = cls(planned_size=size, **options), model.sites(batch, seq_len)
+    strategy, sites = cls.planned(size, rank, options), model.sites(batch, seq_len)
     strategy.check(sites)
     sent: Counter[tuple[str, str]] = Counter()
     for t in strategy.communication(sites, dtype.itemsize):

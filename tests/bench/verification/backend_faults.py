@@ -1,4 +1,4 @@
-"""Data-parallel backends with a planted fault each. None is in BACKENDS.
+"""Data-parallel backends with a planted fault each. None is a backend that is found by name.
 
 A module of its own, so that the ranks can import it.
 """
@@ -19,14 +19,13 @@ from spbench.impls.backends.flat import FlatShard
 from spbench.impls.backends.fsdp_flat import FlatFullySharded
 from spbench.impls.backends.fully_shard import FullySharded, KeptAfterForward
 from spbench.impls.backends.zero1 import ShardedOptimizer
-from spbench.impls.composition import is_partial
+from spbench.impls.composition import by_partial_axes
 
 
 class ReplicasNotSummed(DistributedDataParallel):
     def summed(self) -> Iterator[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
-        for partial in (True, False):
-            if parameters := [p for p in self.names if is_partial(p, self.strategy) is partial]:
-                yield (self.strategy.group if partial else None), parameters
+        for axes, parameters in by_partial_axes(self.names, self.strategy).items():
+            yield self.strategy.place.group(*axes), parameters
 
 
 class WeightsNotGathered(ShardedOptimizer):

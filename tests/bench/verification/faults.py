@@ -140,8 +140,8 @@ class MaskForgotten(RingSelfAttention):
 
 
 class BiasesNotSynchronized(RingSelfAttention):
-    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
-        return parameter.ndim > 1
+    def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        return super().partial_axes(parameter) if parameter.ndim > 1 else ()
 
 
 class OrderLossOnEveryRank(RingSelfAttention):

@@ -42,8 +42,8 @@ class LocalSliceForReduceScatter(MegatronSP):
 class NormsNotReduced(MegatronSP):
     """Taken for replicated, as they are in tensor parallelism; each rank saw only its own positions."""
 
-    def gradient_is_partial(self, parameter: nn.Parameter) -> bool:
-        return parameter.ndim > 1
+    def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        return super().partial_axes(parameter) if parameter.ndim > 1 else ()
 
 
 def _one_late(
@@ -74,7 +74,7 @@ class StaleBlockInRingBackward(RingAttention):
     """As a popular ring attention once had it."""
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _StaleRing.apply(q, k, v, self.group, self.placement)
+        return _StaleRing.apply(q, k, v, self.group, self.options.placement)
 
 
 def _added(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:

@@ -12,16 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify, verify_case
 from spbench.bench.verification.oracle import Case
+from spbench.impls.axes import Place
+from spbench.impls.backends.gradients import ContiguousGradients
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.registry import strategies
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
-from spbench.impls.training.step import ContiguousGradients, initialize
+from spbench.impls.training.step import initialize
 
 TINY = [name for name in models() if "-tiny" in name]
-PARALLEL = [cls for cls in strategies().values() if cls.axis]
+PARALLEL = [cls for cls in strategies().values() if cls.axes]
 
 
 def can_run(strategy: type[Strategy], model: str) -> bool:
@@ -29,7 +31,7 @@ def can_run(strategy: type[Strategy], model: str) -> bool:
     for which the sizes of the tiny models are chosen."""
 
     def runs(size: int) -> bool:
-        plan = strategy(planned_size=size)
+        plan = strategy.planned(size)
         try:
             plan.check(models()[model].sites(3, 24, plan.vocabulary_parts))
         except Unsupported:
@@ -113,7 +115,8 @@ def test_sequence_that_a_ring_cannot_cut_is_a_row(pool: RankPool) -> None:
 def test_gradients_held_the_old_way_are_synchronized_too(
     pool: RankPool, strategy: type[Strategy], model: str
 ) -> None:
-    assert_green(verify_case(pool, Case(strategy, model_preset(model), "model", gradients="stale"), 3))
+    case = Case(strategy, model_preset(model), "model", backend_options={"gradients": "stale"})
+    assert_green(verify_case(pool, case, 3))
 
 
 @pytest.mark.parametrize("pad_vocabulary_by_ranks", [False, True])
@@ -163,7 +166,7 @@ def test_any_sizes(pool: RankPool, drawn: tuple[Case, int]) -> None:
 
 def replicas_after_a_step_with_dropout(mesh: DeviceMesh, model: BertModel) -> float:
     """Largest difference over ranks of the hidden states and of gradients of what all ranks hold."""
-    strategy = TensorParallel(mesh, seed=3)
+    strategy = TensorParallel(Place.on(mesh), seed=3)
     module = model.build(strategy, 24)
     initialize(module, 0, deviation=0.2, everything=True)
     gradients = ContiguousGradients(module, strategy)
@@ -183,7 +186,7 @@ def replicas_after_a_step_with_dropout(mesh: DeviceMesh, model: BertModel) -> fl
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_keeps_the_replicas_of_tensor_parallelism_alike(pool: RankPool, checkpointing: bool) -> None:
     model = replace(models()["bert-tiny"], dropout=0.3, checkpointing=checkpointing)
-    spread = pool.run(4, replicas_after_a_step_with_dropout, model, axis="tp")
+    spread = pool.run({"tp": 4}, replicas_after_a_step_with_dropout, model)
     assert max(spread) == 0  # all-reduced sums are the same bits on all ranks
 
 

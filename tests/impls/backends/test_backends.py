@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import virtual
@@ -27,10 +27,11 @@ from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case, relative_errors
-from spbench.impls.backends import BACKENDS, Backend
+from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
-from spbench.impls.strategies.base import MESH_AXES, Strategy, Unsupported, shard_of
+from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.step import Training, initialize
 from tests.bench.verification import backend_faults as faults
@@ -53,18 +54,12 @@ def cell(backend: str, strategy: str = "lasp", micro_batches: int = 1, **changed
     return Cell.model_validate(settings | changed)
 
 
-def meshed(asked: Cell) -> DeviceMesh:
-    sizes = tuple(getattr(asked.sizes, axis) for axis in MESH_AXES)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=MESH_AXES)
-
-
 # -- values -----------------------------------------------------------------------------------------------
 
 
 def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[str, float]:
     """Relative errors of what this rank holds of each step's gradients and updated weights."""
-    del mesh  # of one axis
-    mesh, model = meshed(asked), model_preset(asked.model, asked.model_options)
+    model = model_preset(asked.model, asked.model_options)
     with default_dtype(torch.float64):
         whole = model.build(Strategy(), LENGTH)
     set_weights(whole)
@@ -75,7 +70,7 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
         set_weights(module)
         shards.update({name: (shard_of(p), p.shape) for name, p in module.named_parameters()})
 
-    with mock.patch.dict(BACKENDS, {asked.training.backend: cls}):
+    with mock.patch("spbench.impls.training.step.backend_class", return_value=cls):
         training, strategy, around = build_training(asked, mesh, noted)
     gradients: dict[str, Tensor] = {}
 
@@ -133,24 +128,23 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "micro_batches"), SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backends())
 def test_gradients_and_updates_are_those_of_one_device(
     pool: RankPool, backend: str, strategy: str, sizes: dict[str, int], micro_batches: int
 ) -> None:
     asked = cell(backend, strategy, micro_batches, sizes=sizes)
-    world = asked.sizes.world
-    for errors in pool.run(world, errors_of_rank, asked, BACKENDS[backend], axis="dp" if world > 1 else ""):
+    for errors in pool.run(asked.sizes.by_axis, errors_of_rank, asked, backends()[backend]):
         assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
 
 
-@pytest.mark.parametrize("backend", [name for name, cls in BACKENDS.items() if cls.pipelined])
+@pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
 def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     asked = cell(backend, "single", 2, sizes={"dp": 2, "pp": 2})
-    for errors in pool.run(4, errors_of_rank, asked, BACKENDS[backend], axis="dp"):
+    for errors in pool.run(asked.sizes.by_axis, errors_of_rank, asked, backends()[backend]):
         assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
 
 
-@pytest.mark.parametrize("backend", [name for name, cls in BACKENDS.items() if not cls.pipelined])
+@pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
 def test_whole_models_only(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"the backend {backend} .* no pipeline stages; use pp 1"):
         VirtualEngine().measure(cell(backend, "single", 2, sizes={"pp": 2}))
@@ -170,7 +164,7 @@ def test_whole_models_only(backend: str) -> None:
 )
 def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: str) -> None:
     asked = cell(fault.name, sizes={"dp": 2, "sp": 2})
-    for errors in pool.run(4, errors_of_rank, asked, fault, axis="dp"):
+    for errors in pool.run(asked.sizes.by_axis, errors_of_rank, asked, fault):
         wrong = {name.rsplit(" ", 1)[0] for name, error in errors.items() if error > 1e-3}
         assert min(wrong) == min(where, *wrong)
         assert where in wrong
@@ -178,7 +172,7 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: st
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "legacy_ddp"])
+@pytest.mark.parametrize("backend", [name for name in backends() if name != "legacy_ddp"])
 def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
     for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):
         case = Case(strategy_class(strategy), model_preset(model), "model", seq_len=LENGTH, backend=backend)
@@ -196,8 +190,6 @@ def seen(trace: Trace) -> tuple[Counter[Operation], list[dict[str, Any]]]:
 
 
 def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
-    del mesh  # of one axis
-    mesh = meshed(asked)
     recorder = Recorder(mesh)
     with recorder:
         record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), 1)
@@ -207,12 +199,12 @@ def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
 @pytest.mark.parametrize(
     ("sizes", "precision"), [({"dp": 2, "sp": 2}, "fp16"), ({"dp": 3}, "fp32")], ids=["2x2-fp16", "3-fp32"]
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backends())
 def test_closed_form_virtual_and_real_ranks_send_the_same(
     pool: RankPool, backend: str, sizes: dict[str, int], precision: str
 ) -> None:
     asked = cell(backend, "lasp", 2, sizes=sizes, precision=precision)
-    really = pool.run(asked.sizes.world, on_a_real_rank, asked, axis="dp")
+    really = pool.run(asked.sizes.by_axis, on_a_real_rank, asked)
     assert all(counts and not difference for counts, difference in really)
     for each in rank_classes(asked):
         virtually = seen(virtual.trace(asked, each.first))
@@ -234,7 +226,7 @@ def heavy_run(backend: str, n: int) -> Measurement:
 
 
 def test_each_stage_of_zero_holds_less() -> None:
-    peaks = {name: heavy_run(name, 8).peak_memory_bytes or 0 for name in BACKENDS}
+    peaks = {name: heavy_run(name, 8).peak_memory_bytes or 0 for name in backends()}
     assert peaks["zero3"] < peaks["zero2"] < peaks["zero1"] < peaks["ddp"], peaks
 
 
@@ -251,7 +243,7 @@ HELD: dict[str, Callable[[int], tuple[float, float]]] = {
 
 
 @pytest.mark.parametrize("n", [2, 8])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backends())
 def test_what_is_held_between_steps(backend: str, n: int) -> None:
     at_peak, elements = heavy_run(backend, n).peak_held, model_parameters(heavy(backend, n))
     weights, state = HELD[backend](n)

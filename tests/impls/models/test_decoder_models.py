@@ -76,7 +76,7 @@ def test_closed_form_of_the_size(name: str, stages: int, tied: bool) -> None:
         stage = Stage(index, stages)
         with FakeTensorMode():
             whole = model.build(Strategy(), 64, stage)
-            part = model.build(TensorParallel(planned_size=4), 64, stage)
+            part = model.build(TensorParallel.planned(4), 64, stage)
         size = counted(model, stage)
         assert sum(p.numel() for p in whole.parameters()) == size["elements"]
         held = sum(p.numel() for p in part.parameters())

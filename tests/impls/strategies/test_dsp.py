@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
+from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
@@ -93,7 +94,7 @@ def whole_tensor(seed: int = 0) -> Tensor:
 
 def errors_of_switches(mesh: DeviceMesh) -> float:
     """Largest error of values and gradients: after a switch a rank has what a split would have given it."""
-    dsp, worst = DynamicSequenceParallel(mesh), 0.0
+    dsp, worst = DynamicSequenceParallel(Place.on(mesh)), 0.0
     for before, after in product(range(len(SIZES)), repeat=2):
         x, gradient = whole_tensor().requires_grad_(), whole_tensor(1)
         switched = dsp.switch(dsp.split(x, before), before, after)
@@ -107,7 +108,7 @@ def errors_of_switches(mesh: DeviceMesh) -> float:
 
 def errors_of_gathers(mesh: DeviceMesh) -> float:
     """The same of a gather, whose whole each rank uses in its own way."""
-    dsp, worst = DynamicSequenceParallel(mesh), 0.0
+    dsp, worst = DynamicSequenceParallel(Place.on(mesh)), 0.0
     for dim in range(len(SIZES)):
         x = whole_tensor().requires_grad_()
         whole = dsp.gather(dsp.split(x, dim))
@@ -135,12 +136,12 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_switch_and_gather_give_what_a_split_would(pool: RankPool, n: int) -> None:
-    assert max(pool.run(n, errors_of_switches, axis="sp")) == 0
-    assert max(pool.run(n, errors_of_gathers, axis="sp")) < 1e-12
+    assert max(pool.run({"sp": n}, errors_of_switches)) == 0
+    assert max(pool.run({"sp": n}, errors_of_gathers)) < 1e-12
 
 
 def messages_of_wrong_switches(mesh: DeviceMesh) -> list[str]:
-    dsp = DynamicSequenceParallel(mesh)
+    dsp = DynamicSequenceParallel(Place.on(mesh))
     grid, messages = dsp.split(whole_tensor(), 1), []
     for wrong in (
         lambda: dsp.switch(grid, 0, 2),
@@ -155,7 +156,7 @@ def messages_of_wrong_switches(mesh: DeviceMesh) -> list[str]:
 
 
 def test_wrong_switches_are_errors(pool: RankPool) -> None:
-    for told in pool.run(2, messages_of_wrong_switches, axis="sp"):
+    for told in pool.run({"sp": 2}, messages_of_wrong_switches):
         wrong_dim, whole, same_dim, wrong_part = told
         assert wrong_dim == "the grid is cut along dim 1, not along dim 0"
         assert whole == "the grid is cut along dim None, not along dim None"
@@ -226,9 +227,9 @@ def case_of(strategy: str, model: Model, seq_len: int, backend: str = "legacy_dd
 def test_a_dim_that_a_grid_has_not_is_told(strategy: str) -> None:
     sites = model_preset("st-dit-tiny").sites(1, 24)
     with pytest.raises(Unsupported, match="a grid of 2 dims has no dim 2; use grid_dim 0 to 1"):
-        strategy_class(strategy)(planned_size=2, grid_dim=2).check(sites)
+        strategy_class(strategy).planned(2, options={"grid_dim": 2}).check(sites)
 
 
 def test_sequences_of_one_dim_are_refused() -> None:
     with pytest.raises(Unsupported, match="dsp has no causal softmax attention"):
-        DynamicSequenceParallel(planned_size=2).check(model_preset("causal-transformer-tiny").sites(1, 24))
+        DynamicSequenceParallel.planned(2).check(model_preset("causal-transformer-tiny").sites(1, 24))

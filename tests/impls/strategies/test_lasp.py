@@ -17,7 +17,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2
 from tests.bench.verification import state_faults
-from tests.bench.verification.attention_model import AttentionModel, Sent, formula, metered
+from tests.bench.verification.attention_model import AttentionModel, formula, metered
 
 WAYS: list[tuple[type[Strategy], dict[str, Any]]] = [
     (Lasp, {}),
@@ -59,16 +59,12 @@ def test_uneven_chunks_are_refused() -> None:
     with pytest.raises(
         Unsupported, match="25 is not divisible by 4 ranks; use a sequence length of 24 or 28"
     ):
-        Lasp(planned_size=4).check(MODELS[0].sites(1, 25))
+        Lasp.planned(4).check(MODELS[0].sites(1, 25))
 
 
 def test_other_attention_is_refused() -> None:
     with pytest.raises(Unsupported, match="lasp has no causal softmax attention"):
-        Lasp(planned_size=4).check(AttentionModel("causal_attention").sites(1, 24))
-
-
-def _expected(n: int, rank: int, cls: type[Strategy], options: dict[str, Any], *rest: Any) -> Sent:
-    return formula(n, cls, {**options, "planned_rank": rank}, *rest)
+        Lasp.planned(4).check(AttentionModel("causal_attention").sites(1, 24))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,13 +74,13 @@ def test_bytes_are_those_of_the_formula(
     pool: RankPool, n: int, cls: type[Strategy], options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     case: Any = cls, options, MODELS[0], dtype, 2 * n
-    expected = [_expected(n, rank, *case) for rank in range(n)]
-    for role in cls.roles(n):
+    expected = [formula(n, *case, rank=rank) for rank in range(n)]
+    for role in cls.roles("sp", n):
         for rank in (role[0], role[-1]):
             with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
                 assert metered(mesh, *case) == expected[rank]
     if n <= 4:
-        assert pool.run(n, metered, *case, axis="sp") == expected
+        assert pool.run({"sp": n}, metered, *case) == expected
 
 
 @pytest.mark.parametrize("length", [2048, 65536, 4194304])
@@ -99,4 +95,4 @@ def test_bytes_do_not_depend_on_the_length(length: int) -> None:
 
 def test_every_rank_has_one_role() -> None:
     for n in range(1, 6):
-        assert sorted(rank for role in Lasp.roles(n) for rank in role) == list(range(n))
+        assert sorted(rank for role in Lasp.roles("sp", n) for rank in role) == list(range(n))

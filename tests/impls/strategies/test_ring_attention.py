@@ -16,7 +16,7 @@ from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.collectives import Ring
 from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.ring_attention import PLACEMENTS, RingAttention, meeting
+from spbench.impls.strategies.ring_attention import PLACEMENTS, RingAttention, RingAttentionOptions, meeting
 from tests.bench.verification.attention_model import AttentionModel, formula, metered
 
 CASES: list[tuple[AttentionModel, str]] = [
@@ -42,7 +42,7 @@ def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel, plac
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_blocks_cover_what_causality_allows(n: int, placement: str, length: int) -> None:
     """Every query meets exactly the keys that are not later."""
-    ranks = [RingAttention(planned_size=n, planned_rank=r, placement=placement) for r in range(n)]
+    ranks = [RingAttention.planned(n, r, {"placement": placement}) for r in range(n)]
     positions = [strategy.shard(torch.arange(n * length), 0) for strategy in ranks]
     for rank in range(n):
         for owner in range(n):
@@ -65,12 +65,12 @@ def test_blocks_cover_what_causality_allows(n: int, placement: str, length: int)
 )
 def test_what_cannot_be(model: AttentionModel, placement: str, message: str) -> None:
     with pytest.raises(Unsupported, match=message):
-        RingAttention(planned_size=4, placement=placement).check(model.sites(1, 36))
+        RingAttention.planned(4, options={"placement": placement}).check(model.sites(1, 36))
 
 
 def test_unknown_placement() -> None:
     with pytest.raises(ValueError, match="one of contiguous, striped, zigzag, not 'spiral'"):
-        RingAttention(placement="spiral")
+        RingAttentionOptions(placement="spiral")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_formula(
         with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
             assert metered(mesh, *case) == expected
     if n <= 4:
-        assert pool.run(n, metered, *case, axis="sp") == [expected] * n
+        assert pool.run({"sp": n}, metered, *case) == [expected] * n
 
 
 def misuse(mesh: DeviceMesh) -> list[str]:
@@ -106,7 +106,7 @@ def misuse(mesh: DeviceMesh) -> list[str]:
 
 
 def test_misuse_of_the_ring_raises(pool: RankPool) -> None:
-    for said in pool.run(2, misuse, axis="sp"):
+    for said in pool.run({"sp": 2}, misuse):
         assert [s.split(";")[0] for s in said] == [
             "nothing is under way",
             "tensors are under way already",

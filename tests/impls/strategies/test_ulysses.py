@@ -48,14 +48,14 @@ def test_heads_that_ranks_do_not_divide_are_padded(pool: RankPool, heads: int, m
 @pytest.mark.parametrize(("n", "nearest"), [(5, "4 or 6"), (24, "12"), (7, "6 or 12")])
 def test_nearest_sizes_are_told(n: int, nearest: str) -> None:
     with pytest.raises(Unsupported, match=rf"12 attention heads .* {n} ranks; use {nearest}, or"):
-        Ulysses(planned_size=n).check(AttentionModel().sites(1, 5 * 7 * 24))
+        Ulysses.planned(n).check(AttentionModel().sites(1, 5 * 7 * 24))
 
 
 def test_masks_of_own_queries_are_refused() -> None:
     (site,) = AttentionModel("attention").sites(1, 24)
     rows = type(site)(site.kind, 1, {**site.dims, "mask_rows": 24})
     with pytest.raises(Unsupported, match="same for all queries; use mask_shape keys"):
-        Ulysses(planned_size=2).check([rows])
+        Ulysses.planned(2).check([rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,7 +70,7 @@ def test_bytes_are_those_of_the_formula(
         with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
             assert metered(mesh, *case) == expected
     if n <= 4:
-        assert pool.run(n, metered, *case, axis="sp") == [expected] * n
+        assert pool.run({"sp": n}, metered, *case) == [expected] * n
 
 
 @pytest.mark.parametrize("n", [2, 4, 12])

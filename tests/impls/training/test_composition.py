@@ -6,19 +6,20 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.verification.oracle import relative_errors
+from spbench.impls.axes import Place
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, Stage
 from spbench.impls.models.bert import Bert
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
-from spbench.impls.strategies.base import MESH_AXES, Strategy, Unsupported, shard_of
+from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.step import Training, initialize
 
@@ -29,7 +30,6 @@ OPTIONS = {"layers": 4, "vocabulary_multiple": 2}
 def errors_of_rank(
     mesh: DeviceMesh,
     name: str,
-    sizes: dict[str, int],
     micro_batches: int,
     schedule: str,
     gradients: str,
@@ -37,12 +37,11 @@ def errors_of_rank(
     model: Model | None = None,
 ) -> dict[str, float]:
     """Relative errors of the loss and of every gradient that this rank holds, in float64."""
-    del mesh  # of one axis
-    mesh = init_device_mesh("cpu", tuple(sizes.get(a, 1) for a in MESH_AXES), mesh_dim_names=MESH_AXES)
     model, precision = model or model_preset("bert-tiny", OPTIONS), PRECISIONS["fp64"]
     whole = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(3))
     whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
-    strategy, around = strategy_class(name)(mesh), Composition(mesh)
+    place = Place.on(mesh)
+    strategy, around = strategy_class(name)(place), Composition(place)
     with default_dtype(torch.float64):
         # the padded vocabulary of one device and of the ranks is the same: 96 rows
         reference = model.build(Strategy(), LENGTH)
@@ -59,7 +58,7 @@ def errors_of_rank(
         around=around,
         micro_batches=micro_batches,
         schedule=schedule,
-        gradients=gradients,
+        backend_options={"gradients": gradients},
     )
     if fault == "untied":
         around.add_tied = lambda module: None  # type: ignore[method-assign]
@@ -82,17 +81,11 @@ def errors_of_rank(
         expected[parameter_name] = shard.of(gradient) if shard else gradient
         got[parameter_name] = parameter.grad
     if around.stage.last:
-        if strategy.loss_is_partial:
-            all_reduce(loss, strategy.group)
+        all_reduce(loss, place.group(*strategy.loss_axes))
         with torch.no_grad():
             expected["loss"] = reference(whole)["loss"]
-        got["loss"] = all_reduce(loss, _group(mesh, "dp"))
+        got["loss"] = all_reduce(loss, place.group("dp"))
     return relative_errors(expected, got)
-
-
-def _group(mesh: DeviceMesh, axis: str) -> torch.distributed.ProcessGroup | None:
-    group = mesh.get_group(axis)
-    return group if group.size() > 1 else None
 
 
 COMPOSED = [
@@ -116,18 +109,7 @@ COMPOSED = [
 def test_loss_and_every_gradient(
     pool: RankPool, name: str, sizes: dict[str, int], micro_batches: int, schedule: str, gradients: str
 ) -> None:
-    world = Sizes(**sizes).world
-    by_rank = pool.run(
-        world,
-        errors_of_rank,
-        name,
-        sizes,
-        micro_batches,
-        schedule,
-        gradients,
-        "",
-        axis="dp" if world > 1 else "",
-    )
+    by_rank = pool.run(sizes, errors_of_rank, name, micro_batches, schedule, gradients, "")
     for errors in by_rank:
         assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
     assert any("loss" in errors for errors in by_rank)
@@ -136,8 +118,7 @@ def test_loss_and_every_gradient(
 @pytest.mark.parametrize(("name", "axis"), [("dsp", "sp"), ("megatron_sp", "tp")])
 def test_replicas_of_grids(pool: RankPool, name: str, axis: str) -> None:
     model = model_preset("st-dit-tiny", {"temporal": 6})
-    sizes = {axis: 2, "dp": 2}
-    by_rank = pool.run(4, errors_of_rank, name, sizes, 2, "1f1b", "contiguous", "", model, axis="dp")
+    by_rank = pool.run({axis: 2, "dp": 2}, errors_of_rank, name, 2, "1f1b", "contiguous", "", model)
     for errors in by_rank:
         assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
 
@@ -150,7 +131,7 @@ def test_replicas_of_grids(pool: RankPool, name: str, axis: str) -> None:
     ],
 )
 def test_planted_faults_are_seen(pool: RankPool, fault: str, sizes: dict[str, int], tensor: str) -> None:
-    by_rank = pool.run(2, errors_of_rank, "single", sizes, 2, "1f1b", "contiguous", fault, axis="dp")
+    by_rank = pool.run(sizes, errors_of_rank, "single", 2, "1f1b", "contiguous", fault)
     assert all(errors[tensor] > 1e-3 for errors in by_rank)
 
 
@@ -159,11 +140,11 @@ def test_planted_faults_are_seen(pool: RankPool, fault: str, sizes: dict[str, in
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp: int, precision: str) -> None:
-    axis = strategy_class(strategy).axis
+    cls = strategy_class(strategy)
     cell = Cell(
         model="bert-tiny",
         strategy=strategy,
-        sizes=Sizes(dp=dp, pp=pp, **({axis: 4} if axis else {})),
+        sizes=Sizes(dp=dp, pp=pp, **dict.fromkeys(cls.axes, 4)),
         batch=16,
         seq_len=LENGTH,
         precision=precision,  # type: ignore[arg-type]
@@ -172,7 +153,7 @@ def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp:
     )
     result = VirtualEngine().measure(cell)
     assert result.formula_difference == []
-    if pp * dp > 1 or axis:
+    if pp * dp > 1 or cls.axes:
         assert result.communication
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.impls.axes import Place
 from spbench.impls.kernels.dropout import masked_dropout
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy, shard_of
@@ -75,7 +77,7 @@ def test_a_step_is_that_of_adamw_operator_by_operator() -> None:
 def test_master_weights_keep_what_half_precision_drops(gradients: str) -> None:
     """Steps far below a half's last digit add up in the masters, which are those of float32 training."""
     precision = Precision(torch.float16, master=True, loss_scale=2.0**10)
-    training, inputs = made(Strategy(), precision, gradients=gradients)
+    training, inputs = made(Strategy(), precision, backend_options={"gradients": gradients})
     before = [master.detach().clone() for master in training.optimizer.masters]
     for _ in range(2):
         training.step(inputs)
@@ -104,13 +106,15 @@ def test_loss_scale_does_not_change_the_update() -> None:
 @pytest.mark.parametrize("strategy", ["single", *AXES])
 def test_contiguous_and_stale_gradients_give_the_same_update(pool: RankPool, strategy: str) -> None:
     n = 1 if strategy == "single" else 3
-    assert all(pool.run(n, same_update_whatever_the_buffers, strategy, axis=AXES.get(strategy, "sp")))
+    assert all(pool.run({AXES.get(strategy, "sp"): n}, same_update_whatever_the_buffers, strategy))
 
 
 def same_update_whatever_the_buffers(mesh: DeviceMesh, name: str) -> bool:
     after = []
     for gradients in ("contiguous", "stale"):
-        training, inputs = made(strategy_class(name)(mesh), PRECISIONS["fp32"], gradients=gradients)
+        training, inputs = made(
+            strategy_class(name)(Place.on(mesh)), PRECISIONS["fp32"], backend_options={"gradients": gradients}
+        )
         for _ in range(3):
             training.step(inputs)
         after.append(weights(training))
@@ -122,7 +126,9 @@ def same_update_whatever_the_buffers(mesh: DeviceMesh, name: str) -> bool:
 
 def after_an_overflow(mesh: DeviceMesh, strategy: str, gradients: str) -> dict[str, Any]:
     """A step whose gradients overflow on rank 1 alone, then one that is fine."""
-    training, inputs = made(strategy_class(strategy)(mesh), PRECISIONS["fp16"], gradients=gradients)
+    training, inputs = made(
+        strategy_class(strategy)(Place.on(mesh)), PRECISIONS["fp16"], backend_options={"gradients": gradients}
+    )
     training.optimizer.scale.fill_(2.0**8)
     before = weights(training)
     masters = [master.detach().clone() for master in training.optimizer.masters]
@@ -159,7 +165,7 @@ def after_an_overflow(mesh: DeviceMesh, strategy: str, gradients: str) -> dict[s
 
 @pytest.mark.parametrize("gradients", ["contiguous", "stale"])
 def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, gradients: str) -> None:
-    seen = pool.run(3, after_an_overflow, "tensor_parallel", gradients, axis="tp")
+    seen = pool.run({"tp": 3}, after_an_overflow, "tensor_parallel", gradients)
     for rank in seen:
         assert rank == {
             "unchanged": True,
@@ -187,7 +193,7 @@ def test_scale_grows_after_a_thousand_good_steps() -> None:
 def initial(
     mesh: DeviceMesh, strategy: str, model: Model
 ) -> dict[str, tuple[Tensor, tuple[int, int, int] | None]]:
-    module = model.build(strategy_class(strategy)(mesh), 24)
+    module = model.build(strategy_class(strategy)(Place.on(mesh)), 24)
     initialize(module, 5, everything=True)
     found = {}
     for name, p in module.named_parameters():
@@ -202,8 +208,8 @@ def test_each_rank_starts_with_its_part_of_one_devices_weights(
     pool: RankPool, strategy: str, model: str
 ) -> None:
     preset = model_preset(model)
-    (whole,) = pool.run(1, initial, "single", preset)
-    ranks = pool.run(4, initial, strategy, preset, axis=AXES[strategy])
+    (whole,) = pool.run({}, initial, "single", preset)
+    ranks = pool.run({AXES[strategy]: 4}, initial, strategy, preset)
     cut = 0
     for name, (full, _) in whole.items():
         shards = {rank[name][1] for rank in ranks}
@@ -238,17 +244,17 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
 # -- dropout ------------------------------------------------------------------------------------------------
 
 
-def masks(seed: int, rank: int, region: str, step: int = 0, count: int = 3) -> list[Tensor]:
-    random = DropoutRandom(seed, rank)
+def masks(seed: int, rank: int, axes: Sequence[str], step: int = 0, count: int = 3) -> list[Tensor]:
+    random = DropoutRandom(seed, Place({"sp": 4}, {"sp": rank}))
     random.begin_step(step)
-    return [random.mask(torch.empty(40, 50), 0.3, region) for _ in range(count)]
+    return [random.mask(torch.empty(40, 50), 0.3, axes) for _ in range(count)]
 
 
 def test_dropout_masks_agree_where_replicated_and_differ_where_sharded() -> None:
-    for a, b in zip(masks(1, 0, "replicated"), masks(1, 3, "replicated"), strict=True):
+    for a, b in zip(masks(1, 0, ()), masks(1, 3, ()), strict=True):
         assert torch.equal(a, b)
-    everything = [m for rank in range(4) for step in range(2) for m in masks(1, rank, "sharded", step)]
-    everything += masks(2, 0, "sharded") + masks(1, 0, "replicated") + masks(1, 0, "replicated", 1)
+    everything = [m for rank in range(4) for step in range(2) for m in masks(1, rank, ["sp"], step)]
+    everything += masks(2, 0, ["sp"]) + masks(1, 0, ()) + masks(1, 0, (), 1)
     for i, a in enumerate(everything):
         for b in everything[:i]:
             # two independent masks agree in 0.7^2 + 0.3^2 of their places
@@ -261,25 +267,25 @@ def test_masks_do_not_touch_the_global_generator() -> None:
     torch.manual_seed(4)
     expected = torch.rand(2)
     torch.manual_seed(4)
-    masks(1, 0, "sharded")
+    masks(1, 0, ["sp"])
     assert torch.equal(torch.rand(2), expected)
 
 
 def test_dropout_keeps_the_mean() -> None:
     x = torch.ones(400, 500, requires_grad=True)
-    y = DropoutRandom(0, 0).dropout(x, 0.25, "replicated")
+    y = DropoutRandom(0, 0).dropout(x, 0.25, ())
     assert y.detach().unique().tolist() == pytest.approx([0, 4 / 3])
     assert y.mean().item() == pytest.approx(1, abs=0.01)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, y.detach())
-    assert DropoutRandom(0, 0).dropout(x, 0, "replicated") is x
+    assert DropoutRandom(0, 0).dropout(x, 0, ()) is x
     assert torch.equal(masked_dropout(x, torch.ones_like(x, dtype=torch.bool), 0.5), 2 * x)
 
 
 def gradients_with_dropout(mesh: DeviceMesh, strategy: str, checkpointing: bool) -> list[Tensor]:
     model = replace(model_preset("bert-tiny"), dropout=0.3, checkpointing=checkpointing)  # type: ignore[type-var]
-    training, inputs = made(strategy_class(strategy)(mesh), PRECISIONS["fp64"], model)
+    training, inputs = made(strategy_class(strategy)(Place.on(mesh)), PRECISIONS["fp64"], model)
     gradients: list[Tensor] = []
     for step in range(2):
         training.strategy.random.begin_step(step)
@@ -294,7 +300,7 @@ def test_recomputation_repeats_the_masks(pool: RankPool, strategy: str) -> None:
     n = 1 if strategy == "single" else 2
     axis = AXES.get(strategy, "sp")
     kept, recomputed = (
-        pool.run(n, gradients_with_dropout, strategy, checkpointing, axis=axis)
+        pool.run({axis: n}, gradients_with_dropout, strategy, checkpointing)
         for checkpointing in (False, True)
     )
     for a, b in zip(kept, recomputed, strict=True):

@@ -1,0 +1,145 @@
+"""The axes of the mesh of ranks, and the place of one rank on it.
+
+The mesh (dp, pp, tp, sp) is row-major: ranks that differ in sp alone have consecutive numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+#: data parallel replicas, pipeline stages, tensor parallel and sequence parallel ranks, the last fastest
+MESH_AXES = ("dp", "pp", "tp", "sp")
+#: the axes that are composed with every strategy; the others belong to the strategy that names them
+COMPOSED_AXES = ("dp", "pp")
+
+Sizes = Mapping[str, int]
+
+
+def whole_mesh(sizes: Sizes) -> dict[str, int]:
+    """Ranks along every axis of the mesh, in its order; 1 along those that ``sizes`` lacks.
+
+    Raises:
+        ValueError: there is no such axis, or a size is not positive.
+    """
+    for axis, size in sizes.items():
+        if axis not in MESH_AXES or size < 1:
+            raise ValueError(
+                f"axis {axis!r} of {size} ranks: the axes are {', '.join(MESH_AXES)}, each 1 or more"
+            )
+    return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+
+
+def device_mesh(sizes: Sizes) -> DeviceMesh:
+    """The device mesh of these sizes over the ranks of the default process group; axes that are left out have
+    one rank.
+
+    Raises:
+        ValueError: there is no such axis, or a size is not positive.
+    """
+    return init_device_mesh("cpu", tuple(whole_mesh(sizes).values()), mesh_dim_names=MESH_AXES)
+
+
+def ranks_along(axes: Sequence[str], sizes: Sizes) -> int:
+    """The number of ranks that these axes have together; 1 without axes."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of which mesh this one is.
+
+    Attributes:
+        sizes: ranks along each axis; axes that are left out have one.
+        coordinates: of this rank along each axis; 0 along those that are left out.
+        mesh: the device mesh with the process groups; None for a rank that is only planned with, and for a
+            single device.
+        flattened: axes, as "dp_sp", of the groups that :meth:`group` made over several of them, by the name
+            of the group.
+    """
+
+    sizes: Sizes = field(default_factory=dict)
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    flattened: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh) -> Place:
+        """The place of this process on a device mesh."""
+        names = mesh.mesh_dim_names or ()
+        coordinates = mesh.get_coordinate()
+        assert coordinates is not None, "this process is not on the mesh"
+        return cls(
+            dict(zip(names, mesh.shape, strict=True)), dict(zip(names, coordinates, strict=True)), mesh
+        )
+
+    @classmethod
+    def of_rank(cls, sizes: Sizes, rank: int) -> Place:
+        """The place of a global rank on a mesh of these sizes."""
+        coordinates = {}
+        for axis, size in reversed(whole_mesh(sizes).items()):
+            rank, coordinates[axis] = divmod(rank, size)
+        return cls(sizes, coordinates)
+
+    def size(self, *axes: str) -> int:
+        """The number of ranks that these axes have together."""
+        return ranks_along(axes, self.sizes)
+
+    def rank(self, *axes: str) -> int:
+        """The number of this rank among those of the same coordinates along all other axes."""
+        number = 0
+        for axis in axes:
+            number = number * self.size(axis) + self.coordinates.get(axis, 0)
+        return number
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank among all."""
+        return self.rank(*MESH_AXES)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group of the ranks that differ from this one along these axes alone; None where that is
+        this rank alone, and without a device mesh. Over several axes of more than one rank it is made at the
+        first call, so all ranks must ask for the same groups in the same order."""
+        several = [axis for axis in axes if self.size(axis) > 1]
+        if self.mesh is None or not several:
+            return None
+        if len(several) == 1:
+            return self.mesh.get_group(several[0])
+        return self.submesh(*several).get_group()
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The ranks of :meth:`group` as a mesh of one axis, which may be of one rank.
+
+        Raises:
+            ValueError: there is no device mesh.
+        """
+        if self.mesh is None:
+            raise ValueError("process groups need a device mesh")
+        several = [axis for axis in axes if self.size(axis) > 1] or [*axes[:1]]
+        if len(several) == 1:
+            return self.mesh[several[0]]
+        name = "_".join(several)
+        with _disable_current_modes():  # a mesh computes with real tensors, where a step has fake ones too
+            flat = self.mesh[tuple(several)]._flatten(name)
+        self.flattened[flat.get_group().group_name] = name
+        return flat
+
+
+#: the place of a single device
+ALONE = Place()
+
+
+def global_ranks(sizes: Sizes, coordinates: Mapping[str, Sequence[int]]) -> Iterator[int]:
+    """The global ranks whose coordinates are among those given along each axis, in the order in which these
+    are given, the last axis of the mesh fastest; along axes that are left out any coordinate will do."""
+    whole = whole_mesh(sizes)
+    chosen = [coordinates.get(axis, range(size)) for axis, size in whole.items()]
+    for place in itertools.product(*chosen):
+        yield Place(whole, dict(zip(whole, place, strict=True))).global_rank

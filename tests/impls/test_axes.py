@@ -1,0 +1,85 @@
+"""Sizes, coordinates and groups of ranks by axis name."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.impls.axes import ALONE, MESH_AXES, Place, global_ranks, ranks_along, whole_mesh
+from spbench.impls.composition import Composition
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.sequence_chunks import SequenceChunks
+
+
+def test_a_place_is_where_the_mesh_has_its_rank() -> None:
+    """As a row-major tensor of ranks has them."""
+    sizes = {"dp": 2, "tp": 3, "sp": 2}
+    ranks = torch.arange(12).view(2, 1, 3, 2)
+    for coordinates in product(*(range(n) for n in ranks.shape)):
+        place = Place.of_rank(sizes, int(ranks[coordinates]))
+        assert place.coordinates == dict(zip(MESH_AXES, coordinates, strict=True))
+        assert place.global_rank == ranks[coordinates]
+        assert (place.size("tp", "sp"), place.size("pp"), place.size()) == (6, 1, 1)
+        assert place.rank("tp", "sp") == coordinates[2] * 2 + coordinates[3]
+        assert place.group("sp") is None
+    assert list(global_ranks(sizes, {"tp": [2, 0], "sp": [1]})) == [5, 1, 11, 7]
+
+
+def test_what_is_left_out_has_one_rank() -> None:
+    assert whole_mesh({"sp": 4}) == {"dp": 1, "pp": 1, "tp": 1, "sp": 4}
+    assert ranks_along(["tp", "sp"], {"sp": 4}) == 4
+    assert (ALONE.size(*MESH_AXES), ALONE.global_rank) == (1, 0)
+    for wrong in ({"ep": 2}, {"sp": 0}):
+        with pytest.raises(ValueError, match="the axes are dp, pp, tp, sp, each 1 or more"):
+            whole_mesh(wrong)
+    with pytest.raises(ValueError, match="device mesh"):
+        ALONE.submesh("dp")
+
+
+class Rows(SequenceChunks):
+    """A strategy of two axes that does nothing with them."""
+
+    name = "rows"
+    axes = ("tp", "sp")
+
+    @classmethod
+    def roles(cls, axis: str, size: int) -> list[list[int]]:
+        return [[0], list(range(1, size))] if axis == "sp" else super().roles(axis, size)
+
+
+def sums_over_groups(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, str], tuple[int, int]]:
+    """The sum of global ranks over groups of this rank's, and the axes noted for groups over several."""
+    place, found = Place.on(mesh), {}
+    for axes in (("sp",), ("tp",), ("tp", "sp"), ("dp", "sp"), ("dp", "pp")):
+        x = torch.tensor(dist.get_rank())
+        if (group := place.group(*axes)) is not None:
+            dist.all_reduce(x, group=group)
+        found[" ".join(axes)] = int(x)
+    strategy = Rows(place)
+    assert strategy.group is not None
+    assert (strategy.group.size(), strategy.group.rank()) == (strategy.size, strategy.rank)
+    assert Composition(place).gradient_mesh(["sp"]).size() == mesh["sp"].size()
+    assert place.global_rank == dist.get_rank()
+    return found, dict.fromkeys(place.flattened.values(), ""), (strategy.size, strategy.rank)
+
+
+def test_groups_are_those_of_the_mesh(pool: RankPool) -> None:
+    for rank, (sums, flattened, own) in enumerate(pool.run({"tp": 2, "sp": 2}, sums_over_groups)):
+        assert sums == {"sp": [1, 5][rank // 2], "tp": [2, 4][rank % 2], "tp sp": 6} | {
+            "dp sp": [1, 5][rank // 2],
+            "dp pp": rank,
+        }
+        assert set(flattened) == {"tp_sp"}
+        assert own == (4, rank)
+
+
+def test_a_strategy_knows_the_axes_that_are_not_its_own() -> None:
+    assert Rows.unused_axes({"dp": 2, "tp": 2, "sp": 2}) == []
+    assert Strategy.unused_axes({"dp": 2, "tp": 2, "sp": 2}) == ["tp", "sp"]
+    assert Rows.sizes_for(3) == {"tp": 3}
+    assert (Rows.planned(3, 2).size, Rows.planned(3, 2).rank) == (3, 2)
