@@ -74,6 +74,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "ONE_STAGE",
     "Answer",
     "Backend",
     "Cell",
@@ -85,7 +86,6 @@ __all__ = [
     "Meter",
     "Model",
     "ModelPart",
-    "ONE_STAGE",
     "Options",
     "PlannedStep",
     "PublishedNumber",

@@ -65,7 +65,6 @@ def run(
         engines=engines,
         world_sizes=world_sizes,
         variant=variant,
-        where=where,
     )
     cells = _chosen(what, narrowing)
     with ExitStack() as stack:

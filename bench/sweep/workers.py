@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement, Status
+from spbench.bench.process_start import main_module_hidden
 from spbench.impls.strategies.base import Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
@@ -73,7 +74,7 @@ class Worker:
         self.connection, theirs = context.Pipe()
         # not a daemon: a cell of the distributed engine starts processes of its own
         self.process = context.Process(target=_serve, args=(theirs, run))
-        with _interrupts_blocked():
+        with _interrupts_blocked(), main_module_hidden():
             self.process.start()
         theirs.close()
         self.cell: Cell | None = None
