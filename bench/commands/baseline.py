@@ -8,47 +8,54 @@ the same code writes the same bytes on any machine, and a diff shows what has ch
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from spbench.bench.atomic_write import write_whole
-from spbench.bench.commands import output as report
-from spbench.bench.commands.run import run_cells
-from spbench.bench.comparison import claims as compare
-from spbench.bench.config.scenario import load_scenario
-from spbench.bench.config.select import Narrowing
-from spbench.bench.sweep.results import FILE, Row, finite
+import click
+
+from spbench.bench.commands.execution import run_cells
+from spbench.bench.commands.options import Words, jobs, many, output_folder, reported, variant
+from spbench.bench.commands.progress import message
+from spbench.bench.commands.report import Report
+
+if TYPE_CHECKING:
+    from spbench.bench.comparison.claims import Comparison
+    from spbench.bench.sweep.results import Row
 
 FOLDER = Path("results", "baseline")
 
 
-def make_baselines(
-    names: Sequence[str], variant: str | None, jobs: int | None, output: Path, resume: bool
-) -> int:
-    """Run scenarios on virtual ranks and write the baseline of each; returns the exit code.
+@click.command("baseline")
+@many("--scenario", Words(), "Baselines of these scenarios.")
+@variant
+@jobs
+@output_folder("Folder of the baselines; default results/baseline.")
+@click.option("--resume", is_flag=True, help="Go on with the rows in results/runs, whatever made them.")
+@reported
+def command(
+    scenario: tuple[str, ...], variant: str | None, jobs: int | None, output: Path | None, resume: bool
+) -> Iterator[Report]:
+    """Run scenarios afresh on virtual ranks, and write the results for spbench compare."""
+    from spbench.bench.config.scenario import load_scenario
+    from spbench.bench.config.select import Narrowing
 
-    Args:
-        output: gets a folder for each scenario.
-        resume: go on with the rows in results/runs, whatever code made them, instead of running all again.
-
-    Raises:
-        UserError: a scenario is wrong, or a folder cannot be written.
-    """
-    scenarios = [load_scenario(name) for name in names]
+    if not scenario:
+        raise click.UsageError("name at least one --scenario")
     narrowing = Narrowing(engines=("virtual",), variant=variant)
-    code = 0
-    for scenario in scenarios:
-        folder = Path("results", "runs", scenario.name)
-        ran = run_cells(scenario, narrowing, folder, jobs, fresh=not resume)
-        if ran is None:
-            return 130
+    for loaded in [load_scenario(name) for name in scenario]:
+        folder = Path("results", "runs", loaded.name)
+        ran = run_cells(loaded, narrowing, folder, jobs, fresh=not resume)
         if ran.failed():
-            report.message(f"spbench: no baseline of {scenario.name} was written")
-            code = 1
-            continue
-        for path in write_baseline(ran.rows, ran.comparisons, output / scenario.name):
-            print(path)
-    return code
+            message(f"spbench: no baseline of {loaded.name} was written")
+            yield Report(code=1)
+        else:
+            yield _written(write_baseline(ran.rows, ran.comparisons, (output or FOLDER) / loaded.name))
+
+
+def _written(files: list[Path]) -> Report:
+    names = [str(path) for path in files]
+    return Report(content={"files": names}, records=[{"file": name} for name in names], files=files)
 
 
 def canonical(row: Row) -> Row:
@@ -57,17 +64,19 @@ def canonical(row: Row) -> Row:
     return {**kept, "measurement": {k: v for k, v in row["measurement"].items() if "samples" not in k}}
 
 
-def write_baseline(
-    rows: Sequence[Row], comparisons: Sequence[compare.Comparison], folder: Path
-) -> list[Path]:
+def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
     """Write cells.jsonl, and comparison.csv if there is anything to compare; returns their paths.
 
     Raises:
         UserError: they cannot be written; earlier ones are as they were.
     """
+    from spbench.bench.atomic_write import write_whole
+    from spbench.bench.comparison import claims
+    from spbench.bench.sweep.results import FILE, finite
+
     lines = [
         json.dumps(finite(canonical(row)), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n"
         for row in sorted(rows, key=lambda row: row["key"])
     ]
     path = write_whole(folder / FILE, "".join(lines))
-    return [path, compare.write(comparisons, folder)] if comparisons else [path]
+    return [path, claims.write(comparisons, folder)] if comparisons else [path]

@@ -1,42 +1,64 @@
-"""What `spbench calibrate` does, once its arguments are read."""
+"""`spbench calibrate`: fit a cluster's scalars to published step times."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+import click
 
-from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
-from spbench.bench.commands import output as report
-from spbench.bench.config.scenario import load_scenario
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.commands.options import reported
+from spbench.bench.commands.progress import message
+from spbench.bench.commands.report import Report, Table
+
+if TYPE_CHECKING:
+    from spbench.bench.calibration.fit import Residual
+    from spbench.bench.config.cluster import Calibration
 
 
-def calibrate_cluster(name: str, table_name: str, quantity: str, fits: Sequence[str], form: str) -> int:
-    """Fit and print the scalars of a scenario's cluster; returns the exit code.
+@click.command("calibrate")
+@click.option("--scenario", required=True, help="A scenario with a published table: its name or its file.")
+@click.option("--table", required=True, help="The table's name in the scenario.")
+@click.option("--quantity", default="throughput_tokens_per_s", show_default=True, help="Its column.")
+@click.option(
+    "--fit",
+    "fits",
+    multiple=True,
+    required=True,
+    metavar="SCALAR:COLUMN=VALUE[,...]",
+    help="Fit a scalar on the rows that have these values; fits are done in the order given.",
+)
+@reported
+def command(scenario: str, table: str, quantity: str, fits: tuple[str, ...]) -> Report:
+    """Fit a cluster's few scalars to published throughputs, and show every row's error."""
+    import torch
 
-    Raises:
-        UserError: an unknown table, quantity, scalar or column, or a fit without rows.
-    """
-    scenario = load_scenario(name)
+    from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
+    from spbench.bench.config.scenario import load_scenario
+    from spbench.bench.errors import UserError, suggestion
+
+    loaded = load_scenario(scenario)
     parsed = [Fit.parse(text) for text in fits]
-    tables = {table.table: table for table in scenario.document.tables}
-    if table_name not in tables:
-        raise UserError(f"{scenario.path}: no table {table_name!r}{suggestion(table_name, tables)}")
-    table = tables[table_name]
-    if quantity not in table.quantities:
-        raise UserError(f"{scenario.path}: table {table_name} has no quantity {quantity!r}")
+    tables = {declared.table: declared for declared in loaded.document.tables}
+    if table not in tables:
+        raise UserError(f"{loaded.path}: no table {table!r}{suggestion(table, tables)}")
+    if quantity not in tables[table].quantities:
+        raise UserError(f"{loaded.path}: table {table} has no quantity {quantity!r}")
     torch.set_num_threads(1)
-    known = known_cells(scenario, table, quantity, lambda cell: report.message(f"tracing {cell.key}"))
+    known = known_cells(loaded, tables[table], quantity, lambda cell: message(f"tracing {cell.key}"))
     calibration = fitted(parsed, known)
-    lines = residuals(parsed, known, table, quantity)
-    if form == "json":
-        content = {"calibration": calibration.model_dump(exclude_defaults=True)}
-        print(json.dumps(content | {"residuals": [dataclasses.asdict(line) for line in lines]}, indent=1))
-        return 0
-    report.show_table(
+    lines = residuals(parsed, known, tables[table], quantity)
+    records = [dataclasses.asdict(line) for line in lines]
+    return Report(
+        [_errors(lines), summary(lines), _profile(calibration, known[0].cell.precision)],
+        {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
+        records,
+    )
+
+
+def _errors(lines: Sequence[Residual]) -> Table:
+    return Table(
         "Step times in seconds, published and simulated (error: simulated / published - 1)",
         [
             {
@@ -50,12 +72,16 @@ def calibrate_cluster(name: str, table_name: str, quantity: str, fits: Sequence[
             for line in lines
         ],
     )
-    print(summary(lines))
-    print("\nfor the cluster's profile:")
-    print(f"calibration:\n  {known[0].cell.precision}:")
-    for scalar, value in calibration.scalars.items():
-        print(f"    {scalar}: {value:.4g}")
-    print("    fitted_on:")
-    for key in calibration.fitted_on:
-        print(f"      - {key}")
-    return 0
+
+
+def _profile(calibration: Calibration, precision: str) -> str:
+    """The lines to copy into the cluster's file."""
+    return "\n".join(
+        [
+            "for the cluster's profile:",
+            f"calibration:\n  {precision}:",
+            *(f"    {scalar}: {value:.4g}" for scalar, value in calibration.scalars.items()),
+            "    fitted_on:",
+            *(f"      - {key}" for key in calibration.fitted_on),
+        ]
+    )

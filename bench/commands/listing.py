@@ -7,19 +7,13 @@ from typing import Any
 
 import click
 
+from spbench.bench.commands.options import reported
+from spbench.bench.commands.report import Report
 
-def list_kind(kind: str) -> None:
-    """Print the names of one kind and what they are: scenarios, strategies, models or clusters."""
-    entries = list(_ENTRIES[kind]())
-    width = max((len(name) for name, _ in entries), default=0)
-    click.echo(f"{kind}:")
-    for name, text in entries:
-        click.echo(f"  {name:<{width}}  {text}".rstrip())
-    if not entries:
-        click.echo("  none")
+Entries = Iterator[tuple[str, str]]
 
 
-def _declared(package: str, key: str) -> Iterator[tuple[str, str]]:
+def _declared(package: str, key: str) -> Entries:
     from spbench.bench.config.files import packaged, read_yaml
     from spbench.bench.errors import UserError
 
@@ -31,15 +25,15 @@ def _declared(package: str, key: str) -> Iterator[tuple[str, str]]:
         yield name, str(text)
 
 
-def _scenarios() -> Iterator[tuple[str, str]]:
+def _scenarios() -> Entries:
     return _declared("spbench.scenarios", "title")
 
 
-def _clusters() -> Iterator[tuple[str, str]]:
+def _clusters() -> Entries:
     return _declared("spbench.scenarios.clusters", "about")
 
 
-def _strategies() -> Iterator[tuple[str, str]]:
+def _strategies() -> Entries:
     from spbench.impls.strategies.registry import strategies
 
     for name, cls in sorted(strategies().items()):
@@ -48,7 +42,7 @@ def _strategies() -> Iterator[tuple[str, str]]:
         yield name, f"{cls.summary} ({', '.join(n for n in notes if n)})".replace(" ()", "")
 
 
-def _models() -> Iterator[tuple[str, str]]:
+def _models() -> Entries:
     from dataclasses import fields
 
     from spbench.impls.models.model import models
@@ -60,3 +54,27 @@ def _models() -> Iterator[tuple[str, str]]:
 
 
 _ENTRIES = {"scenarios": _scenarios, "strategies": _strategies, "models": _models, "clusters": _clusters}
+
+
+@click.command("list")
+@click.argument("kind", type=click.Choice(list(_ENTRIES)), required=False)
+@reported
+def command(kind: str | None) -> Report:
+    """List scenarios, strategies, models or clusters; all of them if none is named."""
+    found = {name: dict(_ENTRIES[name]()) for name in ([kind] if kind else _ENTRIES)}
+    return Report(
+        [_paragraph(name, entries) for name, entries in found.items()],
+        found,
+        [
+            {"kind": name, "name": entry, "about": text}
+            for name, entries in found.items()
+            for entry, text in entries.items()
+        ],
+        ["kind", "name", "about"],
+    )
+
+
+def _paragraph(kind: str, entries: dict[str, str]) -> str:
+    width = max(map(len, entries), default=0)
+    lines = [f"  {name:<{width}}  {text}".rstrip() for name, text in entries.items()]
+    return "\n".join([f"{kind}:", *(lines or ["  none"])])

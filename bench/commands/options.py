@@ -1,14 +1,24 @@
-"""What the command line's options have in common: kinds of values, and the options that choose cells."""
+"""What the commands' options have in common: kinds of values, and options that several commands have.
+
+Nothing here imports torch, pandas or rich when it is imported, so that help is quick.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-FORMATS = click.Choice(["table", "csv", "json"])
-Command = TypeVar("Command", bound=Callable[..., Any])
+from spbench.bench.commands.forms import form_names, load_form
+from spbench.bench.commands.report import Report
+
+DEFAULT_FORM = "table"
+Function = Callable[..., Any]
+Command = TypeVar("Command", bound=Function)
 
 
 class Words(click.ParamType[tuple[str, ...]]):
@@ -40,6 +50,23 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         return tuple(int(word) for word in words)
 
 
+class Settings(click.ParamType[tuple[tuple[str, str], ...]]):
+    """Pairs of a setting's name and its value, separated by commas."""
+
+    name = "setting=value[,...]"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[str, str], ...]:
+        pairs = []
+        for word in filter(None, (word.strip() for word in str(value).split(","))):
+            name, equals, wanted = word.partition("=")
+            if not (name and equals and wanted):
+                self.fail(f"{word!r} is not SETTING=VALUE, such as training.backend=zero1", param, ctx)
+            pairs.append((name.strip(), wanted.strip()))
+        return tuple(pairs)
+
+
 def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(value for several in values for value in several))
 
@@ -49,20 +76,76 @@ def many(flag: str, kind: click.ParamType[Any], text: str) -> Callable[[Command]
     return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
 
 
-def choosing_cells(command: Command) -> Command:
-    """The options that name a scenario and choose among its cells (:class:`Narrowing`)."""
+def output_folder(text: str) -> Callable[[Command], Command]:
+    """The option --output, a path; ``text`` says what it is for and what its default is."""
+    return click.option("--output", type=click.Path(path_type=Path), help=text)
+
+
+fresh = click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
+jobs = click.option(
+    "--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out."
+)
+variant = click.option(
+    "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
+)
+scenario = click.option(
+    "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."
+)
+
+
+def choosing_cells(command: Function) -> Function:
+    """Add the options that name a scenario and choose among its cells.
+
+    The command gets ``scenario``, and the :class:`Narrowing` of the others as ``narrowing``.
+    """
+
+    @functools.wraps(command)
+    def narrowed(
+        strategy: tuple[str, ...],
+        model: tuple[str, ...],
+        cluster: tuple[str, ...],
+        world_size: tuple[int, ...],
+        where: tuple[tuple[str, str], ...],
+        variant: str | None,
+        **arguments: Any,
+    ) -> Any:
+        from spbench.bench.config.select import Narrowing
+
+        chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where)
+        return command(narrowing=chosen, **arguments)
+
     options = [
-        click.option(
-            "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."
-        ),
+        scenario,
         many("--strategy", Words(), "Only these strategies. Repeatable, or a comma list."),
         many("--model", Words(), "Only these models."),
         many("--cluster", Words(), "Run on these clusters instead of the scenario's."),
         many("--world-size", Numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
-        click.option(
-            "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
-        ),
+        many("--where", Settings(), "Only cells with this setting, such as training.backend=zero1."),
+        variant,
     ]
-    for option in reversed(options):  # as if each stood above the next
-        command = option(command)
-    return command
+    return functools.reduce(lambda inner, option: option(inner), reversed(options), narrowed)
+
+
+def reported(command: Callable[..., Report | Iterable[Report]]) -> Function:
+    """Add --format, and print in that form what the command returns: a :class:`Report`, or several, each as
+    soon as it is made. The command's exit code is the largest of theirs."""
+
+    @click.option(
+        "--format",
+        "form",
+        type=click.Choice(form_names()),
+        default=DEFAULT_FORM,
+        show_default=True,
+        help="What is printed.",
+    )
+    @functools.wraps(command)
+    def printed(form: str, **arguments: Any) -> int:
+        show = load_form(form)
+        found = command(**arguments)
+        code = 0
+        for report in [found] if isinstance(found, Report) else found:
+            show(report, sys.stdout, sys.stderr)
+            code = max(code, report.code)
+        return code
+
+    return printed

@@ -7,26 +7,24 @@ command that was interrupted goes on where it was.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spbench.bench.commands import output as report
-from spbench.bench.commands.run import Ran, draw_figure, run_cells
-from spbench.bench.comparison import document as narrative
-from spbench.bench.comparison.claims import Comparison, write_csv
-from spbench.bench.comparison.papers import Paper, scenarios_of
-from spbench.bench.config.scenario import Scenario
-from spbench.bench.config.select import ALL as ALL_VARIANTS
-from spbench.bench.config.select import Narrowing
-from spbench.bench.engines.engine import run as run_on_engine
-from spbench.bench.errors import UserError
-from spbench.bench.sweep.results import finite
-from spbench.bench.sweep.workers import Crew
+import click
+
+from spbench.bench.commands.execution import Ran, draw_figure, run_cells
+from spbench.bench.commands.options import fresh, jobs, output_folder, reported
+from spbench.bench.commands.report import Report, Table
+
+if TYPE_CHECKING:
+    from spbench.bench.comparison.claims import Comparison
+    from spbench.bench.comparison.document import Findings
+    from spbench.bench.comparison.papers import Paper
+    from spbench.bench.config.scenario import Scenario
+    from spbench.bench.sweep.workers import Crew
 
 FOLDER = Path("results", "reproduction")
 
@@ -46,7 +44,6 @@ class Reproduction:
     Attributes:
         output: folder of the CSV files and figures.
         document: a text whose generated parts are written anew; None: leave it.
-        form: table, csv or json.
     """
 
     paper: str
@@ -55,7 +52,6 @@ class Reproduction:
     output: Path
     fresh: bool
     document: Path | None
-    form: str
 
     def runs(self, scenario: Scenario) -> Path:
         """Where a scenario's cells are kept: with those of `spbench run`, or below another output."""
@@ -63,34 +59,54 @@ class Reproduction:
         return above / "runs" / scenario.name
 
 
-def reproduce(request: Reproduction) -> int:
-    """Reproduce a paper, or all; returns the exit code.
+@click.command("reproduce")
+@click.argument("paper")
+@click.option("--all-variants", is_flag=True, help="Every variant of the scenarios' settings, not the first.")
+@jobs
+@output_folder("Folder for results; default results/reproduction.")
+@fresh
+@click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md anew.")
+@reported
+def command(
+    paper: str, all_variants: bool, jobs: int | None, output: Path | None, fresh: bool, write: bool
+) -> Iterator[Report]:
+    """Run every scenario of PAPER (rsa, lasp, dsp, or all) and set each published number beside ours.
+
+    Cells are kept in results/runs: what was interrupted goes on where it was.
+    """
+    document = Path("REPRODUCE.md") if write else None
+    return reproduce(Reproduction(paper, all_variants, jobs, output or FOLDER, fresh, document))
+
+
+def reproduce(request: Reproduction) -> Iterator[Report]:
+    """Reproduce a paper, or all: the report of each as soon as its cells have run.
 
     Raises:
         UserError: an unknown paper, a wrong scenario, or a file that cannot be written or lacks its markers.
     """
-    code = 0
+    from spbench.bench.comparison.document import check_document
+    from spbench.bench.comparison.papers import scenarios_of
+    from spbench.bench.engines.engine import run as run_on_engine
+    from spbench.bench.sweep.workers import Crew
+
     with Crew(run_on_engine) as crew:
         for paper, scenarios in scenarios_of(request.paper):
             if request.document is not None:
-                narrative.check_document(request.document, paper.name, [s.name for s in scenarios])
-            found = _run(request, paper, scenarios, crew)
-            if found is None:
-                return 130
-            code = max(code, found)
-    return code
+                check_document(request.document, paper.name, [s.name for s in scenarios])
+            yield _run(request, paper, scenarios, crew)
 
 
-def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], crew: Crew) -> int | None:
+def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], crew: Crew) -> Report:
+    from spbench.bench.comparison.document import Findings, read_records, write_document
+    from spbench.bench.config.select import ALL, Narrowing
+
     records: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     drawn: list[Path] = []
     code = 0
-    narrowing = Narrowing(variant=ALL_VARIANTS if request.all_variants else None)
+    narrowing = Narrowing(variant=ALL if request.all_variants else None)
     for scenario in scenarios:
         ran = run_cells(scenario, narrowing, request.runs(scenario), request.jobs, request.fresh, crew)
-        if ran is None:
-            return None
         paths, figure_failed = draw_figure(scenario, ran, request.output / "figures")
         drawn += paths
         code = 1 if ran.failed() or figure_failed else code
@@ -103,11 +119,10 @@ def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], cre
         write_records(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
     ]
     # what is printed and written comes from the files, as it will when they are read again
-    read = narrative.Findings(paper.name, *(narrative.read_records(file) for file in files))
+    read = Findings(paper.name, *(read_records(file) for file in files))
     if request.document is not None:
-        files.append(narrative.write_document(request.document, read))
-    _show(request.form, paper, scenarios, read, [*files, *drawn])
-    return code
+        files.append(write_document(request.document, read))
+    return _report(paper, scenarios, read, [*files, *drawn], code)
 
 
 def record(scenario: str, entry: Comparison) -> dict[str, Any]:
@@ -137,6 +152,9 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
     """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
     from pandas import DataFrame
 
+    from spbench.bench.comparison.claims import write_csv
+    from spbench.bench.errors import UserError
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -144,25 +162,16 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
     return write_csv(DataFrame([dict(r) for r in records], columns=list(columns)), path)
 
 
-def _show(
-    form: str,
-    paper: Paper,
-    scenarios: Sequence[Scenario],
-    found: narrative.Findings,
-    files: Sequence[Path],
-) -> None:
-    if form == "json":
-        content = {"paper": paper.name, "records": found.records, "runs": found.runs}
-        print(json.dumps(finite({**content, "files": [str(path) for path in files]}), indent=1))
-    elif form == "csv":
-        sys.stdout.write(files[0].read_text())
-    else:
-        print(f"{paper.title} ({paper.source})\n")
-        for scenario in scenarios:
-            for title, lines in found.blocks(scenario.name):
-                report.show_table(f"{scenario.name}: {title}", lines)
-                print()
-        report.show_table("Summary", found.summary())
-        print()
-    for path in files:
-        print(path, file=sys.stdout if form == "table" else sys.stderr)
+def _report(
+    paper: Paper, scenarios: Sequence[Scenario], found: Findings, files: Sequence[Path], code: int
+) -> Report:
+    from spbench.bench.sweep.results import finite
+
+    sections: list[Table | str] = [f"{paper.title} ({paper.source})"]
+    for scenario in scenarios:
+        for title, lines in found.blocks(scenario.name):
+            sections.append(Table(f"{scenario.name}: {title}", lines))
+    sections.append(Table("Summary", found.summary()))
+    content = {"paper": paper.name, "records": found.records, "runs": found.runs}
+    content["files"] = [str(path) for path in files]
+    return Report(sections, finite(content), found.records, RECORDS, files=files, code=code)

@@ -1,40 +1,67 @@
-"""What `spbench trace` does, once its arguments are read."""
+"""`spbench trace`: the simulated step of one cell, event by event."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+import click
 
-from spbench.bench.cell import Cell
-from spbench.bench.commands import output as report
-from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.scenario import Scenario, load_scenario
-from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.engines.virtual import trace_classes
-from spbench.bench.errors import UserError
-from spbench.bench.simulator.costs import RatesUnknown, check_rates
-from spbench.bench.simulator.trace_export import export_trace
-from spbench.impls.strategies.base import Unsupported
+from spbench.bench.commands.options import Numbers, choosing_cells, many, reported
+from spbench.bench.commands.progress import message
+from spbench.bench.commands.report import Report
+
+if TYPE_CHECKING:
+    from spbench.bench.cell import Cell
+    from spbench.bench.config.scenario import Scenario
+    from spbench.bench.config.select import Narrowing
 
 #: cells that are named where more than one is left
 _NAMED = 3
 
 
-def write_trace(
-    name: str, narrowing: Narrowing, shape: Mapping[str, int | None], ranks: Sequence[int], output: Path
-) -> int:
-    """Simulate the one cell that is chosen, and write ranks' timelines; returns the exit code.
+@click.command("trace")
+@choosing_cells
+@click.option("--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it.")
+@click.option("--seq-len", type=click.IntRange(min=1), help="Likewise for the sequence length.")
+@many("--ranks", Numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), default="trace.json", show_default=True, help="The file."
+)
+@reported
+def command(
+    scenario: str,
+    narrowing: Narrowing,
+    batch: int | None,
+    seq_len: int | None,
+    ranks: tuple[int, ...],
+    output: Path,
+) -> Report:
+    """Write the simulated step of one cell, event by event, as a trace that Perfetto opens."""
+    from spbench.bench.config.scenario import load_scenario
 
-    Args:
-        shape: batch and seq_len that are asked for, None where any will do.
+    narrowing = dataclasses.replace(narrowing, engines=("virtual",))
+    cell = the_cell(load_scenario(scenario), narrowing, {"batch": batch, "seq_len": seq_len})
+    return write_trace(cell, ranks, output)
+
+
+def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
+    """Simulate a cell, and write ranks' timelines; none named: the first of each pipeline stage.
 
     Raises:
-        UserError: not one cell is left, it cannot be timed or run, or it has no such rank.
+        UserError: the cell cannot be timed or run, or it has no such rank.
     """
-    scenario = load_scenario(name)
-    cell = the_cell(scenario, narrowing, shape)
+    import torch
+
+    from spbench.bench.config.cluster import load_cluster
+    from spbench.bench.engines.virtual import trace_classes
+    from spbench.bench.errors import UserError
+    from spbench.bench.simulator.costs import RatesUnknown, check_rates
+    from spbench.bench.simulator.trace_export import export_trace
+    from spbench.impls.strategies.base import Unsupported
+
     cluster, world = load_cluster(cell.cluster), cell.sizes.world
     try:
         check_rates(cluster, cell.precision, world)
@@ -43,23 +70,32 @@ def write_trace(
     if absent := [rank for rank in ranks if rank >= world]:
         raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
     torch.set_num_threads(1)
-    report.message(f"tracing {cell.key}")
+    message(f"tracing {cell.key}")
     try:
         traces = trace_classes(cell, events=True)
     except Unsupported as error:
         raise UserError(f"{cell.key} cannot be run: {error}") from error
     fits = traces.memory_measurement()
     if fits.status == "oom":
-        report.message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
+        message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
     timeline = traces.simulator()()
     export_trace(timeline, output, ranks or [each.first for each in traces.classes])
+    return _report(cell, timeline.step_time_s, timeline.breakdown, output)
+
+
+def _report(cell: Cell, step_time_s: float, breakdown: Mapping[str, float], output: Path) -> Report:
     parts = ", ".join(
-        f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s"
-        for part, seconds in timeline.breakdown.items()
+        f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s" for part, seconds in breakdown.items()
     )
-    print(f"step time {timeline.step_time_s:.4g} s; mean over ranks: {parts}")
-    print(f"{output}: open it in https://ui.perfetto.dev")
-    return 0
+    record = {"cell": cell.key, "step_time_s": step_time_s, **breakdown, "file": str(output)}
+    return Report(
+        [
+            f"step time {step_time_s:.4g} s; mean over ranks: {parts}\n"
+            f"{output}: open it in https://ui.perfetto.dev"
+        ],
+        record,
+        [record],
+    )
 
 
 def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int | None]) -> Cell:
@@ -68,6 +104,9 @@ def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int |
     Raises:
         UserError: none is left, more than one is, or it searches for something that is not given.
     """
+    from spbench.bench.config.select import differing_settings, narrowed_cells
+    from spbench.bench.errors import UserError
+
     cells = narrowed_cells(scenario, narrowing)
     for field, value in shape.items():
         if value is None:
@@ -80,9 +119,10 @@ def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int |
     if len(cells) > 1:
         named = ", ".join(cell.key for cell in cells[:_NAMED])
         more = ", ..." if len(cells) > _NAMED else ""
+        differ = ", ".join(f"{name} ({', '.join(has)})" for name, has in differing_settings(cells).items())
         raise UserError(
             f"{len(cells)} cells are left, a trace is of one: {named}{more}; "
-            "choose with --strategy, --model, --world-size, --variant, --batch or --seq-len"
+            f"they differ in {differ}: choose with --where SETTING=VALUE"
         )
     (cell,) = cells
     if cell.search is not None:

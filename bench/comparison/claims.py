@@ -53,6 +53,15 @@ class Comparison:
     status_reproduced: str = ""
 
 
+def number_or_status(number: float | None, status: str) -> str | None:
+    """A number as text of six digits, or its status where there is none; both where a run that is not ok has
+    a number. None: neither is known."""
+    if number is None:
+        return status or None
+    text = f"{number:.6g}"
+    return text if status in ("", "ok") else f"{status} ({text})"
+
+
 def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
     """Evaluate what a scenario answers to: its claims in each variant, cluster and engine among ``cells``,
     its formulas, and its published tables.

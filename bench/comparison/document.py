@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from spbench.bench.commands.output import number_or_status
+from spbench.bench.comparison.claims import number_or_status
 from spbench.bench.comparison.tables import UNSTATED
 from spbench.bench.errors import UserError, suggestion
 

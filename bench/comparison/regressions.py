@@ -9,22 +9,18 @@ differ from run to run and are not judged; nor are provenance, order, reasons an
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spbench.bench.cell import Cell, Status
-from spbench.bench.commands import output as report
 from spbench.bench.comparison.claims import FILE as COMPARISON
 from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError
-from spbench.bench.sweep.results import FILE, Row, finite, read_rows
+from spbench.bench.sweep.results import FILE, Row, read_rows
 
 #: relative, for simulated times; absolute, for relative errors
 TOLERANCE = 1e-6
@@ -243,54 +239,3 @@ def _read_claims(path: Path) -> Claims:
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
         raise UserError(f"cannot read {path}: {error}") from error
     return {tuple(row[column] for column in name): row for row in rows}
-
-
-# -- the command -----------------------------------------------------------------------------------------
-
-
-def compare_results(base: Path, new: Path, subset: bool, form: str) -> int:
-    """Print what a comparison finds, the worst first; returns the exit code: 1 if something is worse.
-
-    Raises:
-        UserError: results that cannot be read.
-    """
-    judgement = judge(read_results(base), read_results(new), subset=subset)
-    lines = [finite(asdict(difference)) for difference in judgement.differences]
-    if form == "json":
-        summary = {"fails": judgement.fails, "equal": judgement.equal, "notes": judgement.notes}
-        print(json.dumps({**summary, "differences": lines}, indent=1))
-        return int(judgement.fails)
-    if form == "csv":
-        columns = [field.name for field in fields(Difference)]
-        table = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
-        table.writeheader()
-        table.writerows(lines)
-    elif lines:
-        report.show_table(f"{new} against {base}", [_line(d) for d in judgement.differences])
-    output = sys.stdout if form == "table" else sys.stderr
-    for note in judgement.notes:
-        print(f"note: {note}", file=output)
-    print(_summary(judgement), file=output)
-    return int(judgement.fails)
-
-
-def _line(difference: Difference) -> dict[str, Any]:
-    exact = difference.quantity != "error" and difference.quantity != "step_time_s"
-    shown = {
-        side: value if exact or value is None else f"{value:.6g}"
-        for side, value in (("base", difference.base), ("new", difference.new))
-    }
-    return {
-        "": f"{difference.verdict} (allowed)" if difference.allowed else difference.verdict,
-        "quantity": difference.quantity,
-        **shown,
-        "worse by": f"{difference.change:+.3%}" if math.isfinite(difference.change) else None,
-        "where": difference.where,
-    }
-
-
-def _summary(judgement: Judgement) -> str:
-    counts = Counter(difference.verdict for difference in judgement.differences)
-    found = [f"{counts[v]} {v}" for v in ("worse", "missing", "better", "new") if counts[v]]
-    equal = [f"{count} {kind} equal" for kind, count in judgement.equal.items()]
-    return f"{'WORSE' if judgement.fails else 'not worse'}: {', '.join([*found, *equal])}"

@@ -1,15 +1,17 @@
 """Narrowing: which of a scenario's cells a user wants, and on what they are to run.
 
-``strategies``, ``models`` and ``world_sizes`` choose among the declared cells. ``clusters`` and ``engines``
-replace what the scenario names, since it mostly names one. A world size that none of the chosen cells has
-is made: for each of them, once, with the ranks that its replicas and stages leave along the first of its
-strategy's axes.
+``strategies``, ``models``, ``world_sizes`` and ``where`` choose among the declared cells. ``clusters`` and
+``engines`` replace what the scenario names, since it mostly names one. A world size that none of the chosen
+cells has is made: for each of them, once, with the ranks that its replicas and stages leave along the first
+    of
+its strategy's axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import load_cluster
@@ -22,6 +24,9 @@ from spbench.impls.strategies.registry import strategies
 
 ALL = "all"
 
+#: the value of a setting that a cell leaves out
+UNSET = "unset"
+
 
 @dataclass(frozen=True)
 class Narrowing:
@@ -29,6 +34,8 @@ class Narrowing:
 
     Attributes:
         variant: a variant's name, "all", or None for the first.
+        where: pairs of a setting's name and its value, as in :func:`settings_of`; of each name that is
+            given, a cell has one of its values.
     """
 
     strategies: Sequence[str] = ()
@@ -37,6 +44,7 @@ class Narrowing:
     engines: Sequence[str] = ()
     world_sizes: Sequence[int] = ()
     variant: str | None = None
+    where: Sequence[tuple[str, str]] = ()
 
 
 def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
@@ -92,7 +100,47 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
         if not cells:
             sizes = " or ".join(map(str, narrowing.world_sizes))
             raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
-    return _distinct(cells)
+    return _distinct(_with_settings(cells, narrowing.where))
+
+
+def settings_of(cell: Cell) -> dict[str, str]:
+    """What defines a cell, as text by dotted name (``batch``, ``sizes.tp``, ``training.backend``,
+    ``model_options.layers``); without what is None."""
+    return dict(_flattened(cell.model_dump(), ""))
+
+
+def _flattened(content: Mapping[str, Any], above: str) -> Iterator[tuple[str, str]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{above}{name}.")
+        elif value is not None:
+            yield f"{above}{name}", str(value)
+
+
+def differing_settings(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """The settings that are not the same in all cells, each with the values it has, UNSET among them."""
+    settings = [settings_of(cell) for cell in cells]
+    names = dict.fromkeys(name for has in settings for name in has)
+    values = {name: list(dict.fromkeys(has.get(name, UNSET) for has in settings)) for name in names}
+    return {name: several for name, several in values.items() if len(several) > 1}
+
+
+def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[Cell]:
+    wanted: dict[str, list[str]] = {}
+    for name, value in where:
+        wanted.setdefault(name, []).append(value)
+    for name, values in wanted.items():
+        settings = [settings_of(cell) for cell in cells]
+        known = list(dict.fromkeys(known for has in settings for known in has))
+        _known("setting", [name], known)
+        has = [of_cell.get(name, UNSET) for of_cell in settings]
+        cells = [cell for cell, value in zip(cells, has, strict=True) if value in values]
+        if not cells:
+            raise UserError(
+                f"no cell that is left has {name} {' or '.join(values)}; "
+                f"they have: {', '.join(dict.fromkeys(has))}"
+            )
+    return cells
 
 
 def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:

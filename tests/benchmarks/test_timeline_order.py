@@ -17,24 +17,26 @@ from typing import Any
 import pytest
 
 from spbench.bench.calibration.validation import agreement, as_frame, cells, measure_order, rates
-from spbench.bench.commands.output import show_table
+from spbench.bench.commands.forms.as_table import drawn
+from spbench.bench.commands.report import Table
 
 
 def test_order_of_strategies_and_sizes(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = list(cells())
     rows, clusters = benchmark.pedantic(measure_order, (chosen,), rounds=1)
     found = agreement(rows)
-    with capsys.disabled():
-        print()
-        show_table(
+    tables = [
+        Table(
             "Rates of a rank, by ranks at once",
             [{"ranks": n, **{k: v and f"{v:.3g}" for k, v in rates(c).items()}} for n, c in clusters.items()],
-        )
-        show_table(
+        ),
+        Table(
             "Step times in seconds, measured (median, least, most of the samples) and simulated",
             [{k: f"{v:.4f}" if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows],
-        )
-        print(found)
+        ),
+    ]
+    with capsys.disabled():
+        print("", *(drawn(table, terminal=False) for table in tables), found, sep="\n")
     benchmark.extra_info.update(asdict(found))
     if path := os.environ.get("SPBENCH_TIMELINE_ORDER"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)

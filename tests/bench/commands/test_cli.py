@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +14,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import spbench.bench.commands.run as run_command
-import spbench.bench.verification.cases as verification_cases
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.cli import exit_code
 from spbench.bench.sweep.results import FILE, ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.workers import measure
 from spbench.bench.verification.cases import VerifyRow
+from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO, answer
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 def sweep_here(cells: list[Cell], results: ResultsFile, **hooks: Any) -> list[Row]:
@@ -38,19 +34,13 @@ def sweep_here(cells: list[Cell], results: ResultsFile, **hooks: Any) -> list[Ro
 
 
 @pytest.fixture
-def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> Run:
     """Run a command line in an empty folder with small.yaml; gives exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_command, "sweep", sweep_here)
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", sweep_here)
     monkeypatch.delenv("SPBENCH_DEBUG", raising=False)
     Path("small.yaml").write_text(SCENARIO)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = exit_code(arguments)
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run
+    return command_line
 
 
 RUN = ("run", "--scenario", "small.yaml")
@@ -124,6 +114,8 @@ def test_dry_run_writes_nothing(spbench: Run) -> None:
     spbench(*RUN, "--world-size", "4")
     code, out, _ = spbench(*RUN, "--dry-run", "--format", "json")
     assert [line["now"] for line in json.loads(out)].count("kept (ok)") == 1
+    code, out, _ = spbench(*RUN, "--dry-run", "--where", "sizes.sp=4,sizes.sp=8", "--format", "csv")
+    assert [line.split(",")[3] for line in out.splitlines()] == ["GPUs", "4", "8"]
 
 
 def test_failed_cells_are_exit_code_1_and_unsupported_ones_are_not(spbench: Run) -> None:
@@ -224,7 +216,7 @@ def test_full_disk(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_internal_errors_have_a_code_of_their_own(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_command, "sweep", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", lambda *_, **__: 1 / 0)
     code, _, err = spbench(*RUN)
     assert code == 70
     assert err.splitlines()[-1].startswith("spbench: internal error: ZeroDivisionError: division by zero")
@@ -235,7 +227,8 @@ def test_internal_errors_have_a_code_of_their_own(spbench: Run, monkeypatch: pyt
 
 def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("small.yaml").write_text(SCENARIO + "figure: a_figure\n")
-    assert "warning: no figure drawn, there is no plots.a_figure.draw" in spbench(*RUN)[2]
+    code, _, err = spbench(*RUN)
+    assert (code, "warning: no figure drawn, there is no plots.a_figure\n" in err) == (0, True)
 
     def draw(rows: list[Row], comparison: pd.DataFrame, output: Path) -> list[Path]:
         assert [row["status"] for row in rows] == ["ok"] * 5
@@ -254,6 +247,16 @@ def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         *(1, "spbench: the figure a_figure could not be drawn: ValueError: no ink; the results are kept"),
     )
     assert "+33.3%" in out
+
+
+def test_a_figure_whose_module_cannot_be_imported_is_a_failure(
+    spbench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_figure.py").write_text("import a_library_that_is_absent\n")
+    monkeypatch.setattr("spbench.plots.__path__", [str(tmp_path)])
+    Path("small.yaml").write_text(SCENARIO + "figure: broken_figure\n")
+    code, _, err = spbench(*RUN)
+    assert (code, "the figure broken_figure could not be drawn: ModuleNotFoundError" in err) == (1, True)
 
 
 def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +282,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append((*arguments, options))
             return iter(rows)
 
-        monkeypatch.setattr(verification_cases, "verify", verify)
+        monkeypatch.setattr("spbench.bench.verification.cases.verify", verify)
 
     found(green, replace(green, status="unsupported", error=None, limit=None, rank=None))
     code, out, err = spbench(

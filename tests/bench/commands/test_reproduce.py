@@ -3,20 +3,17 @@
 import csv
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import spbench.bench.commands.run
-import spbench.bench.comparison.papers
-from spbench.bench.cli import exit_code
 from spbench.bench.commands.reproduce import RECORDS, RUNS
 from spbench.bench.comparison.document import Findings, check_document, markdown, read_records, rendered
 from spbench.bench.comparison.papers import papers, scenarios_of
 from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
+from tests.bench.commands.conftest import Run
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.fakes import SCENARIO
 
@@ -50,24 +47,16 @@ of another paper
 more by hand
 """
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> Run:
     """Run a command line in an empty folder, where small.yaml is the only scenario; its cells are made up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(spbench.bench.commands.run, "sweep", sweep_here)
-    monkeypatch.setattr(spbench.bench.comparison.papers, "packaged", lambda package: ["small.yaml"])
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", sweep_here)
+    monkeypatch.setattr("spbench.bench.comparison.papers.packaged", lambda package: ["small.yaml"])
     Path("small.yaml").write_text(SCENARIO + TABLE)
     Path("t1.csv").write_text(PUBLISHED)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = exit_code(arguments)
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run
+    return command_line
 
 
 def lines_of(path: str) -> list[dict[str, str]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from spbench.bench.cli import exit_code
+from tests.bench.commands.conftest import Run
 
 #: one cell of each strategy on two ranks, a search, a step that fits no P100, and a cluster without rates
 SCENARIO = """
@@ -23,21 +23,14 @@ variants:
   huge: {seq_len: 30000}
   slow: {cluster: local}
 """
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> Run:
     """Run `spbench trace` in an empty folder; gives exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
     Path("cells.yaml").write_text(SCENARIO)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = exit_code(("trace", "--scenario", "cells.yaml", *arguments))
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run
+    return partial(command_line, "trace", "--scenario", "cells.yaml")
 
 
 def processes(path: str) -> set[int]:
@@ -64,6 +57,26 @@ def test_ranks_are_those_asked_for_or_the_first_of_each_stage(trace: Run) -> Non
     assert processes("trace.json") == {0, 2}
     assert trace(*chosen, "--ranks", "1,0")[0] == 0
     assert processes("trace.json") == {0, 1}
+
+
+def test_settings_choose_between_cells_that_are_otherwise_alike(trace: Run) -> None:
+    groups = "groups:\n  - {strategy: single, training: {backend: zero1}, model_options: {dropout: 0.0}}\n"
+    groups += "  - {strategy: single, training: {backend: ddp}}\n"
+    Path("cells.yaml").write_text(SCENARIO.replace("groups:\n", groups))
+    chosen = ("--strategy", "single", "--format", "json")
+    code, _, err = trace(*chosen)
+    assert code == 2
+    assert err.endswith(
+        "they differ in model_options.dropout (0.0, unset), training.backend (zero1, ddp): "
+        "choose with --where SETTING=VALUE\n"
+    )
+    records = [
+        json.loads(trace(*chosen, "--where", where)[1])
+        for where in ("training.backend=zero1", "training.backend=ddp", "model_options.dropout=unset")
+    ]
+    keys = [record["cell"] for record in records]
+    assert keys[0] != keys[1] == keys[2]
+    assert records[0]["file"] == "trace.json"
 
 
 def test_a_search_is_traced_at_the_value_given(trace: Run) -> None:
@@ -93,6 +106,12 @@ def test_a_step_that_does_not_fit_is_timed_with_a_warning(trace: Run) -> None:
         ("--variant slow --strategy tensor_parallel", "cannot be timed: local: device.peak_flops_per_s has"),
         ("--strategy tensor_parallel --ranks 0,4", "--ranks 4: the cell has ranks 0 to 3"),
         ("--strategy ring_self_attention --batch 4 --world-size 5", "cannot be run: "),
+        (
+            "--where training.backnd=ddp",
+            "unknown setting 'training.backnd'; did you mean 'training.backend'?",
+        ),
+        ("--where training.backend=ddp", "has training.backend ddp; they have: legacy_ddp"),
+        ("--where training.backend", "'training.backend' is not SETTING=VALUE, such as training."),
         ("--strategy tensor_parallel --ranks -1", "'-1' is not a whole number of at least 0"),
     ],
 )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import spbench.bench.commands.run
 from spbench.bench.cli import exit_code
 from spbench.bench.commands.baseline import FOLDER
 from spbench.bench.comparison.claims import Comparison, write
@@ -279,7 +278,7 @@ def test_never_cries_wolf(tmp_path: Path, base: Path) -> None:
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder with small.yaml, whose cells are made up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(spbench.bench.commands.run, "sweep", sweep_here)
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", sweep_here)
     Path("small.yaml").write_text(SCENARIO)
     return Path("results/baseline/small")
 

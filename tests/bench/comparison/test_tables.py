@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from spbench.bench.cell import Cell
-from spbench.bench.commands import output as report
+from spbench.bench.commands.result_table import comparison_table
 from spbench.bench.comparison.claims import Comparison, as_frame, compare
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.files import packaged
@@ -124,7 +124,7 @@ def test_out_of_memory_is_compared_by_status(tmp_path: Path) -> None:
     ]
     assert memory[1].relative_error is None
     assert found[4].note == "a note; published ok, ours oom"
-    lines = report.comparison_rows(memory)
+    lines = comparison_table(memory).lines
     assert [(line["published"], line["ours"]) for line in lines] == [
         *[("2", "oom (2)"), ("oom", "oom (2)"), ("4", "2"), ("8", None)]
     ]
@@ -143,7 +143,7 @@ def test_what_a_paper_shows_without_a_number(tmp_path: Path) -> None:
         assert (unstated.published, unstated.reproduced, unstated.relative_error) == (None, 1.0, None)
         assert (unstated.status_published, unstated.status_reproduced) == ("unstated", status)
         assert (unstated.role, unstated.note) == ("predicted", note)
-        assert report.comparison_rows([unstated])[0]["published"] == "unstated"
+        assert comparison_table([unstated]).lines[0]["published"] == "unstated"
     assert compare(scenario, cells, {})[3].note == "a note; was not run"
 
 

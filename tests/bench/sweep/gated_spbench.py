@@ -2,10 +2,10 @@
 
 import functools
 
-import spbench.bench.commands.run
+import spbench.bench.sweep.sweep
 from spbench.bench.cli import main
 from tests.bench.fakes import gated
 
 if __name__ == "__main__":
-    spbench.bench.commands.run.sweep = functools.partial(spbench.bench.commands.run.sweep, run=gated)
+    spbench.bench.sweep.sweep.sweep = functools.partial(spbench.bench.sweep.sweep.sweep, run=gated)
     main()

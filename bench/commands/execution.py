@@ -1,0 +1,142 @@
+"""What the commands run, baseline and reproduce have in common: run a scenario's cells into a folder,
+compare them with what was published, and draw their figure. Progress goes to standard error."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spbench.bench.commands.progress import SweepProgress, message
+
+if TYPE_CHECKING:
+    from spbench.bench.cell import Cell
+    from spbench.bench.comparison.claims import Comparison
+    from spbench.bench.config.scenario import Scenario
+    from spbench.bench.config.select import Narrowing
+    from spbench.bench.sweep.results import ResultsFile, Row
+    from spbench.bench.sweep.workers import Crew
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a scenario's cells.
+
+    Attributes:
+        rows: of the cells that were asked for.
+        known: of these, and of all declared cells that an earlier, differently narrowed run has measured.
+        files: cells.jsonl, and comparison.csv if there is anything to compare.
+    """
+
+    rows: list[Row]
+    known: list[Row]
+    comparisons: list[Comparison]
+    files: list[Path]
+
+    def failed(self) -> bool:
+        """Whether cells failed; if so, a message says how many."""
+        from spbench.bench.sweep.results import FINAL
+
+        counts = Counter(row["status"] for row in self.rows)
+        failed = sum(count for status, count in counts.items() if status not in FINAL)
+        if failed:
+            message(f"spbench: {failed} of {len(self.rows)} cells failed; the same command tries them again")
+        return bool(failed)
+
+
+def run_cells(
+    scenario: Scenario,
+    narrowing: Narrowing,
+    folder: Path,
+    jobs: int | None,
+    fresh: bool,
+    crew: Crew | None = None,
+) -> Ran:
+    """Run a scenario's cells into a folder, show progress, and compare them with what was published.
+
+    Args:
+        jobs: cells at a time; None: as many as there are usable cores.
+        fresh: move earlier results aside instead of keeping them.
+        crew: the workers; None: the sweep starts its own.
+
+    Raises:
+        UserError: nothing is left to run, or the folder cannot be written.
+        click.Abort: interrupted; it says how many cells are kept.
+    """
+    from spbench.bench.comparison import claims
+    from spbench.bench.config.select import declared_cells, narrowed_cells
+    from spbench.bench.sweep.results import ResultsFile, breaks_formula
+    from spbench.bench.sweep.sweep import sweep, unfinished
+
+    declared = declared_cells(scenario, narrowing)
+    cells = narrowed_cells(scenario, narrowing)
+    with ResultsFile(folder, fresh=fresh) as results:
+        todo = unfinished(cells, results)
+        _announce(scenario, results, len(cells), todo, jobs)
+        try:
+            with SweepProgress(len(todo)) as progress:
+                rows = sweep(
+                    cells, results, crew=crew, jobs=jobs, on_start=progress.begin, on_end=progress.end
+                )
+        except KeyboardInterrupt as interrupt:
+            kept = len(cells) - len(unfinished(cells, results))
+            again = "the same command without --fresh" if fresh else "the same command"
+            raise click.Abort(
+                f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
+            ) from interrupt
+        comparisons = claims.compare(scenario, declared, results.rows)
+        files = [results.path]
+        if comparisons:
+            files.append(claims.write(comparisons, folder))
+    for row in filter(breaks_formula, rows):
+        message(f"spbench: warning: {row['key']}: bytes sent are not those of the strategy's formula")
+    known = {cell.key: cell for cell in [*declared, *cells]}
+    return Ran(rows, [results.rows[key] for key in known if key in results.rows], comparisons, files)
+
+
+def _announce(
+    scenario: Scenario, results: ResultsFile, total: int, todo: list[Cell], jobs: int | None
+) -> None:
+    """Say on standard error what is about to run, and what earlier results there are."""
+    from spbench.bench.sweep.provenance import provenance
+    from spbench.bench.sweep.sweep import at_once
+
+    for problem in results.problems:
+        message(f"spbench: warning: {problem}")
+    if results.moved:
+        message(f"earlier results are now {results.moved}")
+    kept = f", {total - len(todo)} of them kept from before" if total > len(todo) else ""
+    running = f"; running {len(todo)}, {at_once(todo, jobs)} at a time" if todo else ""
+    message(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
+    others = {
+        row["provenance"].get("commit")
+        for row in results.rows.values()
+        if isinstance(row.get("provenance"), dict)
+        and row["provenance"].get("commit") != provenance()["commit"]
+    }
+    if others and total > len(todo):
+        message("note: some results were made by other code than this; --fresh runs all cells again")
+
+
+def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:
+    """The files of the scenario's figure, and whether drawing failed."""
+    from spbench.bench.comparison import claims
+
+    figure = scenario.document.figure
+    if figure is None or not ran.known:
+        return [], False
+    module = f"spbench.plots.{figure}"
+    try:
+        draw = importlib.import_module(module).draw
+        return [Path(path) for path in draw(ran.known, claims.as_frame(ran.comparisons), folder)], False
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            message(f"spbench: warning: no figure drawn, there is no plots.{figure}")
+            return [], False
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")
+        return [], True

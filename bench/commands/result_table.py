@@ -1,0 +1,101 @@
+"""The tables of a run: what its cells have measured, and the published numbers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spbench.bench.commands.report import Table
+
+if TYPE_CHECKING:
+    from spbench.bench.cell import Cell
+    from spbench.bench.comparison.claims import Comparison
+    from spbench.bench.sweep.results import Row
+
+_GIB, _MIB = 2**30, 2**20
+
+#: shown once in the title where all rows agree
+_SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
+
+
+def result_table(title: str, rows: Sequence[Row]) -> Table:
+    """A line for each row, with a column for each loss of the models trained; what all rows have in common
+    stands in the title."""
+    from spbench.bench.cell import Cell
+    from spbench.bench.sweep.results import flat
+
+    flats = [flat(row) for row in rows]
+    shared = {name: flats[0][name] for name in _SHARED if len({entry[name] for entry in flats}) == 1}
+    options = _options([Cell.model_validate(row["cell"]) for row in rows])
+    losses = [_last_losses(row) for row in rows]
+    names = list(dict.fromkeys(name for of_row in losses for name in of_row))
+    lines = []
+    for entry, option, of_row in zip(flats, options, losses, strict=True):
+        line: dict[str, Any] = {name: entry[name] for name in ("model", "strategy")}
+        line |= {"GPUs": entry["world_size"], "options": option}
+        line |= {name: entry[name] for name in _SHARED if name not in shared}
+        line |= dict(_measured(entry))
+        line |= {f"last {name} loss": f"{of_row[name]:.6f}" if name in of_row else None for name in names}
+        line["status"] = entry["status"]
+        line["reason"] = entry["reason"] if entry["status"] != "ok" else None
+        lines.append(line)
+    common = ", ".join(f"{name} {value}" for name, value in shared.items() if value not in (None, ""))
+    return Table(f"{title} ({common})", lines)
+
+
+def _measured(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The columns of what was measured, from a flat row."""
+    for quantity in ("seq_len", "batch"):
+        yield f"max {quantity}", entry.get("answer") if entry["searched"] == quantity else None
+    yield "peak GiB", _scaled(entry.get("peak_memory_bytes"), _GIB)
+    yield "reserved GiB", _scaled(entry.get("reserved_memory_bytes"), _GIB)
+    yield "sent MiB/GPU", _scaled(entry["sent_bytes"], _MIB)
+    yield "by formula", _scaled(entry["formula_sent_bytes"], _MIB)
+    yield "step s", entry.get("step_time_s") and f"{entry['step_time_s']:.4g}"
+    yield "tokens/s", entry.get("tokens_per_s") and f"{entry['tokens_per_s']:.0f}"
+    yield "steps", entry.get("last_step")
+
+
+def _last_losses(row: Row) -> dict[str, float]:
+    """The losses of a training run's last step, by the names that its model gives them."""
+    steps = row["measurement"].get("losses")
+    return {name: loss for name, loss in steps[-1].items() if name != "step"} if steps else {}
+
+
+def _scaled(nbytes: float | None, unit: int) -> str | None:
+    if nbytes is None:
+        return None
+    return f"{nbytes / unit:.2f}" if nbytes >= unit / 10 or nbytes == 0 else f"{nbytes / unit:.2g}"
+
+
+def _options(cells: Sequence[Cell]) -> list[str]:
+    """Of each cell, the options and training settings in which it differs from others that the table would
+    show alike; empty texts where there are no such cells."""
+    shown = [(c.model, c.strategy, c.sizes, *(getattr(c, name) for name in _SHARED)) for c in cells]
+    if len(set(shown)) == len(cells):
+        return [""] * len(cells)
+    settings = [{**c.model_options, **c.strategy_options, **c.training.model_dump()} for c in cells]
+    names = dict.fromkeys(name for has in settings for name in has)
+    differ = [name for name in names if len({str(has.get(name)) for has in settings}) > 1]
+    return [
+        " ".join(f"{name}={has[name]}" for name in differ if has.get(name) is not None) for has in settings
+    ]
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """A line for each published number, ours beside it."""
+    from spbench.bench.comparison.claims import number_or_status
+
+    lines = [
+        {
+            "claim": entry.claim,
+            "variant": entry.variant,
+            "published": number_or_status(entry.published, entry.status_published),
+            "ours": number_or_status(entry.reproduced, entry.status_reproduced),
+            "relative error": None if entry.relative_error is None else f"{entry.relative_error:+.1%}",
+            "role": entry.role,
+            "note": entry.note,
+        }
+        for entry in comparisons
+    ]
+    return Table("Published and ours (relative error: ours / published - 1)", lines)

@@ -1,0 +1,94 @@
+"""`spbench verify`: strategies against the single-device model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from spbench.bench.commands.options import Numbers, Words, many, reported
+from spbench.bench.commands.progress import message
+from spbench.bench.commands.report import Report, Table
+
+
+@click.command("verify")
+@many("--strategy", Words(), "Verify these strategies; all if left out.")
+@many("--model", Words(), "On these models; the tiny ones if left out.")
+@many("--world-size", Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out.")
+@many("--dtype", Words(), "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
+@many("--part", Words(), "These parts of the models; all if left out.")
+@click.option(
+    "--backend", default="legacy_ddp", show_default=True, help="Gradients held and summed by this one."
+)
+@reported
+def command(
+    strategy: tuple[str, ...],
+    model: tuple[str, ...],
+    world_size: tuple[int, ...],
+    dtype: tuple[str, ...],
+    part: tuple[str, ...],
+    backend: str,
+) -> Report:
+    """Check strategies against the single-device model on real ranks: outputs and every gradient."""
+    _check_names(strategy, model, dtype, part, backend)
+    from spbench.bench.sweep.results import finite
+    from spbench.bench.verification import cases
+
+    lines = []
+    for row in cases.verify(
+        list(strategy) or None,
+        list(model) or None,
+        list(world_size or (1, 2, 3, 4)),
+        list(dtype or ("fp64",)),
+        list(part) or None,
+        backend=backend,
+    ):
+        lines.append(finite(dataclasses.asdict(row)))
+        case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
+        message(f"{' '.join(word for word in case if word)}: {row.status}")
+    counts = Counter(line["status"] for line in lines)
+    title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
+    return Report(
+        [Table(title, [_rounded(line) for line in lines])] if lines else [],
+        lines,
+        lines,
+        notes=[", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"],
+        code=0 if counts["green"] and counts["green"] + counts["unsupported"] == len(lines) else 1,
+    )
+
+
+def _check_names(
+    strategies: Sequence[str],
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    parts: Sequence[str],
+    backend: str,
+) -> None:
+    """Refuse a name that nothing has.
+
+    Raises:
+        UserError: with the nearest name that there is.
+    """
+    from spbench.bench.errors import UserError, suggestion
+    from spbench.impls.backends.registry import backends
+    from spbench.impls.models.model import models as all_models
+    from spbench.impls.strategies.registry import strategies as all_strategies
+    from spbench.impls.training.step import PRECISIONS
+
+    for kind, names, known in (
+        ("strategy", strategies, sorted(all_strategies())),
+        ("model", models, sorted(all_models())),
+        ("dtype", dtypes, list(PRECISIONS)),
+        ("part", parts, sorted({part for model in all_models().values() for part in model.parts()})),
+        ("backend", [backend], sorted(backends())),
+    ):
+        for name in names:
+            if name not in known:
+                raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}")
+
+
+def _rounded(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: f"{value:.1e}" if isinstance(value, float) else value for key, value in line.items()}
