@@ -31,7 +31,7 @@ FOLDER = Path("results", "baseline")
 @variant
 @jobs
 @output_folder("Folder of the baselines; default results/baseline.")
-@click.option("--resume", is_flag=True, help="Go on with the rows in results/runs, whatever made them.")
+@click.option("--resume", is_flag=True, help="Keep the rows in results/runs that are up to date.")
 @reported
 def command(
     scenario: tuple[str, ...], variant: str | None, jobs: int | None, output: Path | None, resume: bool

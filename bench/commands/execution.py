@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ class Ran:
 
     Attributes:
         rows: of the cells that were asked for.
-        known: of these, and of all declared cells that an earlier, differently narrowed run has measured.
+        known: of these, and of all declared cells that an earlier, differently narrowed run has measured and
+            that are not out of date.
         files: cells.jsonl, and comparison.csv if there is anything to compare.
     """
 
@@ -69,6 +71,7 @@ def run_cells(
     """
     from spbench.bench.comparison import claims
     from spbench.bench.config.select import declared_cells, narrowed_cells
+    from spbench.bench.sweep.digest import is_current
     from spbench.bench.sweep.results import ResultsFile, breaks_formula
     from spbench.bench.sweep.sweep import sweep, unfinished
 
@@ -76,7 +79,7 @@ def run_cells(
     cells = narrowed_cells(scenario, narrowing)
     with ResultsFile(folder, fresh=fresh) as results:
         todo = unfinished(cells, results)
-        _announce(scenario, results, len(cells), todo, jobs)
+        _announce(scenario, results, cells, todo, jobs)
         try:
             with SweepProgress(len(todo)) as progress:
                 rows = sweep(
@@ -88,38 +91,36 @@ def run_cells(
             raise click.Abort(
                 f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
             ) from interrupt
-        comparisons = claims.compare(scenario, declared, results.rows)
+        known = {cell.key: cell for cell in [*declared, *cells]}
+        current = {
+            key: row for key, row in results.rows.items() if key in known and is_current(known[key], row)
+        }
+        comparisons = claims.compare(scenario, declared, current)
         files = [results.path]
         if comparisons:
             files.append(claims.write(comparisons, folder))
     for row in filter(breaks_formula, rows):
         message(f"spbench: warning: {row['key']}: bytes sent are not those of the strategy's formula")
-    known = {cell.key: cell for cell in [*declared, *cells]}
-    return Ran(rows, [results.rows[key] for key in known if key in results.rows], comparisons, files)
+    return Ran(rows, list(current.values()), comparisons, files)
 
 
 def _announce(
-    scenario: Scenario, results: ResultsFile, total: int, todo: list[Cell], jobs: int | None
+    scenario: Scenario, results: ResultsFile, cells: Sequence[Cell], todo: list[Cell], jobs: int | None
 ) -> None:
     """Say on standard error what is about to run, and what earlier results there are."""
-    from spbench.bench.sweep.provenance import provenance
+    from spbench.bench.sweep.digest import outdated
     from spbench.bench.sweep.sweep import at_once
 
     for problem in results.problems:
         message(f"spbench: warning: {problem}")
     if results.moved:
         message(f"earlier results are now {results.moved}")
+    if stale := outdated(cells, results.rows):
+        message(f"{scenario.name}: {stale}")
+    total = len(cells)
     kept = f", {total - len(todo)} of them kept from before" if total > len(todo) else ""
     running = f"; running {len(todo)}, {at_once(todo, jobs)} at a time" if todo else ""
     message(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
-    others = {
-        row["provenance"].get("commit")
-        for row in results.rows.values()
-        if isinstance(row.get("provenance"), dict)
-        and row["provenance"].get("commit") != provenance()["commit"]
-    }
-    if others and total > len(todo):
-        message("note: some results were made by other code than this; --fresh runs all cells again")
 
 
 def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:

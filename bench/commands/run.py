@@ -38,7 +38,8 @@ def command(
 ) -> Report:
     """Run a scenario's cells, and compare them with what was published.
 
-    Results are kept cell by cell: a run that was interrupted goes on where it was.
+    Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
+    model, strategy, code or torch has changed since is run again.
     """
     from spbench.bench.config.scenario import load_scenario
 
@@ -55,13 +56,16 @@ def command(
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Report:
     """The cells that would run, and those that are kept from before."""
     from spbench.bench.config.select import narrowed_cells
-    from spbench.bench.sweep.results import FILE, FINAL, read_rows
+    from spbench.bench.sweep.digest import is_final, outdated
+    from spbench.bench.sweep.results import FILE, read_rows
 
     cells = narrowed_cells(scenario, narrowing)
     rows, problems = ([], []) if fresh else read_rows(folder / FILE)
     for problem in problems:
         message(f"spbench: warning: {problem}")
-    status = {row["key"]: row["status"] for row in rows}
+    kept = {row["key"]: row for row in rows}
+    if stale := outdated(cells, kept):
+        message(f"{scenario.name}: {stale}")
     lines = [
         {
             "cell": cell.key,
@@ -69,7 +73,9 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
             "strategy": cell.strategy,
             "GPUs": cell.sizes.world,
             "asked": _asked(cell),
-            "now": f"kept ({status[cell.key]})" if status.get(cell.key) in FINAL else "would run",
+            "now": f"kept ({kept[cell.key]['status']})"
+            if is_final(cell, kept.get(cell.key))
+            else "would run",
         }
         for cell in cells
     ]

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.config.files import find_file, merge, packaged, read_yaml, validate
+from spbench.bench.config.files import find_file, merge, packaged, parse_yaml, read_file, validate
 from spbench.bench.errors import UserError, suggestion
 
 PACKAGE = "spbench.scenarios.clusters"
@@ -125,7 +125,11 @@ class Calibration(_Strict):
 
 
 class Cluster(_Strict):
-    """A kind of machine that cells run on, or are taken to run on."""
+    """A kind of machine that cells run on, or are taken to run on.
+
+    Attributes:
+        name: its file's, without the suffix.
+    """
 
     name: str
     about: str
@@ -152,33 +156,36 @@ def cluster_names() -> list[str]:
     return list(packaged(PACKAGE))
 
 
-def _declared(path: Path) -> dict[str, Any]:
-    """What a file says, with what it does not say from the packaged cluster that it extends."""
-    own = read_yaml(path)
-    base = own.pop("extends", None)
-    if base is None:
-        return own
-    known = packaged(PACKAGE)
-    if base not in known or base == path.stem:
-        others = [name for name in known if name != path.stem]
-        raise UserError(f"{path}: extends: unknown cluster {base!r}{suggestion(base, others)}")
-    return merge(_declared(known[base]), own)
-
-
-@cache
 def load_cluster(name: str) -> Cluster:
-    """The packaged cluster of that name, or the one in the YAML file at that path.
+    """The packaged cluster of that name, or the one in the YAML file at that path, as the file is now.
 
     Raises:
         UserError: there is none, or its file is wrong.
     """
     path = find_file(name, PACKAGE, "cluster")
-    cluster = validate(Cluster, _declared(path), str(path))
-    if cluster.name != path.stem:
-        raise UserError(
-            f"{path}: name: is {cluster.name!r}, but the file is called {path.stem!r}; make them agree"
-        )
+    return _cluster(path, read_file(path))
+
+
+@cache
+def _cluster(path: Path, content: bytes) -> Cluster:
+    declared = _resolved(path, content)
+    if "name" in declared:
+        raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")
+    cluster = validate(Cluster, {**declared, "name": path.stem}, str(path))
     usable = cluster.usable_memory_bytes
     if usable is not None and usable <= 0:
         raise UserError(f"{path}: device.memory_context_bytes: leaves nothing of memory_total_bytes")
     return cluster
+
+
+def _resolved(path: Path, content: bytes) -> dict[str, Any]:
+    """What a file says and, below it, what the packaged cluster says that it extends."""
+    own = parse_yaml(path, content)
+    base = own.pop("extends", None)
+    if base is None:
+        return own
+    known = packaged(PACKAGE)
+    others = [name for name, file in known.items() if file != path]
+    if base not in others:
+        raise UserError(f"{path}: extends: unknown cluster {base!r}{suggestion(base, others)}")
+    return merge(_resolved(known[base], read_file(known[base])), own)

@@ -57,27 +57,45 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, is not YAML, or holds something else than a mapping.
     """
+    return parse_yaml(path, read_file(path))
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file, or UserError."""
     try:
-        text = path.read_bytes().decode()
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
+    """The mapping that the content of a YAML file is.
+
+    Args:
+        path: for messages.
+
+    Raises:
+        UserError: it is not YAML in UTF-8, or something else than a mapping.
+    """
+    try:
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     try:
-        content = yaml.load(text, _Loader)
+        loaded = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise UserError(f"{path}{at}: malformed YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: malformed YAML: {error}") from error
-    if not isinstance(content, dict):
-        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+    if not isinstance(loaded, dict):
+        found = "is empty" if loaded is None else f"holds a {type(loaded).__name__}"
         raise UserError(f"{path}: {found}, but a mapping of keys is needed")
-    wrong = next((key for key in content if not isinstance(key, str)), None)
+    wrong = next((key for key in loaded if not isinstance(key, str)), None)
     if wrong is not None:
         raise UserError(f"{path}: {wrong!r}: a key must be a word")
-    return content
+    return loaded
 
 
 def packaged(package: str) -> dict[str, Path]:

@@ -22,6 +22,7 @@ def provenance() -> dict[str, str | None]:
     }
 
 
+@cache
 def installed_version(distribution: str) -> str | None:
     """The version of an installed distribution, or None."""
     try:

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from spbench.bench.cell import Cell
 from spbench.bench.engines.engine import engine_class
 from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.sweep.digest import digest, is_final
 from spbench.bench.sweep.provenance import provenance
-from spbench.bench.sweep.results import FINAL, ResultsFile, Row
+from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.workers import Crew, Outcome, Run
 from spbench.impls.models.model import model_preset
 
@@ -21,8 +22,8 @@ def usable_cores() -> int:
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
-    """The cells without a final row: those never run, and those that failed."""
-    return [cell for cell in cells if results.rows.get(cell.key, {}).get("status") not in FINAL]
+    """The cells without a final row: never run, failed, or run when their digest was another."""
+    return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key))]
 
 
 def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
@@ -106,6 +107,7 @@ def as_row(cell: Cell, outcome: Outcome) -> Row:
         "measurement": outcome.measurement,
         "elapsed_s": outcome.elapsed_s,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "digest": digest(cell),
         "provenance": provenance(),
     }
     if outcome.traceback:

@@ -238,7 +238,6 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
     figure = {"value": 10, "source": "made up"}
     device = {"name": "d", "memory_total_bytes": figure, "memory_context_bytes": figure}
     content: dict[str, Any] = {
-        "name": "mine",
         "about": "a test",
         "device": {**device, "memory_bandwidth_bytes_per_s": {"value": 1.0, "source": "s"}},
         "network": {key: {"value": None, "source": "s"} for key in ("latency_s", "bandwidth_bytes_per_s")},
@@ -249,8 +248,8 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
     content["device"]["memory_context_bytes"] = {"value": 4, "source": "made up"}
     write(tmp_path, yaml.safe_dump(content), "mine.yaml")
     assert load_cluster(path).usable_memory_bytes == 6
-    with pytest.raises(UserError, match=r"other.yaml: name: is 'mine'"):
-        load_cluster(write(tmp_path, yaml.safe_dump(content), "other.yaml"))
+    with pytest.raises(UserError, match=r"other.yaml: name: leave it out; a cluster has the name"):
+        load_cluster(write(tmp_path, yaml.safe_dump(content | {"name": "mine"}), "other.yaml"))
     del content["network"]["latency_s"]["source"]
     with pytest.raises(UserError, match=r"network.latency_s.source: is missing"):
         load_cluster(write(tmp_path, yaml.safe_dump(content), "third.yaml"))
@@ -258,7 +257,6 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_cluster_extends_another(tmp_path: Path) -> None:
     own = {
-        "name": "mine",
         "extends": "dgx-a100",
         "about": "a test",
         "network": {"nics_per_node": 1},
@@ -273,3 +271,10 @@ def test_a_cluster_extends_another(tmp_path: Path) -> None:
     own["extends"] = "dgx-a10"
     with pytest.raises(UserError, match=r"extends: unknown cluster 'dgx-a10'; did you mean 'dgx-a100'"):
         load_cluster(write(tmp_path, yaml.safe_dump(own), "again.yaml"))
+
+
+def test_a_copied_cluster_file_loads_under_any_name(tmp_path: Path) -> None:
+    for name, path in packaged("spbench.scenarios.clusters").items():
+        copy = load_cluster(write(tmp_path, path.read_text(), f"our-{name}.yaml"))
+        assert copy.name == f"our-{name}"
+        assert copy.model_copy(update={"name": name}) == load_cluster(name)

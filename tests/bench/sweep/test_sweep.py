@@ -13,8 +13,8 @@ import pytest
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, ResultsFile, read_rows
-from spbench.bench.sweep.sweep import sweep, unfinished
-from spbench.bench.sweep.workers import Crew
+from spbench.bench.sweep.sweep import as_row, sweep, unfinished
+from spbench.bench.sweep.workers import Crew, Outcome
 from tests.bench import fakes
 
 ROOT = Path(__file__).parents[3]
@@ -54,7 +54,7 @@ def test_failures_and_deaths_are_rows(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def test_nothing_to_do_starts_no_process(tmp_path: Path) -> None:
     with ResultsFile(tmp_path) as results:
-        results.append({"key": cell(1).key, "status": "oom", "cell": {}, "measurement": {}})
+        results.append(as_row(cell(1), Outcome("oom")))
 
         def never(c: Cell) -> None:
             raise AssertionError

@@ -1,0 +1,169 @@
+"""What made a row, as a digest: a kept row stands for its cell only while all of that is the same.
+
+The digest has five parts, which are kept apart so that a message can say which one has changed:
+
+- ``cluster``: the figures of the resolved cluster file (``extends`` followed), without sources and notes;
+- ``model``, ``strategy``: class and options, the defaults included; ``model`` also has the cell's other
+  settings with their defaults;
+- ``code``: the Python files that can change a measurement: all of impls/ and bench/ but what only chooses
+  cells or reads rows (:data:`NOT_MEASURING`), and all files of installed plug-ins;
+- ``torch``: its version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.config.cluster import load_cluster
+from spbench.bench.sweep.provenance import installed_version
+from spbench.bench.sweep.results import FINAL, Row
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.registry import strategy_class
+
+PARTS = ("cluster", "model", "strategy", "code", "torch")
+
+#: rooms and modules of bench that no measurement runs through; a new room counts until it is named here
+NOT_MEASURING = frozenset(
+    {
+        "calibration",
+        "commands",
+        "comparison",
+        "sweep",
+        "verification",
+        "atomic_write.py",
+        "cli.py",
+        "errors.py",
+    }
+)
+
+#: keys of a cluster file that say where a figure comes from
+_ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on")
+
+#: hexadecimal digits of a part
+_LENGTH = 16
+
+#: prefix of the groups of entry points in which other distributions offer strategies, models, ...
+_PLUGIN_GROUPS = "spbench."
+
+
+def digest(cell: Cell) -> dict[str, str]:
+    """The digest of a cell as it would be measured now: a text for each of :data:`PARTS`.
+
+    Raises:
+        UserError: the cell's cluster file cannot be read.
+        KeyError: an unknown model or strategy.
+    """
+    model, strategy = model_preset(cell.model, cell.model_options), strategy_class(cell.strategy)
+    options = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
+    cluster = load_cluster(cell.cluster).model_dump(mode="json")
+    return {
+        "cluster": _sha256(_without_texts(cluster)),
+        "model": _sha256([_path_of(type(model)), options, cell.model_dump(mode="json")]),
+        "strategy": _sha256([_path_of(strategy), asdict(strategy.options_type()) | cell.strategy_options]),
+        "code": code_digest(),
+        "torch": installed_version("torch") or "",
+    }
+
+
+def changed_parts(cell: Cell, row: Row) -> list[str]:
+    """The parts of the digest in which a row differs from the cell as it would be measured now.
+
+    A row without a digest, of an older version, differs in all.
+    """
+    kept = row.get("digest")
+    now = digest(cell)
+    return [part for part in PARTS if not isinstance(kept, Mapping) or kept.get(part) != now[part]]
+
+
+def is_current(cell: Cell, row: Row | None) -> bool:
+    """Whether there is a row, and what made it is the same as now."""
+    return row is not None and not changed_parts(cell, row)
+
+
+def is_final(cell: Cell, row: Row | None) -> bool:
+    """Whether the row answers the cell, so that a sweep leaves it as it is."""
+    return row is not None and row["status"] in FINAL and is_current(cell, row)
+
+
+def outdated(cells: Iterable[Cell], rows: Mapping[str, Row]) -> str:
+    """One line on the cells' rows that would be final but for their digest: how many of how many, and which
+    parts have changed in how many of them; "" if there are none.
+
+    Args:
+        rows: by key; those of other cells are left out.
+    """
+    final = [(cell, row) for cell in cells if (row := rows.get(cell.key)) and row["status"] in FINAL]
+    counts = Counter(_spelled(parts) for cell, row in final if (parts := changed_parts(cell, row)))
+    if not counts:
+        return ""
+    why = ", ".join(f"{parts} ({number})" for parts, number in counts.most_common())
+    return f"{counts.total()} of {len(final)} earlier results are out of date and run again; changed: {why}"
+
+
+def _spelled(parts: list[str]) -> str:
+    return "made by a version without digests" if len(parts) == len(PARTS) else " and ".join(parts)
+
+
+@cache
+def code_digest() -> str:
+    """The part ``code`` of the digest, of the files as they are at the first call."""
+    here = Path(__file__).resolve()
+    return digest_of_files(here.parents[2], [*measuring_files(here.parents[2]), *_plugin_files()])
+
+
+def measuring_files(root: Path) -> Iterator[Path]:
+    """The Python files below ``root``, which has the folders impls and bench, that a measurement may run."""
+    for path in (root / "impls").rglob("*.py"):
+        yield path
+    for path in (root / "bench").rglob("*.py"):
+        if path.relative_to(root / "bench").parts[0] not in NOT_MEASURING:
+            yield path
+
+
+def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
+    """A digest of names and contents of files; where ``root`` lies does not matter to it."""
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        name = path.relative_to(root) if path.is_relative_to(root) else path.name
+        content = path.read_bytes()
+        found.update(f"{name} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:_LENGTH]
+
+
+def _plugin_files() -> Iterator[Path]:
+    """The Python files of the packages that entry points of plug-ins lie in."""
+    entries = (entry for distribution in distributions() for entry in distribution.entry_points)
+    for package in {
+        entry.module.split(".")[0] for entry in entries if entry.group.startswith(_PLUGIN_GROUPS)
+    }:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.submodule_search_locations:
+            for folder in spec.submodule_search_locations:
+                yield from Path(folder).rglob("*.py")
+        elif spec is not None and spec.origin is not None:
+            yield Path(spec.origin)
+
+
+def _without_texts(cluster: Any) -> Any:
+    if isinstance(cluster, dict):
+        return {key: _without_texts(value) for key, value in cluster.items() if key not in _ABOUT_FIGURES}
+    return cluster
+
+
+def _path_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _sha256(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]

@@ -1,0 +1,198 @@
+"""A kept result is final only while what made it is the same."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spbench.bench.commands.run as run_command
+import spbench.bench.sweep.digest as digest_module
+from spbench.bench.cell import Cell
+from spbench.bench.cli import exit_code
+from spbench.bench.config.cluster import load_cluster
+from spbench.bench.engines import run as run_on_engine
+from spbench.bench.sweep.digest import (
+    NOT_MEASURING,
+    changed_parts,
+    code_digest,
+    digest_of_files,
+    is_final,
+    measuring_files,
+    outdated,
+)
+from spbench.bench.sweep.results import ResultsFile, Row
+from spbench.bench.sweep.sweep import as_row, unfinished
+from spbench.bench.sweep.workers import Outcome, measure
+from spbench.impls.models.model import models
+
+SCENARIO = """
+title: Own cluster
+defaults: {model: bert-tiny, seq_len: 64, precision: fp16, search: {quantity: batch, limit: 65536}}
+groups:
+  - {strategy: single, cluster: own.yaml}
+  - {strategy: single, cluster: piz-daint-p100}
+"""
+CLAIM = """
+claims:
+  - claim: rsa-max-seqlen-base
+    published: {file: rsa_claims.csv}
+    numerator: {strategy: tensor_parallel}
+"""
+CLUSTER = """
+extends: piz-daint-p100
+device: {memory_total_bytes: {value: 3_000_000_000, source: made up}}
+"""
+RUN = ("run", "--scenario", "small.yaml", "--output", "out", "--format", "json")
+
+
+def sweep_here(cells: list[Cell], results: ResultsFile, **_: Any) -> list[Row]:
+    """A sweep in this process, which measures on the real engine."""
+    for cell in unfinished(cells, results):
+        results.append(as_row(cell, measure(run_on_engine, cell)))
+    return [results.rows[cell.key] for cell in cells]
+
+
+@pytest.fixture(autouse=True)
+def _small_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_command, "sweep", sweep_here)
+    Path("small.yaml").write_text(SCENARIO)
+    Path("own.yaml").write_text(CLUSTER)
+
+
+def test_a_changed_cluster_file_gives_todays_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(RUN) == 0
+    before = [row["measurement"]["answer"] for row in json.loads(capsys.readouterr().out)["rows"]]
+    Path("own.yaml").write_text(CLUSTER.replace("3_000_000_000", "1_500_000_000"))
+    assert exit_code(RUN) == 0
+    captured = capsys.readouterr()
+    after = [row["measurement"]["answer"] for row in json.loads(captured.out)["rows"]]
+    assert 0 < after[0] < before[0]
+    assert after[1] == before[1]
+    said = "small: 1 of 2 earlier results are out of date and run again; changed: cluster (1)"
+    assert said in captured.err
+    assert "1 of them kept from before; running 1" in captured.err
+
+
+def test_a_dry_run_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code(RUN)
+    Path("own.yaml").write_text(CLUSTER.replace("3_000_000_000", "1_500_000_000"))
+    capsys.readouterr()
+    exit_code([*RUN, "--dry-run"])
+    captured = capsys.readouterr()
+    assert [line["now"] for line in json.loads(captured.out)] == ["would run", "kept (ok)"]
+    assert "changed: cluster (1)" in captured.err
+
+
+def test_comments_and_sources_do_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code(RUN)
+    other = CLUSTER.replace("made up", "measured") + "# a comment\nabout: ours\n"
+    Path("own.yaml").write_text(other)
+    capsys.readouterr()
+    exit_code(RUN)
+    assert "2 cells, 2 of them kept from before\n" in capsys.readouterr().err
+
+
+def test_an_outdated_row_of_another_cell_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is narrowed to some cells uses the earlier rows of the others, if they are current."""
+    own = "{strategy: tensor_parallel, cluster: own.yaml"
+    Path("small.yaml").write_text(SCENARIO.replace("{strategy: single, cluster: own.yaml", own) + CLAIM)
+    exit_code(RUN)
+    before = json.loads(capsys.readouterr().out)["comparison"]
+    Path("own.yaml").write_text(CLUSTER.replace("3_000_000_000", "2_900_000_000"))
+    exit_code([*RUN, "--strategy", "single"])
+    after = json.loads(capsys.readouterr().out)["comparison"]
+    assert before[0]["reproduced"] is not None
+    assert (after[0]["reproduced"], after[0]["note"]) == (None, "cell was not run")
+
+
+SINGLE = Cell(model="bert-tiny", strategy="ring_self_attention", batch=2, seq_len=8, cluster="piz-daint-p100")
+
+
+def row_of(cell: Cell) -> Row:
+    return as_row(cell, Outcome("ok"))
+
+
+def test_each_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of(SINGLE)
+    assert changed_parts(SINGLE, row) == []
+    assert is_final(SINGLE, row)
+
+    def changed(name: str, value: object) -> list[str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(digest_module, name, value)
+            assert not is_final(SINGLE, row)
+            return changed_parts(SINGLE, row)
+
+    cluster = load_cluster("piz-daint-p100")
+    denser = cluster.model_copy(update={"devices_per_node": 2})
+    assert changed("load_cluster", lambda name: denser) == ["cluster"]
+    preset = replace(models()["bert-tiny"], layers=7)  # type: ignore[type-var]
+    assert changed("model_preset", lambda name, options: preset) == ["model"]
+    assert changed("strategy_options", lambda cls: {"block": 3}) == ["strategy"]
+    assert changed("code_digest", lambda: "other") == ["code"]
+    assert changed("installed_version", lambda name: "99") == ["torch"]
+
+
+def test_a_row_without_a_digest_is_out_of_date() -> None:
+    row = row_of(SINGLE)
+    del row["digest"]
+    assert not is_final(SINGLE, row)
+    assert outdated([SINGLE], {SINGLE.key: row}) == (
+        "1 of 1 earlier results are out of date and run again; changed: made by a version without digests (1)"
+    )
+    assert outdated([SINGLE], {SINGLE.key: row_of(SINGLE)}) == outdated([SINGLE], {}) == ""
+    failed = as_row(SINGLE, Outcome("failed"))
+    failed["digest"]["code"] = ""
+    assert outdated([SINGLE], {SINGLE.key: failed}) == ""  # it is run again for another reason
+
+
+def test_code_is_what_a_measurement_may_run(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return digest_of_files(tmp_path, measuring_files(tmp_path))
+
+    first = write("impls/strategies/lasp.py", "a = 1")
+    assert write("impls/strategies/lasp.py", "a = 2") != first
+    assert write("impls/strategies/lasp.py", "a = 1") == first
+    assert write("bench/commands/run.py", "b = 1") == write("bench/cli.py", "c = 1") == first
+    assert write("bench/engines/a_new_one.py", "") != first
+    assert write("bench/a_new_room/power.py", "") != write("bench/cell.py", "")
+    before = digest_of_files(tmp_path, measuring_files(tmp_path))
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert digest_of_files(tmp_path / "copy", measuring_files(tmp_path / "copy")) == before
+
+
+def test_rooms_that_do_not_measure_are_there() -> None:
+    """Under another name a room would count, and every edit of it would make all rows run again."""
+    bench = Path(digest_module.__file__).resolve().parents[1]
+    assert {path.name for path in bench.iterdir()} >= NOT_MEASURING
+
+
+def test_a_plug_in_is_part_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for folder in ("digested_plugin", "digested-1.dist-info"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "digested-1.dist-info" / "METADATA").write_text("Name: digested\nVersion: 1\n")
+    entry = "[spbench.strategies]\nmine = digested_plugin.strategy:Mine\n"
+    (tmp_path / "digested-1.dist-info" / "entry_points.txt").write_text(entry)
+    (tmp_path / "digested_plugin" / "__init__.py").write_text("")
+    (tmp_path / "digested_plugin" / "strategy.py").write_text("first = True")
+    before = code_digest.__wrapped__()
+    (tmp_path / "digested_plugin" / "strategy.py").write_text("first = False")
+    assert code_digest.__wrapped__() != before
+
+
+def test_the_digest_is_quick() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        code_digest.__wrapped__()
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.05
