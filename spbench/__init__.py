@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from spbench.bench.config.answer import Answer, PublishedNumber
     from spbench.bench.config.scenario import Scenario, load_scenario
     from spbench.bench.engines.engine import Engine
+    from spbench.bench.engines.plan import plan
     from spbench.bench.errors import UserError
     from spbench.bench.meters.meter import Communication, Meter
     from spbench.bench.search.search import Quantity
@@ -60,6 +61,7 @@ _HOMES = {
     "spbench.bench.config.answer": ("Answer", "PublishedNumber"),
     "spbench.bench.config.scenario": ("Scenario", "load_scenario"),
     "spbench.bench.engines.engine": ("Engine",),
+    "spbench.bench.engines.plan": ("plan",),
     "spbench.bench.errors": ("UserError",),
     "spbench.bench.meters.meter": ("Communication", "Meter"),
     "spbench.bench.search.search": ("Quantity",),
@@ -106,6 +108,7 @@ __all__ = [
     "collectives",
     "load_scenario",
     "mark_shard",
+    "plan",
     "read_results",
     "run",
     "verify",

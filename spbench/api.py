@@ -65,6 +65,7 @@ def run(
         engines=engines,
         world_sizes=world_sizes,
         variant=variant,
+        where=where,
     )
     cells = _chosen(what, narrowing)
     with ExitStack() as stack:
