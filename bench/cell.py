@@ -176,7 +176,7 @@ class Measurement:
         formula_difference: where meter and closed form disagree, rows of :meth:`Plan.difference`; empty is
             right.
         step_time_s: median of step_time_samples_s, or simulated.
-        tokens_per_s, samples_per_s: the whole batch's positions, and its samples, over step_time_s.
+        tokens_per_s, samples_per_s: the model's tokens of the whole batch, and its samples, over step_time_s.
         breakdown: what a simulated step time is made of; see :attr:`Timeline.by_rank`.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.artist import Artist
@@ -14,7 +14,13 @@ from pandas import DataFrame, isna
 
 from spbench.plots.style import GREY, INK, TIMES, number, shortened
 
-_COLUMNS_POINTS = {"published": 46, "ours": 92, "error": 134}
+_CHARACTER_POINTS, _GAP_POINTS = 4.7, 11
+
+#: role -> (colour within its marker, entry in the legend), of the claims that are not predictions
+_ROLES = {
+    "calibrated": ("white", "calibrated on this value"),
+    "inferred": ("0.7", "a setting was inferred from this value"),
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Claim:
     """A row of a comparison table; None where it has no number.
 
     Attributes:
-        numerator, denominator: keys of result rows; no denominator: the claim is a value, not a ratio.
+        numerator, denominator: keys of result rows; without a denominator the claim is a value, not a ratio.
     """
 
     name: str
@@ -40,12 +46,12 @@ class Claim:
         return bool(self.denominator)
 
     def text(self, value: float | None) -> str:
-        """A value of this claim for people."""
+        """A value of this claim as the panel shows it."""
         return "none" if value is None else number(value) + (TIMES if self.is_ratio else "")
 
 
 def claims_of(comparison: DataFrame) -> list[Claim]:
-    """The claims of a comparison table, in its order; the table may be empty, and read from a CSV file."""
+    """The claims of a comparison table, in its order; the table may be empty, or read from a CSV file."""
     return [_claim(record) for record in comparison.to_dict("records")]
 
 
@@ -72,24 +78,19 @@ def _claim(record: Mapping[object, object]) -> Claim:
     )
 
 
-def height_inches(claims: list[Claim]) -> float:
-    """The height the panel needs."""
+def height_inches(claims: Sequence[Claim]) -> float:
+    """The height that the panel of these claims needs."""
     return 0.75 + 0.24 * len(claims)
 
 
-def draw_claims(ax: Axes, claims: list[Claim]) -> None:
-    """Each claim on a line: ours relative to published at zero, and the numbers beside it."""
+def draw_claims(ax: Axes, claims: Sequence[Claim]) -> None:
+    """Draw each claim on a line: our value's relative error as a marker, and the numbers beside it."""
     several = len({claim.variant for claim in claims}) > 1
+    columns = _columns(claims)
     for y, claim in enumerate(claims):
         color = INK if claim.ours is not None else GREY
-        cells = {
-            "published": claim.text(claim.published),
-            "ours": claim.text(claim.ours),
-            "error": "" if claim.relative_error is None else f"{100 * claim.relative_error:+.1f}%",
-        }
-        for column, text in cells.items():
-            weight = "bold" if column == "error" else "normal"
-            _beside(ax, y, _COLUMNS_POINTS[column], text, color, weight)
+        for column, text in _cells(claim).items():
+            _beside(ax, y, columns[column], text, color, "bold" if column == "error" else "normal")
         if claim.relative_error is None:
             note = shortened(claim.note or "not run", 70)
             ax.text(0.02, y, note, transform=ax.get_yaxis_transform(), color=GREY, fontsize=6.5, va="center")
@@ -100,11 +101,11 @@ def draw_claims(ax: Axes, claims: list[Claim]) -> None:
             [y],
             marker="o",
             color=INK,
-            markerfacecolor="white" if claim.role == "calibrated" else INK,
+            markerfacecolor=_ROLES.get(claim.role, (INK, ""))[0],
             zorder=3,
             gid=f"claim {claim.name} {claim.variant}".strip(),
         )
-    for column, points in _COLUMNS_POINTS.items():
+    for column, points in columns.items():
         _beside(ax, -0.85, points, column, GREY, "normal")
     ax.axvline(0, color=INK, linewidth=1)
     errors = [abs(claim.relative_error) for claim in claims if claim.relative_error is not None]
@@ -122,13 +123,34 @@ def draw_claims(ax: Axes, claims: list[Claim]) -> None:
     ax.set_title("Published and ours", loc="left")
 
 
-def claim_handles(claims: list[Claim]) -> list[Artist]:
-    """A legend entry, where some of the claims are not predictions."""
-    if not any(claim.role == "calibrated" for claim in claims):
-        return []
-    hollow = Line2D([], [], marker="o", color=INK, markerfacecolor="white", linestyle="none")
-    hollow.set_label("calibrated on this value")
-    return [hollow]
+def claim_handles(claims: Sequence[Claim]) -> list[Artist]:
+    """Legend entries of the roles other than predictions that the claims have."""
+    found = {claim.role for claim in claims}
+    return [
+        Line2D([], [], marker="o", color=INK, markerfacecolor=color, linestyle="none", label=label)
+        for role, (color, label) in _ROLES.items()
+        if role in found
+    ]
+
+
+def _cells(claim: Claim) -> dict[str, str]:
+    """The texts beside a claim by their columns."""
+    error = ""
+    if claim.relative_error is not None:
+        # what is not exactly met must not read as if it were
+        small = 0 < abs(claim.relative_error) < 5e-4
+        error = f"{100 * claim.relative_error:{'+.0e' if small else '+.1f'}}%"
+    return {"published": claim.text(claim.published), "ours": claim.text(claim.ours), "error": error}
+
+
+def _columns(claims: Sequence[Claim]) -> dict[str, float]:
+    """Each column's distance from the axes to its right edge, in points, by its longest text."""
+    edges, at = {}, 0.0
+    for column in _cells(claims[0]):
+        longest = max(len(column), *(len(_cells(claim)[column]) for claim in claims))
+        at += _CHARACTER_POINTS * longest + _GAP_POINTS
+        edges[column] = at
+    return edges
 
 
 def _beside(ax: Axes, y: float, points: float, text: str, color: str, weight: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import seaborn as sns
@@ -16,20 +15,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from pandas import DataFrame
 
-from spbench.plots.panel import missing_notes, note_lines, notes_height_inches, write_notes
-from spbench.plots.series import Row, by_model, gpus, series_of, shared, title
-from spbench.plots.style import (
-    INK,
-    PAGE_INCHES,
-    Look,
-    add_legend,
-    backend_name,
-    house_style,
-    looks,
-    new_figure,
-    save,
-    strategy_name,
-)
+from spbench.plots.drawing import Drawing
+from spbench.plots.page import Page
+from spbench.plots.panel import lost_notes
+from spbench.plots.series import Row, backend, by_model, gpus, grouped, shared, strategy, title
+from spbench.plots.style import INK, Look, backend_name, looks, strategy_name
 
 _CURVE_INCHES, _DEVIATION_INCHES = 2.3, 1.5
 _NAMES = {
@@ -38,59 +28,49 @@ _NAMES = {
     "language": "Next-token loss",
 }
 
-#: the curves lie on each other: the first are drawn widest, so that all can be seen
+#: widths of curves in the order of drawing: they lie on each other, and so all can be seen
 _WIDTHS = (4.5, 3.0, 1.8, 0.9)
-#: and more of them than that take turns on the reference, each with dashes of so many line widths
+#: more curves than these widths are dashed and take turns: length of a dash in line widths, width of the line
 _TURN, _TURN_WIDTH = 4.0, 2.0
-_FAINTEST = 1e-9  # what is less, or nothing, is drawn here: a log axis has no zero
-
-
-def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:
-    """Draw convergence.png and convergence.svg into the folder ``output``; returns their paths.
-
-    Args:
-        rows: result rows as in cells.jsonl, whose measurement has ``losses``.
-        comparison: the table of comparison.csv; may be empty.
-    """
-    with house_style():
-        return save(convergence_figure(rows, comparison), output, "convergence")
+_FAINTEST = 1e-9  # smaller deviations are drawn here, as a logarithmic axis has no zero
 
 
 def convergence_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
     """For each model and loss the curves, and below them their deviations from the reference: the run on
-    one device, in the lowest precision that there is one of."""
+    one device, in the lowest precision that there is one of.
+
+    Args:
+        rows: whose measurement has ``losses``.
+    """
     models = by_model(rows)
-    look = looks(row["cell"]["strategy"] for row in rows)
-    notes = [note for name in models for note in _missing(name, models[name], look)]
-    notes = note_lines([*notes, *_bounds(comparison)], PAGE_INCHES)
+    look = looks(map(strategy, rows))
+    notes = lost_notes(
+        (f"{name}, {_label(row, False, False)}", row) for name, some in models.items() for row in some
+    )
     learned = {name: [row for row in some if _losses(row)] for name, some in models.items()}
     learned = {name: some for name, some in learned.items() if some}
-    heights = [_CURVE_INCHES + _DEVIATION_INCHES] * len(learned)
-    heights += [notes_height_inches(notes)] * bool(notes)
-    figure = new_figure(PAGE_INCHES, sum(heights), title(rows, "Losses in training"))
-    if not heights:
-        return figure
-    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    page = Page(
+        title(rows, "Losses in training"),
+        [_CURVE_INCHES + _DEVIATION_INCHES] * len(learned),
+        notes=[*notes, *_bounds(comparison)],
+    )
     handles: list[Artist] = []
     for index, (name, some) in enumerate(learned.items()):
         losses = [loss for loss in _losses(some[0])[0] if loss != "step"]
-        panels = grid[index].subgridspec(2, len(losses), height_ratios=[_CURVE_INCHES, _DEVIATION_INCHES])
+        panels = page.divided(index, 2, len(losses), height_ratios=[_CURVE_INCHES, _DEVIATION_INCHES])
         for column, loss in enumerate(losses):
-            above = figure.add_subplot(panels[0, column])
-            below = figure.add_subplot(panels[1, column], sharex=above)
+            above = page.figure.add_subplot(panels[0, column])
+            below = page.figure.add_subplot(panels[1, column], sharex=above)
             handles += _draw_loss(above, below, some, look, loss)
             above.set_title(f"{name}: {_NAMES.get(loss, loss)}")
             if column == 0:
                 above.set_ylabel("Loss (nats)")
                 below.set_ylabel(f"Deviation from one\ndevice, relative\n({_FAINTEST:g}: or less)")
-    if notes:
-        write_notes(figure.add_subplot(grid[len(heights) - 1]), notes)
-    add_legend(figure, handles)
-    return figure
+    return page.finish(handles)
 
 
 def reference_of(rows: Sequence[Row]) -> Row | None:
-    """The run that the others are compared with."""
+    """The run on one device with the lowest precision that has losses; None if there is none."""
     alone = [row for row in rows if row["cell"]["strategy"] == "single" and _losses(row)]
     return min(alone, key=lambda row: _bits(row["cell"]["precision"]), default=None)
 
@@ -102,29 +82,22 @@ def _bits(precision: str) -> int:
 def _draw_loss(
     above: Axes, below: Axes, rows: Sequence[Row], look: dict[str, Look], loss: str
 ) -> list[Artist]:
-    """The curves of one loss and their deviations; returns legend entries."""
+    """Draw the curves of one loss and their deviations; returns legend entries."""
     reference = reference_of(rows)
     others = [row for row in rows if row is not reference]
-    # the strategies on the reference, and on them what one device does in another precision
-    others.sort(key=lambda row: row["cell"]["strategy"] == "single")
+    # the strategies above the reference, and above them one device in another precision
+    others.sort(key=lambda row: strategy(row) == "single")
     lines = [*([reference] if reference is not None else []), *others]
-    one_precision = shared(rows, "precision") is not None
-    split = _by_backend(rows)
-    backends = list(dict.fromkeys(_backend(row) for row in rows if _strategy(row) in split))
-    palette = [str(color) for color in sns.color_palette("colorblind", max(1, len(backends))).as_hex()]
-    runs = [row for row in others if _strategy(row) != "single"]
+    one_precision, split = shared(rows, "precision") is not None, _by_backend(rows)
+    colors = _colors(rows, look, split)
+    runs = [row for row in others if strategy(row) != "single"]
     in_turns = len(lines) > len(_WIDTHS)
     handles: list[Artist] = []
     for index, row in enumerate(lines):
-        steps = [at["step"] for at in _losses(row)]
-        values = [at[loss] for at in _losses(row)]
-        label = _label(row, one_precision, _strategy(row) in split)
-        control = row is not reference and _strategy(row) == "single"
-        color = look[_strategy(row)].color
-        if _strategy(row) in split:
-            color = palette[backends.index(_backend(row))]
+        label = _label(row, one_precision, strategy(row) in split)
+        control = row is not reference and strategy(row) == "single"
         style: dict[str, Any] = {
-            "color": INK if control else color,
+            "color": INK if control else colors[strategy(row), backend(row)],
             "linestyle": ":" if control else "-",
             "zorder": 2 + index,
         }
@@ -132,17 +105,42 @@ def _draw_loss(
         if in_turns and row in runs:
             turn = (_TURN * runs.index(row), (_TURN, _TURN * (len(runs) - 1)))
             curve |= {"linestyle": turn, "linewidth": _TURN_WIDTH}
-        above.plot(steps, values, label=label, gid=f"{loss} {label}", **curve)
-        # a whole line, also of one that takes turns
+        # in the legend the line is whole, also of a curve that takes turns
         handles.append(Line2D([], [], label=label, **style, linewidth=curve["linewidth"]))
+        losses = {at["step"]: at[loss] for at in _losses(row)}
+        above.plot(list(losses), list(losses.values()), label=label, gid=f"{loss} {label}", **curve)
         if reference is None or row is reference:
             continue
-        there = {at["step"]: at[loss] for at in _losses(reference)}
-        known = [(s, v, there[s]) for s, v in zip(steps, values, strict=True) if there.get(s)]
-        gaps = [max(_FAINTEST, abs(value / other - 1)) for _, value, other in known]
-        # of those that are the same number the first is widest
+        # of curves that are the same numbers the first is widest
         width = 0.9 + (1.2 * (1 - index / len(lines)) if in_turns else 0)
-        below.plot([s for s, _, _ in known], gaps, linewidth=width, gid=f"deviation {loss} {label}", **style)
+        gaps = _deviations(losses, {at["step"]: at[loss] for at in _losses(reference)})
+        gid = f"deviation {loss} {label}"
+        below.plot(list(gaps), list(gaps.values()), linewidth=width, gid=gid, **style)
+    _loss_axes(above, below)
+    return handles
+
+
+def _colors(rows: Sequence[Row], look: dict[str, Look], split: set[str]) -> dict[tuple[str, str], str]:
+    """The colour of each strategy and backend: the strategy's own, or one for each of its backends."""
+    of_split = dict.fromkeys(backend(row) for row in rows if strategy(row) in split)
+    # not the palette of the strategies, whose colours would name the wrong ones
+    palette = dict(zip(of_split, sns.color_palette("Dark2", len(of_split)).as_hex(), strict=True))
+    return {
+        (of, name): str(palette[name]) if of in split else look[of].color
+        for of, name in {(strategy(row), backend(row)) for row in rows}
+    }
+
+
+def _deviations(losses: dict[float, float], reference: dict[float, float]) -> dict[float, float]:
+    """|loss / reference - 1| by step, where the reference is known and not zero; at least ``_FAINTEST``."""
+    return {
+        step: max(_FAINTEST, abs(value / reference[step] - 1))
+        for step, value in losses.items()
+        if reference.get(step)
+    }
+
+
+def _loss_axes(above: Axes, below: Axes) -> None:
     above.tick_params(labelbottom=False)
     below.set_yscale("log")
     below.set_ylim(_FAINTEST / 2, max(1e-5, 2 * below.get_ylim()[1]))
@@ -154,47 +152,34 @@ def _draw_loss(
         ticks = MaxNLocator(7).tick_values(first, last)
         axis.set_major_locator(FixedLocator([tick for tick in ticks if first <= tick <= last]))
     below.set_xlabel("Step")
-    return handles
 
 
 def _losses(row: Row) -> list[dict[str, float]]:
     return row["measurement"].get("losses") or [] if row["status"] == "ok" else []
 
 
-def _strategy(row: Row) -> str:
-    return str(row["cell"]["strategy"])
-
-
-def _backend(row: Row) -> str:
-    return str(row["cell"]["training"]["backend"])
-
-
 def _by_backend(rows: Sequence[Row]) -> set[str]:
     """The strategies that were run with several data-parallel backends."""
-    pairs = {(_strategy(row), _backend(row)) for row in rows}
-    names = [strategy for strategy, _ in pairs]
-    return {name for name in names if names.count(name) > 1}
+    return {name for name, some in grouped(rows, strategy).items() if len(set(map(backend, some))) > 1}
 
 
 def _label(row: Row, one_precision: bool, with_backend: bool) -> str:
     cell = row["cell"]
     count = f" on {gpus(row)} ranks" if gpus(row) > 1 else ""
-    name = "one device" if cell["strategy"] == "single" else strategy_name(cell["strategy"])
+    name = "one device" if strategy(row) == "single" else strategy_name(strategy(row))
     settings = [cell["precision"]] * (not one_precision)
-    settings += [backend_name(_backend(row))] * with_backend
+    settings += [backend_name(backend(row))] * with_backend
     return ", ".join([f"{name}{count}", *settings])
 
 
-def _missing(model: str, rows: Sequence[Row], look: dict[str, Look]) -> list[str]:
-    lost = [(line, [row for row in line.rows if not _losses(row)]) for line in series_of(rows, look)]
-    return missing_notes(model, lost)
-
-
 def _bounds(comparison: DataFrame) -> list[str]:
-    """A line for each deviation that a comparison table states."""
+    """A sentence for each largest deviation in a comparison table."""
     if comparison.empty or "quantity" not in comparison:
         return []
     found = comparison[(comparison["quantity"] == "largest_deviation") & comparison["reproduced"].notna()]
     return [
         f"{entry['claim']} {entry['reproduced']:.2g} ({entry['note']})" for entry in found.to_dict("records")
     ]
+
+
+draw = Drawing(__name__, convergence_figure)

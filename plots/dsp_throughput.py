@@ -1,28 +1,13 @@
 """Throughput of training by number of GPUs and video: DSP (arXiv 2403.10266), version 1, Figure 3."""
 
-from __future__ import annotations
+from functools import partial
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from pandas import DataFrame
-
+from spbench.plots.drawing import Drawing
 from spbench.plots.dsp_videos import videos_figure
-from spbench.plots.line_panels import Quantity
-from spbench.plots.lines import measured
-from spbench.plots.series import Row
-from spbench.plots.style import house_style, save
+from spbench.plots.lines import Quantity, measured
 
-_THROUGHPUT = Quantity("throughput_samples_per_s", "Samples per second", measured("samples_per_s"))
+THROUGHPUT = Quantity("throughput_samples_per_s", "Samples per second", measured("samples_per_s"))
 
-
-def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:
-    """Draw dsp_throughput.png and dsp_throughput.svg into the folder ``output``; returns their paths.
-
-    Args:
-        rows: result rows as in cells.jsonl.
-        comparison: the table of comparison.csv, which has what was published; may be empty.
-    """
-    with house_style():
-        figure = videos_figure(rows, _THROUGHPUT, comparison, "Throughput by number of GPUs")
-        return save(figure, output, "dsp_throughput")
+draw = Drawing(
+    __name__, partial(videos_figure, quantity=THROUGHPUT, default_title="Throughput by number of GPUs")
+)

@@ -8,46 +8,45 @@ from itertools import combinations
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots.along import GPUS
-from spbench.plots.line_panels import Line, Quantity, line_panels, lines_of
-from spbench.plots.lines import Value
-from spbench.plots.series import Row, gpus
+from spbench.plots.along import GPUS, LENGTHS
+from spbench.plots.line_panels import line_panels
+from spbench.plots.lines import Line, Quantity, Value, lines_of
+from spbench.plots.series import Row, gpus, grouped, model, option, shared, strategy
 from spbench.plots.style import looks
 
-#: which dim of the grid a method cuts that cuts one throughout
-_CUTS = {0: "frames cut", 1: "places cut"}
-#: relative difference that is not seen
+#: the dim of the grid that a method splits throughout -> its name
+_SPLITS = {0: "frames cut", 1: "places cut"}
+#: relative difference that cannot be seen
 _ALIKE = 1e-3
 
 
-def videos_figure(rows: Sequence[Row], quantity: Quantity, comparison: DataFrame, otherwise: str) -> Figure:
-    """A panel for each model and video, shorter ones first; a line for each strategy and dim that it cuts.
+def videos_figure(
+    rows: Sequence[Row], comparison: DataFrame, quantity: Quantity, default_title: str
+) -> Figure:
+    """A panel for each model and video, shorter ones first; a line for each strategy and dim that it splits.
 
     Args:
-        comparison: the table of comparison.csv; may be empty.
-        otherwise: a title, where the rows name no scenario.
+        default_title: the title if the rows name no scenario.
     """
-    look = looks(row["cell"]["strategy"] for row in rows)
-    models = {row["cell"]["model"] for row in rows}
-    videos: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row["cell"]["model"], int(row["cell"]["seq_len"]))):
-        name = video(row) if len(models) == 1 else f"{row['cell']['model']}, {video(row)}"
-        videos.setdefault(name, []).append(row)
-    panels = {name: list(lines_of(some, look, GPUS, _cut)) for name, some in videos.items()}
+    look = looks(map(strategy, rows))
+    one_model = shared(rows, "model") is not None
+    in_order = sorted(rows, key=lambda row: (model(row), LENGTHS.at(row)))
+    videos = grouped(in_order, lambda row: video(row) if one_model else f"{model(row)}, {video(row)}")
+    panels = {name: list(lines_of(some, look, GPUS, _split)) for name, some in videos.items()}
     remarks = list(_one_over_the_other(panels, quantity.value))
-    return line_panels(rows, panels, [quantity], comparison, otherwise, GPUS, remarks)
+    return line_panels(rows, panels, [quantity], comparison, default_title, GPUS, remarks)
 
 
 def video(row: Row) -> str:
     """The shape of a row's video in the latent space: frames, and places of each."""
-    positions, frames = int(row["cell"]["seq_len"]), _options(row, "model_options").get("temporal")
+    positions, frames = LENGTHS.at(row), option(row, "model_options", "temporal")
     if not frames:
         return f"{positions} latent positions"
     return f"{frames} frames of {positions // frames} places"
 
 
 def _one_over_the_other(panels: Mapping[str, Sequence[Line]], value: Value) -> Iterator[str]:
-    """A line of text on each two lines of one strategy of which only one is seen, as they are alike."""
+    """A sentence for each two lines of one look that lie on each other, with the panels where they do."""
     where: dict[str, list[str]] = {}
     for name, lines in panels.items():
         for line, other in combinations(lines, 2):
@@ -63,10 +62,6 @@ def _alike(value: float | None, other: float | None) -> bool:
     return value == other if value is None or other is None else abs(value - other) <= _ALIKE * other
 
 
-def _cut(row: Row) -> str:
-    dim = _options(row, "strategy_options").get("grid_dim")
-    return "" if dim is None else _CUTS.get(dim, f"dim {dim} cut")
-
-
-def _options(row: Row, name: str) -> dict[str, int]:
-    return row["cell"].get(name) or {}
+def _split(row: Row) -> str:
+    dim = option(row, "strategy_options", "grid_dim")
+    return "" if dim is None else _SPLITS.get(dim, f"dim {dim} cut")

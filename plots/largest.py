@@ -4,180 +4,121 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from pandas import DataFrame
 
-from spbench.plots.bars import Bar, draw_bars
-from spbench.plots.claims import Claim, claim_handles, claims_of, draw_claims, height_inches
-from spbench.plots.lines import draw_values, highest, measured, without
-from spbench.plots.panel import (
-    gpu_axis,
-    mark_handles,
-    mark_missing,
-    missing_notes,
-    note_lines,
-    notes_height_inches,
-    value_axis,
-    write_notes,
-)
-from spbench.plots.series import Row, by_model, gpu_counts, gpus, series_of, shared, title
-from spbench.plots.style import (
-    COLUMN_INCHES,
-    INK,
-    PAGE_INCHES,
-    TIMES,
-    Look,
-    add_legend,
-    house_style,
-    looks,
-    new_figure,
-    save,
-)
+from spbench.plots.along import GPUS
+from spbench.plots.bars import Bar, bar_width, draw_bars, name_places
+from spbench.plots.claims import Claim, claims_of
+from spbench.plots.line_panels import Published, draw_lines, in_legend_order, missing_notes
+from spbench.plots.lines import Line, Quantity, measured
+from spbench.plots.page import Page
+from spbench.plots.scaling import strategy_lines
+from spbench.plots.series import Row, by_model, gpu_counts, searches_for, shared, strategy, title
+from spbench.plots.style import COLUMN_INCHES, PAGE_INCHES, TIMES, looks
 
 _PANEL_INCHES = 2.5
-_PANELS_A_LINE = 3
+_PANELS_A_ROW = 3
+#: the width of a panel of bars, as a part of one of lines
+_BARS_WIDTH = 0.6
+
+_IMPLIED = f"published ratio {TIMES} our denominator"
 
 _answer = measured("answer")
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """What was searched for.
+class Searched:
+    """A field of cells that is searched for, with its name and unit in titles and labels."""
 
-    Attributes:
-        figure: the name of the figure's files.
-        field: the searched field of the cells.
-        fixed, fixed_name: the field that was given instead, and its name for people.
-    """
-
-    figure: str
-    title: str
     field: str
-    axis_label: str
+    name: str
     unit: str
-    fixed: str
-    fixed_name: str
 
 
-def draw_largest(rows: Sequence[Row], comparison: DataFrame, output: Path, quantity: Quantity) -> list[Path]:
-    """Draw the figure into a folder; returns the paths of its PNG and SVG."""
-    with house_style():
-        return save(largest_figure(rows, comparison, quantity), output, quantity.figure)
+BATCH, LENGTH = Searched("batch", "batch", "sequences"), Searched("seq_len", "sequence length", "tokens")
+#: the field that is given in a search for the other
+_GIVEN = {BATCH: LENGTH, LENGTH: BATCH}
 
 
-def largest_figure(rows: Sequence[Row], comparison: DataFrame, quantity: Quantity) -> Figure:
-    """One panel a model, then the claims.
+def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searched) -> Figure:
+    """A panel for each model, then the claims.
+
+    A model that was run on one number of GPUs and of which a claim states a value has bars, others lines.
 
     Args:
-        rows: result rows; those that are not searches for the quantity are left out.
+        rows: result rows; those that do not search for the field are left out.
     """
-    rows = [row for row in rows if (row["cell"].get("search") or {}).get("quantity") == quantity.field]
+    rows = [row for row in rows if searches_for(row, searched.field)]
     claims, models = claims_of(comparison), by_model(rows)
-    look = looks(row["cell"]["strategy"] for row in rows)
-    bounds = {name: _bound_claims(models[name], claims) for name in models}
-    names = sorted(models, key=lambda name: (bool(bounds[name]), name))
-    lines = [names[at : at + _PANELS_A_LINE] for at in range(0, len(names), _PANELS_A_LINE)]
-    width = PAGE_INCHES if claims or len(names) > 1 else COLUMN_INCHES
-    missing = {name: without(series_of(models[name], look), _answer) for name in names}
-    notes = note_lines([note for name in names for note in missing_notes(name, missing[name])], width)
-    heights = [_PANEL_INCHES] * len(lines)
-    heights += [notes_height_inches(notes)] * bool(notes) + [height_inches(claims)] * bool(claims)
-    figure = new_figure(width, sum(heights), title(rows, quantity.title))
+    look = looks(map(strategy, rows))
+    lines = {name: strategy_lines(some, look) for name, some in models.items()}
+    stated = {name: _stated_values(some, claims) for name, some in models.items()}
+    in_order = sorted(models, key=lambda name: (bool(stated[name]), name))
+    names = [in_order[at : at + _PANELS_A_ROW] for at in range(0, len(in_order), _PANELS_A_ROW)]
+    page = Page(
+        title(rows, f"Largest {searched.name} that fits"),
+        [_PANEL_INCHES] * len(names),
+        notes=[note for name in models for note in missing_notes(name, lines[name], GPUS)],
+        claims=claims,
+        width_inches=PAGE_INCHES if claims or len(models) > 1 else COLUMN_INCHES,
+    )
+    axis_label, given = f"{searched.name.capitalize()} ({searched.unit})", _GIVEN[searched]
+    quantity = Quantity("largest", axis_label, _answer)
     handles: list[Artist] = []
-    if not heights:
-        return figure
-    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
-    for index, line in enumerate(lines):
-        widths = [0.6 if bounds[name] else 1.0 for name in line]
-        panels = grid[index].subgridspec(1, len(line), width_ratios=widths)
-        for column, name in enumerate(line):
-            ax = figure.add_subplot(panels[column])
-            if bounds[name]:
-                _draw_bound(ax, models[name], bounds[name], look)
+    for index, some in enumerate(names):
+        widths = [_BARS_WIDTH if stated[name] else 1.0 for name in some]
+        places = page.divided(index, 1, len(some), width_ratios=widths)
+        for column, name in enumerate(some):
+            ax = page.figure.add_subplot(places[column])
+            if stated[name]:
+                _draw_bars(ax, lines[name], stated[name])
+                ax.set_xlabel(f"{gpu_counts(models[name])[0]} GPUs")
             else:
-                handles += _draw_lines(ax, models[name], claims, look)
-            fixed = shared(models[name], quantity.fixed)
-            between = "\n" if len(line) == _PANELS_A_LINE else ", "
-            ax.set_title(name + (f"{between}{quantity.fixed_name} {fixed}" if fixed else ""))
-            ax.set_ylabel(quantity.axis_label if column == 0 else quantity.unit)
-    if notes:
-        write_notes(figure.add_subplot(grid[len(lines)]), notes)
-    if claims:
-        draw_claims(figure.add_subplot(grid[len(heights) - 1]), claims)
-    lost = [row for some in missing.values() for _, rows in some for row in rows]
-    add_legend(figure, [*handles, *mark_handles(lost), *claim_handles(claims)])
-    return figure
+                published = _implied(models[name], claims)
+                handles += draw_lines(ax, lines[name], quantity, GPUS, published)
+                ax.set_xlabel(GPUS.label)
+            value = shared(models[name], given.field)
+            between = "\n" if len(some) == _PANELS_A_ROW else ", "
+            ax.set_title(name + (f"{between}{given.name} {value}" if value else ""))
+            ax.set_ylabel(axis_label if column == 0 else searched.unit.capitalize())
+    lost = [row for name in models if stated[name] for line in lines[name] for row in line.rows]
+    return page.finish(in_legend_order(handles, _IMPLIED), [row for row in lost if row["status"] != "ok"])
 
 
-def _draw_lines(
-    ax: Axes, rows: Sequence[Row], claims: Sequence[Claim], look: dict[str, Look]
-) -> list[Artist]:
-    """A line a strategy; returns legend entries."""
-    series = series_of(rows, look)
-    handles: list[Artist] = [*draw_values(ax, series, look, _answer, "largest")]
-    top = highest(rows, _answer)
-    implied = [point for claim in claims if (point := _implied(claim, rows)) is not None]
-    if implied:
-        stars = Line2D(
-            *map(list, zip(*implied, strict=True)),
-            linestyle="none",
-            marker="*",
-            markersize=11,
-            markerfacecolor="white",
-            markeredgecolor=INK,
-            label=f"published ratio {TIMES} our denominator",
-            gid="published",
-            zorder=2.5,
-        )
-        ax.add_line(stars)
-        handles.append(stars)
-        top = max([top, *(value for _, value in implied)])
-    missing = without(series, _answer)
-    lost = [row for _, some in missing for row in some]
-    gpu_axis(ax, gpu_counts(rows))
-    value_axis(ax, top, marks=bool(lost))
-    mark_missing(ax, missing, look)
-    return handles
-
-
-def _implied(claim: Claim, rows: Sequence[Row]) -> tuple[int, float] | None:
-    """Where a claim would be in the panel of these rows: the published ratio times our denominator."""
+def _implied(rows: Sequence[Row], claims: Sequence[Claim]) -> Published:
+    """Where claims on these rows would be: a published ratio times our denominator, or a published value."""
     by_key = {row["key"]: row for row in rows}
-    if claim.numerator not in by_key:
-        return None
-    if not claim.is_ratio:
-        return gpus(by_key[claim.numerator]), claim.published
-    denominator = by_key.get(claim.denominator)
-    below = _answer(denominator) if denominator else None
-    return None if below is None else (gpus(by_key[claim.numerator]), claim.published * below)
+    numbers = {}
+    for claim in claims:
+        if claim.numerator in by_key and not claim.is_ratio:
+            numbers[claim.numerator] = claim.published
+        elif claim.numerator in by_key and claim.denominator in by_key:
+            below = _answer(by_key[claim.denominator])
+            if below is not None:
+                numbers[claim.numerator] = claim.published * below
+    return Published(numbers, name=_IMPLIED)
 
 
-def _bound_claims(rows: Sequence[Row], claims: Sequence[Claim]) -> list[Claim]:
-    """The claims that state a value, not a ratio, for a model that was run on one number of GPUs only."""
+def _stated_values(rows: Sequence[Row], claims: Sequence[Claim]) -> list[float]:
+    """The published values of a model that was run on one number of GPUs; ratios are left out."""
     keys = {row["key"] for row in rows}
-    return [c for c in claims if not c.is_ratio and c.numerator in keys and len(gpu_counts(rows)) == 1]
+    stated = [claim.published for claim in claims if not claim.is_ratio and claim.numerator in keys]
+    return list(dict.fromkeys(stated)) if len(gpu_counts(rows)) == 1 else []
 
 
-def _draw_bound(ax: Axes, rows: Sequence[Row], claims: Sequence[Claim], look: dict[str, Look]) -> None:
-    """Bars: what was published, and ours."""
-    bars: list[Bar] = []
-    names: list[str] = []
-    for published in dict.fromkeys(claim.published for claim in claims):
-        bars.append(Bar(len(bars), published, "0.88", "published", hatch="////"))
-        names.append("published")
-    series = series_of(rows, look)
-    for line in series:
+def _draw_bars(ax: Axes, lines: Sequence[Line], published: Sequence[float]) -> None:
+    """A bar for each published value, then one for each row."""
+    bars = [Bar(at, value, "0.88", "published", hatch="////") for at, value in enumerate(published)]
+    names = ["published"] * len(bars)
+    for line in lines:
         for row in line.rows:
             answer = _answer(row)
-            gid = f"{row['status'] if answer is None else 'largest'} {line.label}"
-            bars.append(Bar(len(bars), answer, look[line.strategy].color, gid, status=row["status"]))
-            names.append(line.setting or ("ours" if len(series) == 1 else line.label))
-    draw_bars(ax, bars)
-    ax.set_xlim(-0.6, len(bars) - 0.4)
-    ax.set_xticks(range(len(bars)), names)
-    ax.set_xlabel(f"{gpu_counts(rows)[0]} GPUs")
+            gid = f"ours {row['status'] if answer is None else 'largest'} {line.name}"
+            bars.append(Bar(len(bars), answer, line.look.color, gid, status=row["status"]))
+            names.append("ours" if len(lines) == 1 else line.name)
+    draw_bars(ax, bars, bar_width(1))
+    name_places(ax, names)

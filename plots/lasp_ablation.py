@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -13,21 +12,23 @@ from matplotlib.patches import Patch
 from pandas import DataFrame
 
 from spbench.plots.along import length_text
-from spbench.plots.bars import draw_rows, lost_notes
-from spbench.plots.lines import Value, measured
-from spbench.plots.panel import mark_handles, note_lines, notes_height_inches, write_notes
-from spbench.plots.series import Row, gpus, shared, title
-from spbench.plots.style import (
-    PAGE_INCHES,
-    Look,
-    add_legend,
-    backend_name,
-    house_style,
-    looks,
-    new_figure,
-    save,
-    strategy_name,
+from spbench.plots.bars import draw_rows
+from spbench.plots.drawing import Drawing
+from spbench.plots.lines import Quantity, measured
+from spbench.plots.page import Page
+from spbench.plots.panel import lost_notes
+from spbench.plots.series import (
+    Row,
+    backend,
+    gpu_counts,
+    grouped,
+    option,
+    searches_for,
+    shared,
+    strategy,
+    title,
 )
+from spbench.plots.style import Look, backend_name, looks, strategy_name
 
 _PANEL_INCHES = 2.1
 _OPTIONS = ("kernel_fusion", "state_caching")
@@ -39,107 +40,85 @@ _COMBINATIONS = {
     (False, True): "cached",
     (False, False): "neither",
 }
-
-#: name in ids -> (axis, ours)
-_QUANTITIES: dict[str, tuple[str, Value]] = {
-    "memory": ("Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),
-    "throughput": ("Tokens per second", measured("tokens_per_s")),
-}
-_LENGTH = measured("answer", 1024)
+_QUANTITIES = (
+    Quantity("memory", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),
+    Quantity("throughput", "Tokens per second", measured("tokens_per_s")),
+)
+_LENGTH = Quantity("length", "Longest sequence\n(K tokens, K = 1024)", measured("answer", 1024))
 
 
-def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:
-    """Draw lasp_ablation.png and lasp_ablation.svg into the folder ``output``; returns their paths.
+def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+    """Memory and throughput of each combination; below them the longest sequences.
 
-    Args:
-        rows: result rows as in cells.jsonl; those with either option of LASP, and searches for the length.
-        comparison: not used.
+    Rows that neither set one of LASP's options nor search for the length are left out; the comparison is
+    not used.
     """
-    with house_style():
-        return save(ablation_figure(rows), output, "lasp_ablation")
-
-
-def ablation_figure(rows: Sequence[Row]) -> Figure:
-    """Memory and throughput of each combination; below them the longest sequences."""
-    look = looks(row["cell"]["strategy"] for row in rows)
-    combined = [row for row in rows if any(name in _options(row) for name in _OPTIONS)]
-    searches = [row for row in rows if (row["cell"].get("search") or {}).get("quantity") == "seq_len"]
-    notes = note_lines(list(_notes(combined, searches)), PAGE_INCHES)
-    heights = [_PANEL_INCHES] * (bool(combined) + bool(searches))
-    heights += [notes_height_inches(notes)] * bool(notes)
-    figure = new_figure(PAGE_INCHES, sum(heights), title(rows, "Kernel fusion, state caching and memory"))
-    if not heights:
-        return figure
-    grid = figure.add_gridspec(len(heights), len(_QUANTITIES), height_ratios=heights)
+    look = looks(map(strategy, rows))
+    combined = [row for row in rows if set(_OPTIONS) & set(row["cell"].get("strategy_options") or {})]
+    searches = [row for row in rows if searches_for(row, "seq_len")]
+    page = Page(
+        title(rows, "Kernel fusion, state caching and memory"),
+        [_PANEL_INCHES] * (bool(combined) + bool(searches)),
+        columns=len(_QUANTITIES),
+        notes=list(_notes(combined, searches)),
+    )
     handles: list[Artist] = []
     if combined:
-        for column, name in enumerate(_QUANTITIES):
-            _draw_combinations(figure.add_subplot(grid[0, column]), combined, look, name)
+        for column, quantity in enumerate(_QUANTITIES):
+            _draw_combinations(page.panel(0, column), combined, look, quantity)
     if searches:
-        handles += _draw_lengths(figure.add_subplot(grid[int(bool(combined)), :]), searches, look)
-    if notes:
-        write_notes(figure.add_subplot(grid[len(heights) - 1, :]), notes)
-    lost = [row for row in [*combined, *searches] if row["status"] != "ok"]
-    add_legend(figure, [*handles, *mark_handles(lost)])
-    return figure
+        handles += _draw_lengths(page.panel(int(bool(combined))), searches, look)
+    return page.finish(handles, lost=[row for row in [*combined, *searches] if row["status"] != "ok"])
 
 
-def _options(row: Row) -> dict[str, bool]:
-    return row["cell"].get("strategy_options") or {}
+def _combination(row: Row) -> str:
+    """The name of the row's combination; both options are on unless they are turned off."""
+    fusion, caching = (bool(option(row, "strategy_options", name, True)) for name in _OPTIONS)
+    return _COMBINATIONS[fusion, caching]
 
 
-def _combination(row: Row) -> tuple[bool, bool]:
-    """Both are on unless they are turned off."""
-    fusion, caching = (bool(_options(row).get(name, True)) for name in _OPTIONS)
-    return fusion, caching
-
-
-def _draw_combinations(ax: Axes, rows: Sequence[Row], look: dict[str, Look], quantity: str) -> None:
-    axis_label, value = _QUANTITIES[quantity]
+def _draw_combinations(ax: Axes, rows: Sequence[Row], look: dict[str, Look], quantity: Quantity) -> None:
     known = {_combination(row): row for row in rows}
-    shown = [combination for combination in _COMBINATIONS if combination in known]
-    draw_rows(ax, {_COMBINATIONS[c]: [known[c]] for c in shown}, look, value, quantity)
-    ax.set_ylabel(axis_label)
+    shown = {name: [known[name]] for name in _COMBINATIONS.values() if name in known}
+    draw_rows(ax, shown, look, quantity.value, quantity.column)
+    ax.set_ylabel(quantity.axis_label)
     ax.set_title(_shared_title(rows))
 
 
 def _draw_lengths(ax: Axes, rows: Sequence[Row], look: dict[str, Look]) -> list[Artist]:
-    """Bars of each strategy side by side, by what else saves memory; returns legend entries."""
-    settings = dict.fromkeys(_saving(row) for row in rows)
-    present = {row["cell"]["strategy"] for row in rows}
-    methods = sorted(present, key=lambda name: (name != "single", name))
-    beside = {
-        setting: [
-            row
-            for name in methods
-            for row in rows
-            if row["cell"]["strategy"] == name and _saving(row) == setting
-        ]
-        for setting in settings
+    """Bars of the strategies side by side for each way to save memory; returns legend entries."""
+    methods = sorted(set(map(strategy, rows)), key=lambda name: (name != "single", name))
+    ways = {
+        way: sorted(some, key=lambda row: methods.index(strategy(row)))
+        for way, some in grouped(rows, _saving).items()
     }
-    draw_rows(ax, beside, look, _LENGTH, "length", lambda value: length_text(int(1024 * value)))
-    ax.set_ylabel("Longest sequence\n(K tokens, K = 1024)")
+    draw_rows(ax, ways, look, _LENGTH.value, _LENGTH.column, lambda value: length_text(int(1024 * value)))
+    ax.set_ylabel(_LENGTH.axis_label)
     ax.set_title(f"{_shared_title(rows)}: longest sequence that fits")
     return [Patch(facecolor=look[name].color, label=_method(name)) for name in methods]
 
 
 def _saving(row: Row) -> str:
-    """What else than the strategy saves memory."""
-    checkpointing = (row["cell"].get("model_options") or {}).get("checkpointing", False)
-    return backend_name(row["cell"]["training"]["backend"]) + (", checkpointing" if checkpointing else "")
+    """What saves memory besides the strategy."""
+    checkpointing = option(row, "model_options", "checkpointing", False)
+    return backend_name(backend(row)) + (", checkpointing" if checkpointing else "")
 
 
-def _method(strategy: str) -> str:
-    return "data parallel only" if strategy == "single" else strategy_name(strategy)
+def _method(name: str) -> str:
+    return "data parallel only" if name == "single" else strategy_name(name)
 
 
 def _shared_title(rows: Sequence[Row]) -> str:
-    length, counts = shared(rows, "seq_len"), {gpus(row) for row in rows}
-    parts = [shared(rows, "model"), f"{counts.pop()} GPUs" if len(counts) == 1 else None]
+    """The model, the number of GPUs and the length, as far as all rows have the same."""
+    length, counts = shared(rows, "seq_len"), gpu_counts(rows)
+    parts = [shared(rows, "model"), f"{counts[0]} GPUs" if len(counts) == 1 else None]
     return ", ".join(map(str, filter(None, [*parts, f"{length_text(length)} tokens" if length else None])))
 
 
 def _notes(combined: Sequence[Row], searches: Sequence[Row]) -> Iterator[str]:
-    named = [(_COMBINATIONS[_combination(row)].replace("\n", " "), row) for row in combined]
-    named += [(f"{_method(row['cell']['strategy'])}, {_saving(row)}", row) for row in searches]
+    named = [(_combination(row).replace("\n", " "), row) for row in combined]
+    named += [(f"{_method(strategy(row))}, {_saving(row)}", row) for row in searches]
     return lost_notes(named)
+
+
+draw = Drawing(__name__, _figure)

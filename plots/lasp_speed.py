@@ -4,50 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from spbench.plots.along import LENGTHS
-from spbench.plots.line_panels import Quantity, line_panels, lines_of
-from spbench.plots.lines import measured
-from spbench.plots.series import Row, by_model
-from spbench.plots.style import house_style, looks, save
+from spbench.plots.drawing import Drawing
+from spbench.plots.line_panels import line_panels
+from spbench.plots.lines import Quantity, lines_of, measured
+from spbench.plots.series import Row, by_model, option, strategy
+from spbench.plots.style import looks
 
 _THROUGHPUT = Quantity(
     "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
 )
 
-#: how a baseline computes linear attention -> its name; LASP has but one way
+#: how a baseline computes linear attention -> its name; the strategies of LASP have a single way
 _WAYS = {"left_product": "left product", "chunked": "right product"}
 _ONE_WAY = ("lasp", "lasp2")
 
 
-def draw(rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:
-    """Draw lasp_speed.png and lasp_speed.svg into the folder ``output``; returns their paths.
-
-    Args:
-        rows: result rows as in cells.jsonl, of several lengths and strategies.
-        comparison: the table of comparison.csv, which has what was published; may be empty.
-    """
-    with house_style():
-        return save(speed_figure(rows, comparison), output, "lasp_speed")
-
-
-def speed_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
     """A panel for each model, a line for each strategy and reading of the baselines."""
-    look = looks(row["cell"]["strategy"] for row in rows)
+    look = looks(map(strategy, rows))
     panels = {}
-    for model, some in by_model(rows).items():
-        cluster = some[0]["cell"]["cluster"]
-        panels[model] = list(lines_of(some, look, LENGTHS, partial(_reading, cluster=cluster)))
+    for name, some in by_model(rows).items():
+        reading = partial(_reading, first_cluster=some[0]["cell"]["cluster"])
+        panels[name] = list(lines_of(some, look, LENGTHS, reading))
     return line_panels(rows, panels, [_THROUGHPUT], comparison, "Throughput by sequence length")
 
 
-def _reading(row: Row, cluster: str) -> str:
-    """What of a row others of its strategy may have otherwise; nothing for LASP on the first cluster."""
-    cell = row["cell"]
-    way = str((cell.get("model_options") or {}).get("linear_attention", "chunked"))
-    found = [] if cell["strategy"] in _ONE_WAY else [_WAYS.get(way, way)]
-    return ", ".join([*found, *([cell["cluster"]] if cell["cluster"] != cluster else [])])
+def _reading(row: Row, first_cluster: str) -> str:
+    """How the row's strategy computes linear attention, and its cluster if it is not the first one."""
+    way, cluster = str(option(row, "model_options", "linear_attention", "chunked")), row["cell"]["cluster"]
+    found = [] if strategy(row) in _ONE_WAY else [_WAYS.get(way, way)]
+    return ", ".join([*found, *([cluster] if cluster != first_cluster else [])])
+
+
+draw = Drawing(__name__, _figure)

@@ -8,44 +8,37 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots.line_panels import Line, Quantity, line_panels
-from spbench.plots.lines import measured
-from spbench.plots.series import Row, by_model, gpu_counts, gpus
-from spbench.plots.style import Look, backend_name
+from spbench.plots.along import LENGTHS
+from spbench.plots.line_panels import line_panels
+from spbench.plots.lines import Line, Quantity, measured
+from spbench.plots.series import Row, backend, by_model, gpu_counts, gpus, grouped
+from spbench.plots.style import MARKERS, Look, backend_name
 
 _QUANTITIES = (
     Quantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),
     Quantity("throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True),
 )
-_MARKERS = "osD^vP*X"
 
 
-def length_scaling_figure(rows: Sequence[Row], comparison: DataFrame, otherwise: str) -> Figure:
+def length_scaling_figure(rows: Sequence[Row], comparison: DataFrame, default_title: str) -> Figure:
     """A column for each model and data-parallel backend, the backends in the order of the rows.
 
     Args:
-        otherwise: a title, where the rows name no scenario.
+        rows: of several lengths and numbers of GPUs.
+        default_title: the title if the rows name no scenario.
     """
     look = _looks(gpu_counts(rows))
     panels = {}
-    for model, some in by_model(rows).items():
-        for backend in dict.fromkeys(_backend(row) for row in some):
-            mine = [row for row in some if _backend(row) == backend]
-            panels[f"{model}, {backend_name(backend)}"] = [
-                Line(f"{count} GPUs", look[count], _by_length(mine, count)) for count in gpu_counts(mine)
+    for model, of_model in by_model(rows).items():
+        for name, some in grouped(of_model, backend).items():
+            panels[f"{model}, {backend_name(name)}"] = [
+                Line(f"{count} GPUs", look[count], tuple(sorted(of_count, key=LENGTHS.at)))
+                for count, of_count in sorted(grouped(some, gpus).items())
             ]
-    return line_panels(rows, panels, _QUANTITIES, comparison, otherwise)
+    return line_panels(rows, panels, _QUANTITIES, comparison, default_title)
 
 
 def _looks(counts: Sequence[int]) -> dict[int, Look]:
-    """Counts are ordered and so are their colours, which differ in lightness too, but for the lightest."""
+    """A look for each count, from dark to light; the palette's lightest colour is left out."""
     colors = sns.color_palette("viridis", len(counts) + 1).as_hex() if counts else []
-    return {n: Look(str(colors[i]), _MARKERS[i % len(_MARKERS)]) for i, n in enumerate(counts)}
-
-
-def _backend(row: Row) -> str:
-    return str(row["cell"]["training"]["backend"])
-
-
-def _by_length(rows: Sequence[Row], count: int) -> tuple[Row, ...]:
-    return tuple(sorted((r for r in rows if gpus(r) == count), key=lambda row: row["cell"]["seq_len"]))
+    return {n: Look(str(colors[i]), MARKERS[i % len(MARKERS)]) for i, n in enumerate(counts)}

@@ -1,24 +1,22 @@
-"""Lines of one value by number of GPUs, one a strategy."""
+"""Lines of rows and the quantities that are drawn along them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+from spbench.plots.along import Along
+from spbench.plots.series import Row, grouped, strategy
+from spbench.plots.style import Look, strategy_name
 
-from spbench.plots.series import Row, Series, gpus
-from spbench.plots.style import Look
+_DASHES = ("--", ":", "-.")
 
-LINESTYLES = ("-", "--", ":", "-.")
-
-#: what a row has of the value that is drawn; None: nothing
+#: a row's value of a quantity, None if it has none
 Value = Callable[[Row], float | None]
 
 
 def measured(field: str, unit: float = 1) -> Value:
-    """A number of the measurement, of rows that ran through."""
+    """The values of a field of the measurement, in units of ``unit``; None for rows that are not ok."""
 
     def value(row: Row) -> float | None:
         found = row["measurement"].get(field) if row["status"] == "ok" else None
@@ -27,42 +25,42 @@ def measured(field: str, unit: float = 1) -> Value:
     return value
 
 
-def draw_values(
-    ax: Axes, series: Sequence[Series], look: dict[str, Look], value: Value, name: str, **style: Any
-) -> list[Line2D]:
-    """Draw the value of each line, with the id ``name`` and the line's label; settings of a strategy differ
-    in how lines are dashed. Returns the lines, in the order of the series.
+@dataclass(frozen=True)
+class Quantity:
+    """What a y axis shows.
+
+    Attributes:
+        column: the quantity's name in a comparison table and in the ids of what is drawn.
+        logarithmic: for values that grow with the x axis, so that relative errors can be seen everywhere.
+    """
+
+    column: str
+    axis_label: str
+    value: Value
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """Rows along the x axis that are drawn as one line; ``name`` is its entry in the legend."""
+
+    name: str
+    look: Look
+    rows: tuple[Row, ...]
+    linestyle: str = "-"
+
+
+def lines_of(
+    rows: Sequence[Row], look: Mapping[str, Look], along: Along, setting: Callable[[Row], str] = lambda _: ""
+) -> Iterator[Line]:
+    """A line for each strategy, in the order of ``look``, or several dashed ones by their settings.
 
     Args:
-        style: of all lines, where it should not be the usual one.
+        setting: what distinguishes a row from others of its strategy; empty where nothing does.
     """
-    dashes: dict[str, str] = {}
-    drawn = []
-    for line in series:
-        known = [(gpus(row), found) for row in line.rows if (found := value(row)) is not None]
-        usual: dict[str, Any] = {
-            "color": look[line.strategy].color,
-            "marker": look[line.strategy].marker,
-            "linestyle": dashes.setdefault(line.setting, LINESTYLES[len(dashes) % len(LINESTYLES)]),
-            "label": line.label,
-            "zorder": 3,
-        }
-        drawn += ax.plot(
-            [count for count, _ in known],
-            [found for _, found in known],
-            gid=f"{name} {line.label}",
-            **(usual | style),
-        )
-    return drawn
-
-
-def highest(rows: Sequence[Row], value: Value) -> float:
-    """The largest value of the rows; 0 if none has one."""
-    return max((found for row in rows if (found := value(row)) is not None), default=0.0)
-
-
-def without(series: Sequence[Series], value: Value) -> list[tuple[Series, list[Row]]]:
-    """Of each line the rows that did not run through and have no value."""
-    return [
-        (line, [row for row in line.rows if row["status"] != "ok" and value(row) is None]) for line in series
-    ]
+    rows_of = grouped(rows, strategy)
+    for name, its_look in look.items():
+        for index, (text, some) in enumerate(grouped(rows_of.get(name, []), setting).items()):
+            label = ", ".join(filter(None, (strategy_name(name), text)))
+            dashes = _DASHES[index % len(_DASHES)] if text else "-"
+            yield Line(label, its_look, tuple(sorted(some, key=along.at)), dashes)

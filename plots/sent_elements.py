@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 from pandas import DataFrame, isna
 
 from spbench.plots.along import Along
-from spbench.plots.line_panels import Quantity, line_panels, lines_of
-from spbench.plots.series import Row
+from spbench.plots.line_panels import line_panels
+from spbench.plots.lines import Quantity, lines_of
+from spbench.plots.series import Row, engine, grouped, strategy
 from spbench.plots.style import looks
 
 _COLUMN, _EXACT, _BACKWARD = "sent_elements", "-wire", "-backward"
@@ -20,34 +21,29 @@ _SAME = 1e-12
 def sent_elements_figure(
     rows: Sequence[Row], comparison: DataFrame, along: Along, panel: Callable[[Row], str]
 ) -> Figure:
-    """The panels that have several places along the x axis, and where there are such, several strategies.
+    """Metered elements by strategy, in the panels that have several places along the x axis and several
+    strategies; panels of one strategy are drawn only if there are no others.
 
     Args:
-        comparison: the table of comparison.csv, whose formulas speak of the rows; may be empty.
+        comparison: the table of comparison.csv with the formulas of the rows; may be empty.
         panel: the title of a row's panel.
     """
     exact = exact_formulas(comparison)
-    metered = {
-        entry["cell"]: float(entry["reproduced"])
-        for entry in exact.to_dict("records")
-        if not isna(entry["reproduced"])
-    }
-    keys = set() if exact.empty else set(exact["cell"])
-    spoken_of = [row for row in rows if row["key"] in keys]
-    look = looks(row["cell"]["strategy"] for row in spoken_of)
+    known = [] if exact.empty else exact.to_dict("records")
+    metered = {entry["cell"]: float(entry["reproduced"]) for entry in known if not isna(entry["reproduced"])}
+    keys = {entry["cell"] for entry in known}
+    with_formula = [row for row in rows if row["key"] in keys]
+    look = looks(map(strategy, with_formula))
     quantity = Quantity(
         _COLUMN,
         "Elements sent per GPU\nand layer, forward",
         lambda row: metered.get(row["key"]),  # what is sent is known of runs out of memory too
         logarithmic=True,
     )
-    found: dict[str, list[Row]] = {}
-    for row in spoken_of:
-        found.setdefault(panel(row), []).append(row)
     panels = {
         name: list(lines_of(_of_one_engine(some, along), look, along))
-        for name, some in found.items()
-        if len({along.at(row) for row in some}) > 1
+        for name, some in grouped(with_formula, panel).items()
+        if len(set(map(along.at, some))) > 1
     }
     panels = {name: lines for name, lines in panels.items() if len(lines) > 1} or panels
     return line_panels(
@@ -63,8 +59,11 @@ def sent_elements_figure(
 
 
 def exact_formulas(comparison: DataFrame) -> DataFrame:
-    """The rows of formulas that state what is sent forward; papers count some methods otherwise, for which
-    there is a formula of their own beside it."""
+    """The rows of a comparison table with formulas of what is sent forward.
+
+    Where a paper counts a method's elements otherwise, the table has an exact formula too, which replaces the
+    paper's.
+    """
     if comparison.empty:
         return comparison
     formulas = comparison[comparison["quantity"] == _COLUMN]
@@ -75,15 +74,15 @@ def exact_formulas(comparison: DataFrame) -> DataFrame:
 
 
 def _of_one_engine(rows: Sequence[Row], along: Along) -> list[Row]:
-    """Where both engines ran a cell: the row of the virtual one."""
-    last = sorted(rows, key=lambda row: row["cell"].get("engine", "virtual") == "virtual")
-    return list({(row["cell"]["strategy"], along.at(row)): row for row in last}.values())
+    """One row for each strategy and place: the virtual engine's where several engines ran it."""
+    last = sorted(rows, key=lambda row: engine(row) == "virtual")
+    return list({(strategy(row), along.at(row)): row for row in last}.values())
 
 
 def _agreement(exact: DataFrame) -> Iterator[str]:
-    """A line on how many of the metered numbers are the formula's, of all sizes and engines."""
+    """A sentence for each engine on how many of its metered numbers are those of the formulas."""
     known = [] if exact.empty else exact[exact["reproduced"].notna()].to_dict("records")
-    for engine in dict.fromkeys(str(entry["claim"]).rsplit(", ", 1)[-1] for entry in known):
-        mine = [entry for entry in known if str(entry["claim"]).endswith(f", {engine}")]
+    for name in dict.fromkeys(str(entry["claim"]).rsplit(", ", 1)[-1] for entry in known):
+        mine = [entry for entry in known if str(entry["claim"]).endswith(f", {name}")]
         same = [entry for entry in mine if abs(entry["relative_error"]) < _SAME]
-        yield f"engine {engine}: metered as by the formula in {len(same)} of {len(mine)} cells"
+        yield f"engine {name}: metered as by the formula in {len(same)} of {len(mine)} cells"

@@ -1,4 +1,4 @@
-"""The look that all figures share: colours, markers, sizes, units, and how a figure is saved."""
+"""The look that all figures share: colours, markers, sizes, names and the format of numbers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import matplotlib as mpl
 import seaborn as sns
@@ -21,18 +20,19 @@ from matplotlib.figure import Figure
 PAGE_INCHES, COLUMN_INCHES = 7.2, 3.6
 DPI = 150
 
-#: strategies in the order in which they take colours and stand in legends; others follow by name
-_ORDER = (
-    "tensor_parallel",
-    "ring_self_attention",
-    "megatron_sp",
-    "ulysses",
-    "ring_attention",
-    "lasp",
-    "dsp",
-    "single",
-)
-_MARKERS = "osD^vP*hXp"
+#: strategies in the order of legends -> place in the palette of ten colours, and marker
+_LOOKS = {
+    "tensor_parallel": (0, "o"),
+    "ring_self_attention": (1, "s"),
+    "megatron_sp": (2, "D"),
+    "ulysses": (3, "^"),
+    "ring_attention": (4, "v"),
+    "lasp": (5, "P"),
+    "lasp2": (9, "X"),
+    "dsp": (6, "*"),
+    "single": (7, "h"),
+}
+MARKERS = "osD^vP*hXp"
 _NAMES = {
     "megatron_sp": "Megatron-SP",
     "ulysses": "Ulysses",
@@ -79,13 +79,21 @@ class Look:
 
 
 def looks(strategies: Iterable[str]) -> dict[str, Look]:
-    """The look of each strategy, in the order of legends. Known ones look the same in every figure."""
+    """The look of each strategy, in the order of legends.
+
+    A strategy looks the same in every figure, whichever others are in it: one that is not known here takes
+    its colour and marker from its name.
+    """
     names = set(strategies)
-    known, others = [name for name in _ORDER if name in names], sorted(names - set(_ORDER))
-    colors = [str(color) for color in sns.color_palette("colorblind", 8).as_hex()]
-    every = list(islice(zip(cycle(colors), cycle(_MARKERS), strict=False), len(_ORDER) + len(others)))
-    taken = dict(zip(_ORDER, every, strict=False)) | dict(zip(others, every[len(_ORDER) :], strict=True))
-    return {name: Look(*taken[name]) for name in [*known, *others]}
+    palette = [str(color) for color in sns.color_palette("colorblind", 10).as_hex()]
+    found = {name: Look(palette[at], marker) for name, (at, marker) in _LOOKS.items() if name in names}
+    return found | {name: _look_by_name(name) for name in sorted(names - set(_LOOKS))}
+
+
+def _look_by_name(name: str) -> Look:
+    digest = crc32(name.encode())
+    (color,) = sns.husl_palette(1, h=digest / 2**32, l=0.5).as_hex()
+    return Look(str(color), MARKERS[digest % len(MARKERS)])
 
 
 def tint(color: str, strength: float) -> tuple[float, float, float]:
@@ -95,22 +103,22 @@ def tint(color: str, strength: float) -> tuple[float, float, float]:
 
 
 def strategy_name(strategy: str) -> str:
-    """The strategy's name for people."""
+    """The strategy's name as figures show it."""
     return _NAMES.get(strategy, strategy.replace("_", " "))
 
 
 def backend_name(backend: str) -> str:
-    """The data-parallel backend's name for people."""
+    """The data-parallel backend's name as figures show it."""
     return _BACKENDS.get(backend, backend)
 
 
 def number(value: float) -> str:
-    """A value with three digits, or whole with separators from a thousand on."""
+    """A value with three significant digits; from 1,000 on all digits of the whole part."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def shortened(text: str, width: int, lines: int = 1) -> str:
-    """The text on at most so many lines of so many characters."""
+    """The text wrapped to ``width`` characters, cut after ``lines`` lines."""
     words = " ".join(text.split())
     wrapped = textwrap.wrap(words, width, max_lines=lines, placeholder=" …", break_on_hyphens=False)
     return "\n".join(wrapped)
@@ -118,13 +126,13 @@ def shortened(text: str, width: int, lines: int = 1) -> str:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Draw and save figures within this."""
+    """The settings of matplotlib and seaborn under which figures are drawn and saved."""
     with sns.axes_style("whitegrid"), mpl.rc_context(_RC):
         yield
 
 
 def new_figure(width_inches: float, height_inches: float, title: str) -> Figure:
-    """An empty figure that arranges itself and needs no display; the title's height is added to it."""
+    """An empty figure with constrained layout, which needs no display; the title adds to its height."""
     lines = shortened(title, int(13 * width_inches), 3)
     height_inches += 0.25 + 0.17 * (1 + lines.count("\n"))
     figure = Figure(figsize=(width_inches, height_inches), layout="constrained", dpi=DPI)
@@ -134,7 +142,7 @@ def new_figure(width_inches: float, height_inches: float, title: str) -> Figure:
 
 
 def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
-    """One legend for all panels, in room made under them; handles of one label are one entry."""
+    """Add one legend for all panels and make the figure higher by it; handles of one label are one entry."""
     entries = {str(handle.get_label()): handle for handle in reversed(handles)}
     ordered = list(reversed(entries.values()))
     if not ordered:
@@ -143,12 +151,3 @@ def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
     columns = max(1, min(fitting, len(ordered)))
     figure.set_figheight(figure.get_figheight() + 0.16 * -(-len(ordered) // columns) + 0.1)
     figure.legend(handles=ordered, loc="outside lower center", ncols=columns, frameon=False, handlelength=2.8)
-
-
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write NAME.png and NAME.svg, the same bytes for the same figure; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    figure.savefig(paths[0], dpi=DPI, metadata={"Software": None})
-    figure.savefig(paths[1], metadata={"Date": None})
-    return paths

@@ -21,6 +21,7 @@ from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.simulator.simulate import Simulator
+from spbench.impls.models.model import model_preset
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
 BOUNDS = {
@@ -89,7 +90,8 @@ def known_cells(
             continue
         on_trace(cell)
         simulator = trace_classes(cell, events=True).simulator()
-        work = cell.shape[0] if by_sample else math.prod(cell.shape)
+        tokens = model_preset(cell.model, cell.model_options).tokens(*cell.shape)
+        work = cell.shape[0] if by_sample else tokens
         known.append(Known(row, cell, work / throughput, simulator))
     return known
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement
@@ -18,6 +17,7 @@ from spbench.bench.meters.recorder import Recorder
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.simulator.program import Program
 from spbench.bench.simulator.simulate import Simulator
+from spbench.impls.models.model import model_preset
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
 
 def add_step_time(measurement: Measurement, cell: Cell, step_time_s: float) -> None:
     """Set the step time, and throughput in tokens of the model and in samples of the whole batch."""
-    batch, _ = cell.shape
+    model = model_preset(cell.model, cell.model_options)
     measurement.step_time_s = step_time_s
-    measurement.tokens_per_s = prod(cell.shape) / step_time_s
-    measurement.samples_per_s = batch / step_time_s
+    measurement.tokens_per_s = model.tokens(*cell.shape) / step_time_s
+    measurement.samples_per_s = cell.shape[0] / step_time_s
 
 
 def can_time(cell: Cell) -> bool:

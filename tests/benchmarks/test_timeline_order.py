@@ -2,9 +2,10 @@
 pytest tests/benchmarks/test_timeline_order.py --benchmark-only -s
 
 Prints each cell's measured and simulated step time, and how well their order agrees; with
-SPBENCH_TIMELINE_ORDER=FILE the table also goes to that CSV file. Times are reported, not judged. Run it on a
-machine that does nothing else: the threads of a rank wait for each other in every operator, so that one more
-busy process can slow a step tenfold, and in another cell than in the rates. It takes some minutes.
+SPBENCH_TIMELINE_ORDER=FILE the table also goes to that CSV file. Times are reported, not judged; the order
+must not be one by chance. Run it on a machine that does nothing else: the threads of a rank wait for each
+other in every operator, so that one more busy process can slow a step tenfold, and in another cell than in
+the rates. It takes some minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import pytest
 from spbench.bench.calibration.validation import agreement, as_frame, cells, measure_order, rates
 from spbench.bench.commands.forms.as_table import drawn
 from spbench.bench.commands.report import Table
+
+#: Spearman's correlation of 15 cells that an order by chance exceeds once in 200 runs
+BY_CHANCE = 0.65
 
 
 def test_order_of_strategies_and_sizes(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,4 +46,4 @@ def test_order_of_strategies_and_sizes(benchmark: Any, capsys: pytest.CaptureFix
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         as_frame(rows, clusters).to_csv(path, index=False)
     assert len(rows) == len(chosen)
-    assert -1 <= found.rank_correlation <= 1
+    assert found.rank_correlation > BY_CHANCE, found

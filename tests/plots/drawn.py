@@ -1,4 +1,4 @@
-"""What was drawn: found by the ids that artists carry, and checked in the files."""
+"""Finds what was drawn by the ids of artists, and checks figures and files."""
 
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,16 @@ def points(figure: Figure, gid: str) -> list[tuple[float, float]]:
 def legend(figure: Figure) -> list[str]:
     """The entries of the figure's legend."""
     return [text.get_text() for drawn in figure.legends for text in drawn.get_texts()]
+
+
+def assert_below_zero(mark: Line2D) -> None:
+    """The mark stands in the panel, below the zero of its y axis."""
+    ax = mark.axes
+    assert ax is not None
+    _, at = mark.get_transform().transform(mark.get_xydata())[0]
+    _, foot = ax.transAxes.transform((0, 0))
+    _, zero = ax.transData.transform((1, 0))
+    assert foot < at < zero
 
 
 def assert_valid(paths: list[Path], folder: Path, name: str) -> None:

@@ -68,7 +68,7 @@ def test_curves_and_deviations(rows: list[Row]) -> None:
 def test_runs_without_losses_are_told(rows: list[Row]) -> None:
     rows[0] |= {"status": "failed", "reason": "a reason", "measurement": {}}
     figure = drawn(rows)
-    assert "bert-mini, single, fp32: failed at 1 GPUs (a reason)" in artists(figure, "notes")[0].get_text()
+    assert "bert-mini, one device, fp32: failed (a reason)" in artists(figure, "notes")[0].get_text()
     # the other one-device run takes its place
     assert not artists(figure, "deviation mlm one device, fp64")
     assert points(figure, f"deviation mlm {RSA}")

@@ -11,9 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from spbench.plots import max_batch, max_seqlen
-from spbench.plots.largest import Quantity, largest_figure
+from spbench.plots.drawing import Drawing
 from spbench.plots.style import TIMES, house_style
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
+from tests.plots.drawn import (
+    artists,
+    assert_below_zero,
+    assert_nothing_overlaps,
+    assert_valid,
+    legend,
+    points,
+)
 from tests.plots.rows import compared, searched, table
 
 TP, RSA = "tensor_parallel", "ring_self_attention"
@@ -29,18 +36,18 @@ BOUND = compared("rsa-linformer-upper-bound", 114000.0, 131072.0, LINFORMER["key
 def drawn(
     rows: list[dict[str, Any]],
     comparison: pd.DataFrame | None = None,
-    quantity: Quantity = max_seqlen.QUANTITY,
+    draw: Drawing = max_seqlen.draw,
 ) -> Figure:
     with house_style():
-        figure = largest_figure(rows, pd.DataFrame() if comparison is None else comparison, quantity)
+        figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
         assert_nothing_overlaps(figure)
     return figure
 
 
 def test_lines_are_the_rows() -> None:
     figure = drawn(ROWS)
-    assert points(figure, "largest ring self attention") == [(4, 768), (16, 1856), (64, 2816)]
-    assert points(figure, "largest tensor parallel") == [(4, 652), (6, 788), (12, 1028)]
+    assert points(figure, "ours largest ring self attention") == [(4, 768), (16, 1856), (64, 2816)]
+    assert points(figure, "ours largest tensor parallel") == [(4, 652), (6, 788), (12, 1028)]
     (ax,) = figure.axes
     assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "6", "12", "16", "64"]
     assert ax.get_ylabel() == "Sequence length (tokens)"
@@ -50,9 +57,9 @@ def test_lines_are_the_rows() -> None:
 
 def test_batches() -> None:
     rows = [searched(TP, n, 8 * n, quantity="batch") for n in (4, 8)]
-    figure = drawn([*rows, *ROWS], quantity=max_batch.QUANTITY)
-    assert points(figure, "largest tensor parallel") == [(4, 32), (8, 64)]
-    assert not artists(figure, "largest ring self attention")
+    figure = drawn([*rows, *ROWS], draw=max_batch.draw)
+    assert points(figure, "ours largest tensor parallel") == [(4, 32), (8, 64)]
+    assert not artists(figure, "ours largest ring self attention")
     assert figure.axes[0].get_ylabel() == "Batch (sequences)"
 
 
@@ -65,8 +72,7 @@ def test_cells_without_an_answer_are_marked_at_the_bottom() -> None:
         searched(RSA, 256, None, "timeout"),
     ]
     figure = drawn([*ROWS, *lost])
-    ax = figure.axes[0]
-    assert points(figure, "largest tensor parallel") == [(4, 652), (6, 788), (12, 1028)]
+    assert points(figure, "ours largest tensor parallel") == [(4, 652), (6, 788), (12, 1028)]
     for status, line, count, marker in (
         ("oom", "tensor parallel", 2, "x"),
         ("oom", "ring self attention", 2, "x"),
@@ -74,11 +80,10 @@ def test_cells_without_an_answer_are_marked_at_the_bottom() -> None:
         ("failed", "ring self attention", 128, "v"),
         ("timeout", "ring self attention", 256, "v"),
     ):
-        (mark,) = artists(figure, f"{status} {line}")
+        (mark,) = artists(figure, f"ours {status} {line}")
         assert mark.get_marker() == marker
-        ((x, y),) = points(figure, f"{status} {line}")
-        assert x == count
-        assert ax.get_ylim()[0] < y < 0
+        assert mark.get_xdata() == [count]
+        assert_below_zero(mark)
     assert {"out of memory", "unsupported", "failed"} < set(legend(figure))
     (notes,) = artists(figure, "notes")
     assert "tensor parallel: unsupported at 16 GPUs (reason of unsupported)" in " ".join(
@@ -91,7 +96,7 @@ def test_marks_of_two_strategies_stand_side_by_side() -> None:
     places = [
         mark.get_transform().transform(mark.get_xydata())[0]
         for line in ("tensor parallel", "ring self attention")
-        for mark in artists(figure, f"oom {line}")
+        for mark in artists(figure, f"ours oom {line}")
     ]
     assert abs(places[0][0] - places[1][0]) > 8
     assert places[0][1] == pytest.approx(places[1][1])
@@ -99,8 +104,8 @@ def test_marks_of_two_strategies_stand_side_by_side() -> None:
 
 def test_nothing_fits_anywhere() -> None:
     figure = drawn([searched(TP, n, None, "oom") for n in (4, 8)], table(RATIO))
-    assert points(figure, "largest tensor parallel") == []
-    assert [x for x, _ in points(figure, "oom tensor parallel")] == [4, 8]
+    assert points(figure, "ours largest tensor parallel") == []
+    assert [mark.get_xdata() for mark in artists(figure, "ours oom tensor parallel")] == [[4], [8]]
 
 
 def test_claims_stand_beside_ours() -> None:
@@ -109,10 +114,12 @@ def test_claims_stand_beside_ours() -> None:
     )
     figure = drawn([*ROWS, LINFORMER], table(RATIO, BOUND, missing))
     # in the panel of its model: the published ratio times our denominator
-    assert points(figure, "published") == [(64, pytest.approx(3.0 * 1028))]
+    implied = points(figure, "published largest ring self attention")
+    assert implied == [(64, pytest.approx(3.0 * 1028))]
+    assert f"published ratio {TIMES} our denominator" in legend(figure)
     _, linformer, claims = figure.axes
     heights = {bar.get_gid(): bar.get_height() for bar in linformer.patches if isinstance(bar, Rectangle)}
-    assert heights == {"published": 114000, "largest ring self attention": 131072}
+    assert heights == {"published": 114000, "ours largest ring self attention": 131072}
     for entry in (RATIO, BOUND):
         ((error, _),) = points(figure, f"claim {entry['claim']} first-steps")
         assert error == pytest.approx(entry["relative_error"])
@@ -135,16 +142,16 @@ def test_bound_without_an_answer(status: str) -> None:
     lost = {**LINFORMER, "status": status, "measurement": {"answer": None}}
     figure = drawn([lost], table({**BOUND, "reproduced": None, "relative_error": None}))
     assert [bar.get_gid() for bar in figure.axes[0].patches] == ["published"]
-    ((x, y),) = points(figure, f"{status} ring self attention")
-    assert x == 1
-    assert y < 0
+    (mark,) = artists(figure, f"ours {status} ring self attention")
+    assert mark.get_xdata() == [1]
+    assert_below_zero(mark)
 
 
 def test_variants_are_lines_of_their_own() -> None:
     later = [searched(row["cell"]["strategy"], 4, 500, variant="all-steps") for row in ROWS[1:4:2]]
     figure = drawn([*ROWS, *later], table(RATIO, {**RATIO, "variant": "all-steps"}))
-    assert points(figure, "largest tensor parallel, all-steps") == [(4, 500)]
-    assert len(points(figure, "largest tensor parallel, first-steps")) == 3
+    assert points(figure, "ours largest tensor parallel, all-steps") == [(4, 500)]
+    assert len(points(figure, "ours largest tensor parallel, first-steps")) == 3
 
 
 def test_many_strategies_and_sizes() -> None:
@@ -156,8 +163,8 @@ def test_many_strategies_and_sizes() -> None:
             row["status"] = "ok" if row["measurement"] else "oom"
             rows.append(row)
     figure = drawn(rows)
-    colors = [artists(figure, f"largest strategy {n}")[0].get_color() for n in range(10)]
-    markers = [artists(figure, f"largest strategy {n}")[0].get_marker() for n in range(10)]
+    colors = [artists(figure, f"ours largest strategy {n}")[0].get_color() for n in range(10)]
+    markers = [artists(figure, f"ours largest strategy {n}")[0].get_marker() for n in range(10)]
     assert len(set(zip(colors, markers, strict=True))) == 10
 
 

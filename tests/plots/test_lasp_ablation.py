@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from spbench.plots.lasp_ablation import ablation_figure, draw
+from spbench.plots.lasp_ablation import draw
 from spbench.plots.style import house_style
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend
+from tests.plots.drawn import artists, assert_below_zero, assert_nothing_overlaps, assert_valid, legend
 from tests.plots.rows import ran
 
 Row = dict[str, Any]
@@ -58,7 +58,7 @@ SEARCHES = [
 
 def drawn(rows: list[Row]) -> Figure:
     with house_style():
-        figure = ablation_figure(rows)
+        figure = draw.figure(rows, pd.DataFrame())
         assert_nothing_overlaps(figure)
     return figure
 
@@ -88,7 +88,7 @@ def test_bars_without_a_number_are_marked_and_told() -> None:
     (failed,) = artists(figure, "throughput cached LASP")
     (lost,) = artists(figure, "length DDP single")
     for mark in (failed, lost):
-        assert mark.axes.get_ylim()[0] < mark.get_ydata()[0] < 0
+        assert_below_zero(mark)
     assert legend(figure)[-2:] == ["failed", "out of memory"]
     (notes,) = artists(figure, "notes")
     assert notes.get_text() == "cached: failed (reason of failed)"

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from spbench.plots.lasp_communication import communication_figure, draw
+from spbench.plots.lasp_communication import draw
 from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 from tests.plots.rows import ran, table
@@ -55,7 +55,7 @@ COMPARISON = table(
 
 def drawn(rows: list[Row], comparison: pd.DataFrame) -> Figure:
     with house_style():
-        figure = communication_figure(rows, comparison)
+        figure = draw.figure(rows, comparison)
         assert_nothing_overlaps(figure)
     return figure
 
@@ -67,8 +67,8 @@ def test_lasp_does_not_grow_and_the_formula_is_what_is_metered() -> None:
     assert points(figure, "ours sent_elements LASP") == [(n, STATE) for n in LENGTHS]
     assert points(figure, "ours sent_elements ring attention") == [(n, 14 * n) for n in LENGTHS]
     # the exact count, not the paper's
-    assert points(figure, "formula sent_elements ring attention") == [(n, 14 * n) for n in LENGTHS]
-    assert points(figure, "formula sent_elements LASP") == [(n, STATE) for n in LENGTHS]
+    assert points(figure, "published sent_elements ring attention") == [(n, 14 * n) for n in LENGTHS]
+    assert points(figure, "published sent_elements LASP") == [(n, STATE) for n in LENGTHS]
     assert legend(figure) == ["ring attention", "LASP", "formula"]
 
 
@@ -87,7 +87,7 @@ def test_rows_that_did_not_run_have_no_number() -> None:
     lost = table(*(formula(row, "lasp-table1", STATE, None) for row in LASP))
     figure = drawn(LASP, lost)
     assert points(figure, "ours sent_elements LASP") == []
-    assert points(figure, "formula sent_elements LASP") == [(n, STATE) for n in LENGTHS]
+    assert points(figure, "published sent_elements LASP") == [(n, STATE) for n in LENGTHS]
 
 
 def test_what_is_sent_is_known_of_runs_out_of_memory() -> None:

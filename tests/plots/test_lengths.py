@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from spbench.plots import lasp2_scalability, lasp_scalability, lasp_speed
 from spbench.plots.along import length_text
-from spbench.plots.length_scaling import length_scaling_figure
 from spbench.plots.style import house_style
 from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
 from tests.plots.rows import published, ran, table
@@ -70,14 +69,14 @@ SPEED_PUBLISHED = table(
 def scaling(rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
     with house_style():
         table = pd.DataFrame() if comparison is None else comparison
-        figure = length_scaling_figure(rows, table, "Otherwise")
+        figure = lasp_scalability.draw.figure(rows, table)
         assert_nothing_overlaps(figure)
     return figure
 
 
 def speed(rows: list[Row], comparison: pd.DataFrame) -> Figure:
     with house_style():
-        figure = lasp_speed.speed_figure(rows, comparison)
+        figure = lasp_speed.draw.figure(rows, comparison)
         assert_nothing_overlaps(figure)
     return figure
 

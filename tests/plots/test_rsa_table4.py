@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from spbench.bench.comparison.claims import as_frame, compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
-from spbench.plots.rsa_table4 import draw, table4_figure, weak_scalings
+from spbench.plots.rsa_table4 import draw, weak_scalings
 from spbench.plots.style import house_style
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend
+from tests.plots.drawn import artists, assert_below_zero, assert_nothing_overlaps, assert_valid, legend
 
 Row = dict[str, Any]
 SCENARIO = load_scenario("rsa_table4")
@@ -45,7 +45,7 @@ def comparison(rows: list[Row]) -> pd.DataFrame:
 
 def drawn(rows: list[Row], table: pd.DataFrame) -> Figure:
     with house_style():
-        figure = table4_figure(rows, table)
+        figure = draw.figure(rows, table)
         assert_nothing_overlaps(figure)
     return figure
 
@@ -70,12 +70,25 @@ def test_published_stands_around_ours(rows: list[Row]) -> None:
     assert throughput.get_ydata()[-1] == pytest.approx(21625.5, abs=0.1)
     ours, _ = artists(figure, "ours memory_mb tensor parallel")
     assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([8, 16, 32], [7000] * 3)
-    for mark in artists(figure, "oom tensor parallel"):
-        assert list(mark.get_xdata()) == [64]
-    assert [mark.axes for mark in artists(figure, "oom tensor parallel")] == [figure.axes[0], figure.axes[2]]
-    assert legend(figure) == ["tensor parallel", "ring self attention", "published", "out of memory"]
-    (notes,) = artists(figure, "notes")
-    assert notes.get_text() == "tensor parallel, pp8xtp8 b512 L512: published oom, ours oom"
+    for side in ("ours", "published"):
+        marks = artists(figure, f"{side} oom tensor parallel")
+        assert [mark.axes for mark in marks] == [figure.axes[0], figure.axes[2]]
+        for mark in marks:
+            assert list(mark.get_xdata()) == [64]
+            assert_below_zero(mark)
+    assert legend(figure) == [
+        *("tensor parallel", "ring self attention", "published"),
+        *("out of memory", "out of memory, published"),
+    ]
+    assert not artists(figure, "notes")
+
+
+def test_both_scalings_have_one_scale(rows: list[Row]) -> None:
+    limits = [ax.get_ylim() for ax in drawn(rows, comparison(rows)).axes]
+    assert limits[0] == limits[1] != limits[2]
+    assert limits[2] == limits[3]
+    # the largest published memory, of a panel on the right
+    assert limits[0][1] > 14839
 
 
 def test_without_a_comparison_only_ours(rows: list[Row]) -> None:

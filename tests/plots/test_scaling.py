@@ -9,9 +9,15 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.plots import rsa_pipeline, rsa_throughput
-from spbench.plots.scaling import scaling_figure
 from spbench.plots.style import house_style
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
+from tests.plots.drawn import (
+    artists,
+    assert_below_zero,
+    assert_nothing_overlaps,
+    assert_valid,
+    legend,
+    points,
+)
 from tests.plots.rows import searched
 
 TP, RSA = "tensor_parallel", "ring_self_attention"
@@ -38,7 +44,7 @@ ROWS = [
 
 def drawn(rows: list[Row]) -> Figure:
     with house_style():
-        figure = scaling_figure(rows, [rsa_pipeline.BATCH, rsa_throughput.THROUGHPUT], "Otherwise", "GPUs")
+        figure = rsa_pipeline.draw.figure(rows, pd.DataFrame())
         assert_nothing_overlaps(figure)
     return figure
 
@@ -51,10 +57,10 @@ def test_a_column_for_each_model_and_a_row_for_each_quantity() -> None:
     assert [ax.get_ylabel() for ax in figure.axes[:4]] == [
         *["Largest batch (sequences)", "", "Tokens per second", ""]
     ]
-    assert [ax.get_xlabel() for ax in figure.axes[:4]] == ["", "", "GPUs", "GPUs"]
-    assert points(figure, "batch tensor parallel") == [(4, 40), (8, 80), (16, 160)]
-    assert points(figure, "throughput tensor parallel") == [(4, 4000), (8, 8000), (16, 16000)]
-    base, large = artists(figure, "throughput ring self attention")
+    assert [ax.get_xlabel() for ax in figure.axes[:4]] == ["", "", *["Number of GPUs, 4 a stage"] * 2]
+    assert points(figure, "ours batch tensor parallel") == [(4, 40), (8, 80), (16, 160)]
+    assert points(figure, "ours throughput tensor parallel") == [(4, 4000), (8, 8000), (16, 16000)]
+    base, large = artists(figure, "ours throughput ring self attention")
     assert list(base.get_ydata()) == [4000, 8000, 16000]
     assert list(large.get_ydata()) == [4000, 8000]
     assert legend(figure) == ["tensor parallel", "ring self attention", "unsupported"]
@@ -63,20 +69,23 @@ def test_a_column_for_each_model_and_a_row_for_each_quantity() -> None:
 def test_sizes_that_cannot_be_are_marked_and_told() -> None:
     figure = drawn(ROWS)
     for name in ("tensor parallel", "ring self attention"):
-        marks = artists(figure, f"unsupported {name}")
+        marks = artists(figure, f"ours unsupported {name}")
         assert [mark.axes for mark in marks] == [figure.axes[0], figure.axes[2]]
         for mark in marks:
-            ((x, y),) = mark.get_xydata()
+            ((x, _),) = mark.get_xydata()
             assert x == 32
-            assert mark.axes.get_ylim()[0] < y < 0
+            assert_below_zero(mark)
     (notes,) = artists(figure, "notes")
-    assert "bert-base, tensor parallel: unsupported at 32 GPUs (reason of unsupported)" in notes.get_text()
+    assert (
+        "bert-base, sequence length 64, tensor parallel: unsupported at 32 GPUs (reason of unsupported)"
+        in notes.get_text()
+    )
 
 
 def test_no_number_of_a_run_out_of_memory_is_drawn() -> None:
     figure = drawn([*ROWS[:3], timed(TP, 4, 8, status="oom")])
-    assert [x for x, _ in points(figure, "throughput tensor parallel")] == [4, 8, 16]
-    assert [list(mark.get_xdata()) for mark in artists(figure, "oom tensor parallel")] == [[32], [32]]
+    assert [x for x, _ in points(figure, "ours throughput tensor parallel")] == [4, 8, 16]
+    assert [list(mark.get_xdata()) for mark in artists(figure, "ours oom tensor parallel")] == [[32], [32]]
     assert legend(figure) == ["tensor parallel", "out of memory"]
 
 
