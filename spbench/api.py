@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell
+from spbench.bench.config.expand import impossible
+from spbench.bench.config.files import dotted
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.engines.engine import run as run_on_engine
@@ -82,7 +84,7 @@ def run(
 
 def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrowing: Narrowing) -> list[Cell]:
     if isinstance(what, str | PathLike):
-        what = load_scenario(str(what))
+        what = load_scenario(what)
     if isinstance(what, Scenario):
         return narrowed_cells(what, narrowing)
     if narrowing != Narrowing():
@@ -90,6 +92,9 @@ def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrow
     cells = {cell.key: cell for cell in ([what] if isinstance(what, Cell) else what)}
     if not cells:
         raise UserError("there is no cell to run")
+    for cell in cells.values():
+        for path, message in impossible(cell):
+            raise UserError(f"{cell.key}: {dotted(path)}: {message}")
     return list(cells.values())
 
 

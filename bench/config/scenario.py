@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,7 +181,7 @@ class Scenario:
         return published_text(at.file, at.key, claim.claim, at.column, self.path.parent)
 
 
-def load_scenario(name: str) -> Scenario:
+def load_scenario(name: str | PathLike[str]) -> Scenario:
     """The packaged scenario of that name, or the one in the YAML file at that path.
 
     Raises:

@@ -17,7 +17,7 @@ from spbench.impls.collectives import Traffic
 
 
 class DistributedDataParallel(Backend):
-    """See the module, and :mod:`impls.backends.buckets`."""
+    """Gradients summed in buckets while backward goes on, as PyTorch's DDP does."""
 
     name = "ddp"
 

@@ -20,7 +20,10 @@ from spbench.impls.collectives import Traffic, all_gather_flat, reduce_scatter_f
 
 
 class FlatFullySharded(Backend):
-    """See the module. Parameters that are summed over different groups are units of their own."""
+    """Weights, gradients and optimizer sharded as one flat unit.
+
+    Parameters that are summed over different groups are units of their own.
+    """
 
     name = "fsdp_flat"
     pipelined = False

@@ -46,7 +46,7 @@ def padded_elements(shape: torch.Size, size: int) -> int:
 
 
 class FullySharded(Backend):
-    """ZeRO-3; see the module."""
+    """Weights, gradients and optimizer sharded by torch's ``fully_shard``, a unit for each block (ZeRO-3)."""
 
     name = "zero3"
     pipelined = False
@@ -158,7 +158,7 @@ class FullySharded(Backend):
 
 
 class KeptAfterForward(FullySharded):
-    """ZeRO-2: the weights stay from forward to backward."""
+    """As ZeRO-3, but gathered weights stay from forward to backward (ZeRO-2)."""
 
     name = "zero2"
     reshard_after_forward = False

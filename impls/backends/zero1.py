@@ -20,7 +20,7 @@ from spbench.impls.collectives import Traffic, all_gather_flat
 
 
 class ShardedOptimizer(Backend):
-    """See the module."""
+    """Gradients as under DDP; each rank updates a shard of the weights and all-gathers the rest (ZeRO-1)."""
 
     name = "zero1"
 

@@ -1,4 +1,4 @@
-"""The examples of this folder as additions to spbench: plug-ins of other distributions, or files of the package."""
+"""The examples of this folder as additions to spbench: as plug-ins, or as files of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An addition of each kind is one file: as a plug-in, written against the public API, or in the package itself.
+"""An addition of each kind is one file: a plug-in, written against the public API, or a file of the package.
 
 The examples are used together by one scenario, which is itself an addition: a file given by its path, as is
 its cluster.
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import spbench
 from tests.plugins.additions import ADDITIONS, EXAMPLES, Addition, Installation, as_files, as_plugins
 
 SCENARIO = """
@@ -22,7 +23,10 @@ groups:
   - {model: one-layer-lm-tiny, strategy: gathered_attention, sizes: {sp: 2}, meters: [flops], engine: ENGINES}
   - {model: bert-tiny, strategy: single, sizes: {dp: 2}, training: {backend: unbucketed}}
   - {model: bert-tiny, strategy: tensor_parallel, sizes: {tp: 2}, engine: [virtual, closed_form]}
-  - {model: one-layer-lm-tiny, strategy: tensor_parallel, sizes: {tp: 2}, search: {quantity: vocabulary, step: 64}}
+  - model: one-layer-lm-tiny
+    strategy: tensor_parallel
+    sizes: {tp: 2}
+    search: {quantity: vocabulary, step: 64}
 bounds:
   - {claim: a megabyte, published: {file: bounds.csv}, cell: {strategy: gathered_attention, engine: virtual}}
 """
@@ -132,6 +136,10 @@ def test_a_meter(rows: Rows) -> None:
     products = tokens * hidden * (4 * hidden + vocabulary)
     # an add and a multiply, forward and twice backward
     assert found == {"flops": {"flops": 6 * products, "flops_by_operator": {"aten.mm": 6 * products}}}
+
+
+def test_what_a_meter_found_has_a_column(installation: Installation, rows: Rows) -> None:
+    assert spbench.read_results(installation.folder / "rows")["flops.flops"].max() == 1990656
 
 
 def test_a_searched_quantity(rows: Rows) -> None:

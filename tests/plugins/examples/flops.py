@@ -10,7 +10,7 @@ import spbench
 
 
 class FlopMeter(spbench.Meter):
-    """Counts as torch's own flop counter does: matrix products, at 2 operations each for an add and a multiply."""
+    """Matrix products as torch's flop counter counts them: 2 for a multiplication and an addition."""
 
     name = "flops"
 

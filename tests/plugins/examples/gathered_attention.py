@@ -21,14 +21,16 @@ class GatheredAttention(spbench.SequenceChunks):
     meets = frozenset({"attention", "causal_attention"})
 
     def communication(self, sites, element_bytes):
-        """Keys and values are gathered forward (again where it is recomputed), their gradients summed backward."""
+        """Keys and values are gathered forward, and again if recomputed; their gradients are summed."""
         for site in sites:
             if site.kind in self.meets:
                 d = site.dims
                 payload = d["B"] * d["Z"] * d["L"] * d["A"] * element_bytes
                 for phase in ["forward", *["backward"] * site.recomputed]:
                     yield spbench.Traffic(phase, "keys and values", "all_gather", 2 * site.count, payload)
-                yield spbench.Traffic("backward", "their gradients", "reduce_scatter", 2 * site.count, payload)
+                yield spbench.Traffic(
+                    "backward", "their gradients", "reduce_scatter", 2 * site.count, payload
+                )
 
     def whole(self, x: Tensor) -> Tensor:
         """[B, Z, L/N, A] of this rank -> [B, Z, L, A]; its gradient is summed over the ranks."""
