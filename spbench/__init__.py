@@ -9,7 +9,7 @@ This is the public API, for notebooks and for plug-ins. A small scenario on virt
 >>> table = spbench.run(cell, jobs=0)
 >>> table[["world_size", "status", "sent_bytes", "formula_sent_bytes"]].iloc[0].to_dict()
 {'world_size': 2, 'status': 'ok', 'sent_bytes': 369800, 'formula_sent_bytes': 369800}
->>> 2**20 < table["peak_memory_bytes"][0] < 2**21
+>>> bool(2**20 < table["peak_memory_bytes"][0] < 2**21)
 True
 
 ``spbench.run("max_seqlen", strategies=["tensor_parallel"], output="results")`` runs part of a packaged

@@ -21,6 +21,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
 from spbench.bench.sweep.workers import measure
+from spbench.impls.backends.registry import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -131,7 +132,7 @@ def verify(
     world_sizes: Sequence[int] = (1, 2, 3, 4),
     dtypes: Sequence[str] = ("fp64",),
     parts: Sequence[str] | None = None,
-    backend: str | None = None,
+    backend: str = DEFAULT_BACKEND,
 ) -> DataFrame:
     """Compare strategies with the single-device model on real ranks of this machine: outputs and every
     gradient on every rank, in float64.
@@ -142,7 +143,7 @@ def verify(
         world_sizes: ranks along the strategy's axis.
         dtypes: of the checked run: fp64, fp32, bf16, fp16.
         parts: of the models; None: all.
-        backend: the data-parallel backend that sums gradients; None: the default one.
+        backend: the data-parallel backend that sums gradients.
 
     Returns:
         A row for each case, with the fields of :class:`VerifyRow`: ``status`` is green, RED or unsupported,
@@ -155,9 +156,8 @@ def verify(
 
     from spbench.bench.verification import cases
 
-    options = {} if backend is None else {"backend": backend}
     try:
-        rows = list(cases.verify(strategies, models, world_sizes, dtypes, parts, **options))
+        rows = list(cases.verify(strategies, models, world_sizes, dtypes, parts, backend=backend))
     except KeyError as error:
         raise UserError(str(error.args[0])) from error
     return DataFrame([asdict(row) for row in rows])
