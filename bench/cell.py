@@ -134,6 +134,8 @@ class Cell(_Strict):
     meters: list[str] = []
     #: names a variant of settings within a scenario, for comparison and plots
     variant: str = ""
+    #: seconds after which a sweep gives the cell up; in no key or row, as it is not part of what is measured
+    timeout_s: PositiveFloat | None = Field(default=None, exclude=True)
 
     @property
     def key(self) -> str:

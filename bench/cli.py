@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a command line, tell its errors, and return its exit code."""
     from spbench.bench.errors import UserError
+    from spbench.impls.discovery import DiscoveryError
 
     try:
         code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
@@ -82,7 +83,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         return _complain(str(interrupt) or "interrupted", 130)
     except click.ClickException as error:
         return _complain(error.format_message(), 2)
-    except UserError as error:
+    except (UserError, DiscoveryError) as error:
         return _complain(str(error), 2, traced=True)
     except OSError as error:
         if error.filename is None:

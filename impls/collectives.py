@@ -1,7 +1,7 @@
 """The communication primitives that strategies share, and the arithmetic of what they send.
 
 Everything here goes through torch.distributed's own collectives on the group that is passed in, so
-it runs alike on NCCL, Gloo and the fake group, and whoever observes the c10d operators sees it all.
+it runs alike on NCCL, Gloo and the fake group, and a meter that observes the c10d operators sees all of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data and pipeline parallelism around a strategy: which replica and which stage a rank is.
+"""Data and pipeline parallelism around a strategy: the replica and the pipeline stage of a rank.
 
 A strategy spreads one sample over axes of its own; the axes dp and pp are composed with it.
 Data parallel replicas take parts of the batch and sum their gradients. Pipeline stages take runs of
@@ -58,7 +58,7 @@ ONE_STAGE = Stage()
 
 
 class Composition:
-    """This rank's replica and stage.
+    """The replica and the pipeline stage of this rank, and the sums of gradients over replicas.
 
     Args:
         place: of this rank on the mesh.

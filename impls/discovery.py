@@ -18,8 +18,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class DiscoveryError(ValueError):
-    """Two things have one name, or an entry point cannot be used."""
+class DiscoveryError(Exception):
+    """Two things have one name, or an entry point cannot be used; the message names both, or the entry point.
+
+    No ValueError, which pydantic would report as one of the cell that is being validated.
+    """
 
 
 def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, type[T]]:
@@ -142,4 +145,5 @@ def _plugins(group: str) -> Iterator[tuple[str, Any]]:
         try:
             yield label, entry.load()
         except Exception as error:
-            raise DiscoveryError(f"{label} cannot be loaded: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise DiscoveryError(f"{label} cannot be loaded: {what}; mend or uninstall it") from error

@@ -1,4 +1,4 @@
-"""What strategies and models tell each other: sites, shards, and what cannot be run."""
+"""What models and strategies exchange: sites, shards, and the error for what cannot be run."""
 
 from __future__ import annotations
 

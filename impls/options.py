@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -12,6 +12,20 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Options:
     """What may be chosen about a strategy or a backend; this base: nothing."""
+
+
+def check_choices(options: object, choices: Mapping[str, Iterable[str]]) -> None:
+    """Check fields that are words.
+
+    Args:
+        choices: what may be chosen, by field.
+
+    Raises:
+        ValueError: a field has another value.
+    """
+    for name, known in choices.items():
+        if (value := getattr(options, name)) not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
 
 
 def set_options(defaults: T, given: Mapping[str, Any] | None, owner: str) -> T:

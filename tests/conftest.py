@@ -1,4 +1,4 @@
-"""What all tests share: one pool of ranks, and one thread for torch, as the ranks have."""
+"""What all tests share: a pool of ranks, and a single thread for torch, as the ranks have."""
 
 from collections.abc import Iterator
 
@@ -10,8 +10,16 @@ from spbench.bench.engines.rank_pool import RankPool
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put all tests with the pool into one worker of xdist; two workers would start eight ranks."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Four ranks that all tests use in turn; they start with the first job."""
+    """A pool of four ranks that tests use in turn; its processes start with the first job."""
     with RankPool(4) as ranks:
         yield ranks

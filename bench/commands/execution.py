@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from spbench.bench.comparison.claims import Comparison
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
+    from spbench.bench.sweep.crew import Crew
     from spbench.bench.sweep.results import ResultsFile, Row
-    from spbench.bench.sweep.workers import Crew
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,16 @@ class Ran:
     files: list[Path]
 
     def failed(self) -> bool:
-        """Whether cells failed; if so, a message says how many."""
-        from spbench.bench.sweep.results import FINAL
+        """Whether cells have no result or a wrong one; if so, a message says how many, by status."""
+        from spbench.bench.sweep.results import FAULTS, FINAL
 
-        counts = Counter(row["status"] for row in self.rows)
-        failed = sum(count for status, count in counts.items() if status not in FINAL)
-        if failed:
-            message(f"spbench: {failed} of {len(self.rows)} cells failed; the same command tries them again")
-        return bool(failed)
+        counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
+        if counts:
+            detail = ", ".join(f"{count} {status}" for status, count in counts.items())
+            detail = "" if counts.keys() == {"failed"} else f" ({detail})"
+            again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
+            message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
+        return bool(counts)
 
 
 def run_cells(
@@ -57,6 +59,7 @@ def run_cells(
     jobs: int | None,
     fresh: bool,
     crew: Crew | None = None,
+    timeout_s: float | None = None,
 ) -> Ran:
     """Run a scenario's cells into a folder, show progress, and compare them with what was published.
 
@@ -64,6 +67,7 @@ def run_cells(
         jobs: cells at a time; None: as many as there are usable cores.
         fresh: move earlier results aside instead of keeping them.
         crew: the workers; None: the sweep starts its own.
+        timeout_s: seconds that a cell may take; None: what the scenario says.
 
     Raises:
         UserError: nothing is left to run, or the folder cannot be written.
@@ -72,11 +76,13 @@ def run_cells(
     from spbench.bench.comparison import claims
     from spbench.bench.config.select import declared_cells, narrowed_cells
     from spbench.bench.sweep.digest import is_current
-    from spbench.bench.sweep.results import ResultsFile, breaks_formula
+    from spbench.bench.sweep.results import ResultsFile
     from spbench.bench.sweep.sweep import sweep, unfinished
 
     declared = declared_cells(scenario, narrowing)
     cells = narrowed_cells(scenario, narrowing)
+    if timeout_s is not None:
+        cells = [cell.model_copy(update={"timeout_s": timeout_s}) for cell in cells]
     with ResultsFile(folder, fresh=fresh) as results:
         todo = unfinished(cells, results)
         _announce(scenario, results, cells, todo, jobs)
@@ -99,8 +105,6 @@ def run_cells(
         files = [results.path]
         if comparisons:
             files.append(claims.write(comparisons, folder))
-    for row in filter(breaks_formula, rows):
-        message(f"spbench: warning: {row['key']}: bytes sent are not those of the strategy's formula")
     return Ran(rows, list(current.values()), comparisons, files)
 
 

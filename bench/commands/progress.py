@@ -50,13 +50,13 @@ class SweepProgress:
 
     def end(self, row: Row) -> None:
         """A cell has ended."""
-        from spbench.bench.sweep.results import FINAL
+        from spbench.bench.sweep.results import FAULTS
 
         self.done += 1
         self.running.remove(row["key"])
         line = f"[{self.done}/{self.total}] {_label(row['key'])}: {_outcome(row)}"
         if self.bar:
-            style = None if row["status"] in FINAL else "red"
+            style = "red" if row["status"] in FAULTS else None
             self.bar.console.print(line, style=style, soft_wrap=True, markup=False)
             self.bar.advance(self.task)
         else:

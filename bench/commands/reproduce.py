@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spbench.bench.comparison.document import Findings
     from spbench.bench.comparison.papers import Paper
     from spbench.bench.config.scenario import Scenario
-    from spbench.bench.sweep.workers import Crew
+    from spbench.bench.sweep.crew import Crew
 
 FOLDER = Path("results", "reproduction")
 
@@ -87,7 +87,7 @@ def reproduce(request: Reproduction) -> Iterator[Report]:
     from spbench.bench.comparison.document import check_document
     from spbench.bench.comparison.papers import scenarios_of
     from spbench.bench.engines.engine import run as run_on_engine
-    from spbench.bench.sweep.workers import Crew
+    from spbench.bench.sweep.crew import Crew
 
     with Crew(run_on_engine) as crew:
         for paper, scenarios in scenarios_of(request.paper):

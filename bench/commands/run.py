@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 @jobs
 @output_folder("Folder for results; default results/runs/NAME.")
 @fresh
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Give a cell up after this time, whatever the scenario says.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @reported
 def command(
@@ -34,6 +40,7 @@ def command(
     jobs: int | None,
     output: Path | None,
     fresh: bool,
+    timeout: float | None,
     dry_run: bool,
 ) -> Report:
     """Run a scenario's cells, and compare them with what was published.
@@ -48,7 +55,7 @@ def command(
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:
         return planned(loaded, narrowing, folder, fresh)
-    ran = run_cells(loaded, narrowing, folder, jobs, fresh)
+    ran = run_cells(loaded, narrowing, folder, jobs, fresh, timeout_s=timeout)
     drawn, figure_failed = draw_figure(loaded, ran, folder)
     return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0)
 

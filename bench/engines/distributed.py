@@ -26,6 +26,7 @@ from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
+from spbench.bench.processes import usable_cores, write_stacks_on_signal
 from spbench.impls.axes import device_mesh
 
 #: of weights and data, the same for every strategy and size
@@ -88,9 +89,10 @@ def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any
 
 def _rank_main(work: Callable[[DeviceMesh, Cell], Any], dumped: dict[str, Any]) -> Any:
     """What each rank runs; the launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    write_stacks_on_signal(f"rank {os.environ['RANK']}")
     cell = Cell.model_validate(dumped)
     # ranks share the cores; more threads than cores would make each other wait
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.sizes.world))
+    torch.set_num_threads(max(1, usable_cores() // cell.sizes.world))
     dist.init_process_group("gloo")
     try:
         return work(device_mesh(cell.sizes.by_axis), cell)

@@ -33,7 +33,7 @@ class RankClass:
     Attributes:
         stage: their pipeline stage.
         coordinates: of the first of them along the strategy's axes.
-        ranks: in ascending order.
+        ranks: first the one that stands for all, see :meth:`Strategy.roles`.
     """
 
     stage: Stage

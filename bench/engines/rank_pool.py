@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spbench.bench.process_start import main_module_hidden
+from spbench.bench.processes import main_module_hidden
 from spbench.impls.axes import device_mesh, whole_mesh
 
 _HOST = "127.0.0.1"

@@ -7,6 +7,7 @@ comes from the same meters that watch real ranks.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,9 +22,13 @@ from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import ClassTraces, Trace, can_time
+from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.impls.axes import device_mesh
+
+#: environment variable: if set and not empty, no operator is remembered (:class:`FastRecorder`)
+PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 
 class VirtualEngine(Engine):
@@ -82,8 +87,13 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
     plan(cell)
     further = meter_classes(cell.meters)
     with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
-        recorder = Recorder(mesh, events=events, further=further)
-        with FakeTensorMode(), recorder:
+        mode = FakeTensorMode()
+        recorder = (
+            Recorder(mesh, events=events, further=further)
+            if further or os.environ.get(PLAIN_TRACE)
+            else FastRecorder(mode, mesh, events=events)
+        )
+        with mode, recorder:
             record_step(cell, mesh, recorder)
         return Trace.of(cell, rank, recorder)
 

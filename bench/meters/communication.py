@@ -74,13 +74,18 @@ _NAMESPACES = frozenset(
 _SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
 
 
+def communicates(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator communicates, or waits for that."""
+    return operator.namespace in _NAMESPACES
+
+
 def communication_of(operator: torch._ops.OpOverload, args: Sequence[Any]) -> Communication | None:
     """What a call of an operator communicates; None for one that does not.
 
     Raises:
         NotImplementedError: an operator whose bytes are not known, so that nothing is passed over.
     """
-    if operator.namespace not in _NAMESPACES or operator._schema.name in _SILENT:
+    if not communicates(operator) or operator._schema.name in _SILENT:
         return None
     _, name = operator._schema.name.split("::")
     if operator.namespace == "c10d" and name in _OPERATORS:

@@ -121,7 +121,7 @@ def _strided_elements(x: Tensor) -> int:
     return 0 if dense else x.numel()
 
 
-class _Work(dist.Work):
+class PostedWork(dist.Work):
     """Stands for a communication that has been posted; says when it is waited for."""
 
     def __init__(self, waited: Any):
@@ -153,14 +153,16 @@ class EventLog(Meter):
         self.builder = ProgramBuilder(mesh.shape)
         self._recipes: dict[Any, _Recipe] = {}
         self._groups: dict[str, tuple[list[int], Group]] = {}
+        #: how far away each peer is along the axes of the mesh, by its global rank
+        self._offsets: dict[int, tuple[int, ...]] = {}
         # C++ holds only the C++ half of a Work: without this its wait would find no Python to call
-        self._works: list[_Work] = []
+        self._works: list[PostedWork] = []
         #: the event of each functional collective that has not been waited for, by its result's storage
         self._functional: dict[int, int] = {}
-        self._running = False
+        self.running = False
 
     def phase(self, name: str) -> None:
-        self._running = True
+        self.running = True
         self.builder.phase(name)
 
     def program(self) -> Program:
@@ -176,7 +178,7 @@ class EventLog(Meter):
         result: Any,
         communication: Communication | None,
     ) -> None:
-        if not self._running or communication is not None:
+        if not self.running or communication is not None:
             return
         if func is _WAIT_TENSOR:
             self._waited(self._functional.pop(args[0].untyped_storage()._cdata, -1))
@@ -216,12 +218,12 @@ class EventLog(Meter):
 
     def post(self, args: Sequence[Any], result: Any, communication: Communication) -> Any:
         """Note a call that communicates; returns the operator's result with a Work that is watched."""
-        event = self._event(args, communication) if self._running else -1
+        event = self._event(args, communication) if self.running else -1
         if communication.returns_new:
             for x in [result] if isinstance(result, Tensor) else result:
                 self._functional[x.untyped_storage()._cdata] = event
             return result
-        work = _Work(partial(self._waited, event))
+        work = PostedWork(partial(self._waited, event))
         self._works.append(work)
         boxed = work.boxed()
         if isinstance(result, (tuple, list)):
@@ -231,7 +233,10 @@ class EventLog(Meter):
     def _event(self, args: Sequence[Any], communication: Communication) -> int:
         ranks, group = self._group(communication.group)
         if communication.collective in ("send", "recv"):
-            by = offset(self.rank, ranks[args[2]], self.builder.mesh)
+            peer = ranks[args[2]]
+            by = self._offsets.get(peer)
+            if by is None:
+                by = self._offsets[peer] = offset(self.rank, peer, self.builder.mesh)
             post = self.builder.send if communication.collective == "send" else self.builder.recv
             return post(communication.payload_bytes, by)
         return self.builder.collective(communication.collective, communication.payload_bytes, group)

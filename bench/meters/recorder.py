@@ -19,8 +19,8 @@ from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.meter import Meter
 from spbench.impls.axes import MESH_AXES
 
-_DEVICE = torch.ops.prim.device.default
-_BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
+PRIM_DEVICE = torch.ops.prim.device.default
+BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
 _NOTHING = torch.empty(0)
 
 
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func is _DEVICE:  # half of all calls on fake tensors, and of no interest
+        if func is PRIM_DEVICE:  # half of all calls on fake tensors, and of no interest
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self._unsettled:
             self._unsettled = False
@@ -131,9 +131,8 @@ class Recorder(TorchDispatchMode):
             meter.see(func, args, kwargs, result, communication)
         return result
 
-    @staticmethod
-    def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
             # fake ranks look at no tensor, and fake tensors take ten times as long to be not looked at
             with no_dispatch():
                 return func([_NOTHING], *args[1:], **kwargs)

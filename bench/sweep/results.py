@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 FILE = "cells.jsonl"
 
-#: a cell with one of these is done; one with another status is run again by the next sweep
-FINAL = ("ok", "oom", "unsupported")
+#: a cell with one of these is done, until its digest changes; others are run again by the next sweep
+FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
+
+#: no result, or one that is wrong: the command that runs such a cell ends with exit code 1
+FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
 
 Row = dict[str, Any]
 
@@ -222,13 +225,6 @@ def _last(losses: list[dict[str, float]] | None) -> dict[str, float]:
 
 def _sent(entries: list[dict[str, Any]] | None) -> float | None:
     return sum(entry["sent_bytes"] for entry in entries) if entries is not None else None
-
-
-def breaks_formula(row: Row) -> bool:
-    """Whether a rank sent other bytes than its strategy's closed form says."""
-    entry = flat(row)
-    sent, formula = entry["sent_bytes"], entry["formula_sent_bytes"]
-    return row["status"] == "ok" and None not in (sent, formula) and not math.isclose(sent, formula)
 
 
 def as_frame(rows: Iterable[Row]) -> DataFrame:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.engine import engine_class
 from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.processes import usable_cores
+from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.digest import digest, is_final
 from spbench.bench.sweep.provenance import provenance
 from spbench.bench.sweep.results import ResultsFile, Row
-from spbench.bench.sweep.workers import Crew, Outcome, Run
+from spbench.bench.sweep.workers import Outcome, Run
 from spbench.impls.models.model import model_preset
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
@@ -44,9 +40,9 @@ def sweep(
 ) -> list[Row]:
     """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
 
-    A cell that raises, or whose process dies, is a row with status failed; the sweep goes on. An
-    interrupt, or a row that cannot be written, ends the sweep and its processes; only cells that were
-    running are lost.
+    A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
+    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. An interrupt, or a row that
+    cannot be written, ends the sweep and its processes; only cells that were running are lost.
 
     Args:
         run: measures a cell; a function of a module, since other processes import it.
@@ -110,8 +106,7 @@ def as_row(cell: Cell, outcome: Outcome) -> Row:
         "digest": digest(cell),
         "provenance": provenance(),
     }
-    if outcome.traceback:
-        row["traceback"] = outcome.traceback
+    row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
     return row
 
 

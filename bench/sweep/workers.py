@@ -1,45 +1,74 @@
-"""Worker processes for cells: started once, given one cell at a time, replaced when they die.
+"""Worker processes for cells: started once, given one cell at a time, replaced when they die or hang.
 
-A worker of one's own rather than a pool of the standard library, because a pool breaks as a whole when
-one of its processes is killed, and cannot say which cell did it.
+Own code rather than a pool of a library: concurrent.futures breaks as a whole when one of its processes is
+killed, and cannot say which cell did it; pebble's pool replaces a process that dies or takes too long, but
+kills only that process, without a moment between the two to ask it for its stacks, while a worker here has
+ranks below it, which have to be asked too and must not be left behind.
+
+A worker leads a process group of its own, in which the ranks that it starts are, so that one signal reaches
+all of them. What they print goes to a file, whose end becomes part of the row of a cell that failed.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement, Status
-from spbench.bench.process_start import main_module_hidden
+from spbench.bench.processes import STACKS_FOLDER, main_module_hidden, write_stacks_on_signal
 from spbench.impls.strategies.base import Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
 
+#: seconds that a worker has to import torch and take its first cell, of which a cell's limit is no part
+START_LIMIT_S = 300.0
+
+#: seconds in which the processes of a worker write their stacks, at most
+STACKS_S = 3.0
+
 #: characters of a reason; the whole text is in the traceback
 REASON_LENGTH = 300
+
+#: characters of what a worker printed that are kept in a row, from the end
+LOG_LENGTH = 8000
+
+#: in a worker's folder: what it printed, and a folder of stacks
+_PRINTED, _STACKS = "printed", "stacks"
 
 Run = Callable[[Cell], Measurement]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell; ``traceback`` only where it failed."""
+    """What became of a cell.
+
+    Attributes:
+        traceback: of what was raised; "" unless it failed.
+        log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
+            failed or ran out of time.
+    """
 
     status: Status
     reason: str = ""
     measurement: dict[str, Any] = field(default_factory=dict)
     traceback: str = ""
+    log: str = ""
     elapsed_s: float | None = None
 
 
@@ -54,7 +83,7 @@ def measure(run: Run, cell: Cell) -> Outcome:
     except (Exception, SystemExit) as error:
         reason = _shortened(" ".join(f"{type(error).__name__}: {error}".split()))
         outcome = Outcome("failed", reason, traceback=traceback.format_exc())
-    return Outcome(**{**vars(outcome), "elapsed_s": time.perf_counter() - start})
+    return replace(outcome, elapsed_s=time.perf_counter() - start)
 
 
 def _shortened(text: str) -> str:
@@ -67,102 +96,127 @@ def _shortened(text: str) -> str:
 
 
 class Worker:
-    """A process that runs cells with ``run``, which must be importable by its name."""
+    """A process that runs cells with ``run``, which must be importable by its name.
+
+    Attributes:
+        cell: what it runs; None: it is idle.
+        deadline: when, by time.monotonic, its cell has run out of time; None: never.
+        begun: whether it has taken its cell.
+    """
 
     def __init__(self, run: Run):
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
+        self.folder = Path(tempfile.mkdtemp(prefix="spbench-worker-"))
+        self._printed = 0
         # not a daemon: a cell of the distributed engine starts processes of its own
-        self.process = context.Process(target=_serve, args=(theirs, run))
+        self.process = context.Process(target=_serve, args=(theirs, pickle.dumps(run), self.folder))
         with _interrupts_blocked(), main_module_hidden():
             self.process.start()
         theirs.close()
         self.cell: Cell | None = None
-
-    def give(self, cell: Cell) -> None:
-        """Start a cell; the connection is ready when it has ended."""
-        self.cell = cell
-        with suppress(OSError):  # a worker that is dead already is found out by `take`
-            self.connection.send(cell)
-
-    def take(self) -> Outcome:
-        """The outcome of the cell given; failed, if the process died of it."""
-        self.cell = None
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join(GRACE_S)
-            return Outcome("failed", f"the worker process {_fate(self.process.exitcode)}")
+        self.deadline: float | None = None
+        self.begun = False
 
     @property
     def alive(self) -> bool:
         return self.process.is_alive()
 
-    def stop(self) -> None:
-        """Tell the process to end, whatever it does; its own children end with it. Follow with reap."""
-        self.connection.close()
-        self.process.terminate()
+    def give(self, cell: Cell) -> None:
+        """Start a cell; the connection is ready when it has begun, and when it has ended."""
+        self.cell, self.begun = cell, False
+        self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
+        with suppress(OSError):  # a worker that is dead already is found out by `take`
+            self.connection.send(cell)
 
-    def reap(self) -> None:
-        """Wait for the end of the process, and make it end if it is slow."""
-        self.process.join(GRACE_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-
-
-class Crew:
-    """Workers that stay from sweep to sweep, so that importing torch and filling its caches is paid once.
-
-    Leaving it as a context ends them all, whatever they do.
-    """
-
-    def __init__(self, run: Run):
-        self.run = run
-        self.workers: list[Worker] = []
-
-    def idle(self, at_most: int) -> Worker | None:
-        """A worker without a cell, started if there are fewer than that; None: that many are busy."""
-        if sum(worker.cell is not None for worker in self.workers) >= at_most:
+    def take(self) -> Outcome | None:
+        """The outcome of the cell given; failed, if the process died of it; None: it has only begun."""
+        assert self.cell is not None
+        try:
+            outcome = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(GRACE_S)
+            fate = _fate(self.process.exitcode)
+            outcome = Outcome("failed", f"the worker process {fate}")
+        if outcome is None:
+            self.begun = True
+            self.deadline = time.monotonic() + self.cell.timeout_s if self.cell.timeout_s else None
             return None
-        for worker in self.workers:
-            if worker.cell is None:
-                return worker
-        self.workers.append(Worker(self.run))
-        return self.workers[-1]
+        self.cell = self.deadline = None
+        return self._with_log(outcome)
 
     @property
-    def busy(self) -> bool:
-        return any(worker.cell is not None for worker in self.workers)
+    def out_of_time(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def ended(self) -> list[tuple[Cell, Outcome]]:
-        """Wait for busy workers to end a cell or to die; what became of their cells."""
-        by_connection = {worker.connection: worker for worker in self.workers if worker.cell is not None}
-        found = []
-        for ready in wait(list(by_connection)):
-            assert isinstance(ready, Connection)
-            worker = by_connection[ready]
-            assert worker.cell is not None
-            found.append((worker.cell, worker.take()))
-            if not worker.alive:
-                self.workers.remove(worker)
-                worker.stop()
-                worker.reap()
-        return found
+    def time_out(self) -> Outcome:
+        """The outcome of a cell that has run out of time, with its processes' stacks. Follow with stop."""
+        assert self.cell is not None
+        assert self.cell.timeout_s is not None
+        reason = f"no end within its limit of {self.cell.timeout_s:g} s"
+        if not self.begun:
+            reason = f"its worker did not start within {START_LIMIT_S:g} s"
+        outcome = self._with_log(Outcome("timeout", reason, elapsed_s=self.cell.timeout_s))
+        self.cell = self.deadline = None
+        return replace(outcome, log=outcome.log + self._stacks())
 
-    def dismiss(self) -> None:
-        """End all workers."""
-        workers, self.workers = self.workers, []
-        for worker in workers:
-            worker.stop()
-        for worker in workers:
-            worker.reap()
+    def stop(self) -> None:
+        """Tell the process and its own children to end, whatever they do. Follow with reap."""
+        self.connection.close()
+        self._signal(signal.SIGTERM)
 
-    def __enter__(self) -> Crew:
-        return self
+    def reap(self) -> None:
+        """Wait for the end of the process, and make it and what is left of its children end if it is slow."""
+        self.process.join(GRACE_S)
+        self._signal(signal.SIGKILL)
+        self.process.join()
+        self._pass_on_output()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __exit__(self, *error: object) -> None:
-        self.dismiss()
+    def _signal(self, number: int) -> None:
+        """To the process and all that it has started."""
+        assert self.process.pid is not None
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:  # it has no group yet, or nothing of it is left
+            with suppress(ProcessLookupError):
+                if self.process.is_alive():
+                    os.kill(self.process.pid, number)
+
+    def _stacks(self) -> str:
+        """The stacks of the worker and of its ranks, each under its name."""
+        self._signal(signal.SIGUSR1)
+        files = sorted(self.folder.glob(f"{_STACKS}/*"))
+        deadline, before, now = time.monotonic() + STACKS_S, -1, 0
+        while time.monotonic() < deadline and not 0 < now == before:  # until nothing more is written
+            time.sleep(STACKS_S / 10)
+            before, now = now, sum(file.stat().st_size for file in files)
+        texts = {file.name: file.read_text(errors="replace") for file in files}
+        return "\n".join(f"-- stacks of {name} --\n{text}" for name, text in texts.items() if text)
+
+    def _with_log(self, outcome: Outcome) -> Outcome:
+        """The outcome, and, of a cell that failed, the end of what was printed meanwhile."""
+        printed = self._pass_on_output()
+        if outcome.status not in ("failed", "timeout"):
+            return outcome
+        last = printed.rstrip().rsplit("\n", 1)[-1].strip()
+        reason = outcome.reason
+        if last and not outcome.traceback and outcome.status == "failed":
+            reason = _shortened(f"{reason}; it printed last: {last}")
+        return replace(outcome, reason=reason, log=printed[-LOG_LENGTH:])
+
+    def _pass_on_output(self) -> str:
+        """What was printed since the last call; written to standard error, too."""
+        try:
+            with (self.folder / _PRINTED).open("rb") as file:
+                file.seek(self._printed)
+                content = file.read()
+        except OSError:  # the process died before it could print
+            return ""
+        self._printed += len(content)
+        text = content.decode(errors="replace")
+        sys.stderr.write(text)
+        return text
 
 
 def _fate(exitcode: int | None) -> str:
@@ -185,25 +239,38 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(connection: Connection, run: Run) -> None:
-    os.dup2(2, 1)  # standard output belongs to the results
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _serve(connection: Connection, pickled_run: bytes, folder: Path) -> None:
+    """The life of a worker: for each cell that it is given it answers None as it begins, then the outcome."""
+    os.setpgid(0, 0)  # the ranks that it starts are in its group
+    printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    (folder / _STACKS).mkdir()
+    os.environ[STACKS_FOLDER] = str(folder / _STACKS)
+    write_stacks_on_signal("the worker")
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
     import torch
 
     torch.set_num_threads(1)  # the workers share the cores
     with suppress(EOFError, OSError):
         while True:
-            outcome = measure(run, connection.recv())
+            cell = connection.recv()
+            connection.send(None)
+            outcome = measure(run, cell)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's launcher leaves its own handler behind
+            sys.stdout.flush()
+            sys.stderr.flush()
             connection.send(outcome)
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent is gone, even by kill -9: terminated first, so that an engine can
-    end the processes that it has started."""
+def _end_with_parent(folder: Path) -> None:
+    """End this process and what it has started when its parent is gone, even by kill -9: terminated first, so
+    that an engine can end the processes that it has started."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)

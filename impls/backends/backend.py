@@ -62,10 +62,10 @@ class PlannedStep:
 
     Attributes:
         summed: the parameters of a rank.
-        micro_batches: of the step.
-        precision: of the training.
-        strategy: of the rank.
-        build: makes the rank's module, without values, for those that pad each parameter.
+        micro_batches: forward and backward passes in a step.
+        precision: of weights, gradients and optimizer.
+        strategy: planned, at the place of the rank.
+        build: makes the rank's module on the meta device, for backends that pad each parameter.
     """
 
     summed: Sequence[Summed]
@@ -76,7 +76,7 @@ class PlannedStep:
 
     @property
     def element_bytes(self) -> int:
-        """Of an element of weights and gradients as they are sent."""
+        """Bytes of an element of weights and gradients as they are sent."""
         return self.precision.parameters.itemsize
 
 
@@ -167,11 +167,11 @@ class Backend(ABC):
 
     @abstractmethod
     def zero(self) -> None:
-        """Before a step."""
+        """Forget the gradients of the step before, or set them to zero."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """After all backwards: the gradients that this rank holds are sums over their groups."""
+        """After all backward passes, make the gradients that this rank holds sums over their groups."""
 
     def step(self) -> None:
         """Update the weights from the gradients."""

@@ -17,7 +17,7 @@ from spbench.impls.collectives import Traffic
 
 
 class DistributedDataParallel(Backend):
-    """Gradients summed in buckets while backward goes on, as PyTorch's DDP does."""
+    """All gradients and the whole optimizer on every rank; see :class:`BucketedGradients`."""
 
     name = "ddp"
 

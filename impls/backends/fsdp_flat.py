@@ -20,10 +20,7 @@ from spbench.impls.collectives import Traffic, all_gather_flat, reduce_scatter_f
 
 
 class FlatFullySharded(Backend):
-    """Weights, gradients and optimizer sharded as one flat unit.
-
-    Parameters that are summed over different groups are units of their own.
-    """
+    """One flat unit for all parameters whose gradients are summed over the same group."""
 
     name = "fsdp_flat"
     pipelined = False

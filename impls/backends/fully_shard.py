@@ -24,7 +24,7 @@ from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import Traffic
 
-if TYPE_CHECKING:  # torch's FSDP takes half a second to import, which who does not ask for it need not wait
+if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
     from torch.distributed.tensor import DTensor
 
@@ -46,7 +46,7 @@ def padded_elements(shape: torch.Size, size: int) -> int:
 
 
 class FullySharded(Backend):
-    """Weights, gradients and optimizer sharded by torch's ``fully_shard``, a unit for each block (ZeRO-3)."""
+    """ZeRO-3: weights are gathered for forward, freed, and gathered again for backward."""
 
     name = "zero3"
     pipelined = False
@@ -158,7 +158,7 @@ class FullySharded(Backend):
 
 
 class KeptAfterForward(FullySharded):
-    """As ZeRO-3, but gathered weights stay from forward to backward (ZeRO-2)."""
+    """ZeRO-2: the weights stay from forward to backward."""
 
     name = "zero2"
     reshard_after_forward = False

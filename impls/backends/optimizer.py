@@ -62,7 +62,7 @@ class Optimizer:
                 }
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of the steps from now on."""
+        """Set the learning rate of the steps from now on."""
         for group in self.adam.param_groups:
             group["lr"] = lr
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from spbench.impls.backends.backend import Backend
 from spbench.impls.discovery import looked_up, named_classes
 
-#: the one that is used where none is named
+#: used where a cell names no backend
 DEFAULT_BACKEND = "legacy_ddp"
 
 

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from spbench.impls.backends.backend import Backend, PlannedStep
+from spbench.impls.backends.backend import PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients
+from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.flat import FlatShard, padded
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import Traffic, all_gather_flat
 
 
-class ShardedOptimizer(Backend):
-    """Gradients as under DDP; each rank updates a shard of the weights and all-gathers the rest (ZeRO-1)."""
+class ShardedOptimizer(DistributedDataParallel):
+    """Gradients in buckets, whole on every rank; masters and moments of a shard alone."""
 
     name = "zero1"
 
@@ -39,13 +40,6 @@ class ShardedOptimizer(Backend):
         self.buckets = BucketedGradients(sums, list(self.names), self.settings.micro_batches)
         shards = [unit.weights for unit in self.units]  # the masters
         return self.make_optimizer(shards, masters=False, shard_groups=[unit.group for unit in self.units])
-
-    def zero(self) -> None:
-        self.buckets.zero()
-
-    def synchronize(self) -> None:
-        self.buckets.finish()
-        self.around.add_tied(self.module)
 
     def step(self) -> None:
         for unit in self.units:
@@ -66,9 +60,6 @@ class ShardedOptimizer(Backend):
     def held(self) -> dict[str, list[Tensor]]:
         shards = [x for unit in self.units for x in (unit.weights, unit.gradient) if x is not None]
         return {**super().held(), "optimizer_state": [*shards, *self.optimizer.tensors()]}
-
-    def held_gradients(self) -> list[Tensor]:
-        return self.buckets.tensors()
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:

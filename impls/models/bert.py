@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.models.blocks.encoder import Alone, Attention, Block, BlockOptions, attention_mask
+from spbench.impls.models.blocks.encoder import (
+    BlockOptions,
+    EncoderAttention,
+    EncoderBlock,
+    LoneEncoderLayer,
+    attention_mask,
+)
 from spbench.impls.models.blocks.text import masked_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.strategies.base import Site, Strategy
@@ -65,7 +71,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
         always: list[Mapping[str, Any]] = [{"checkpointing": True}, plain]
-        # 3 heads cannot be split over 2 or 4 ranks, which matters only to who splits heads
+        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
         return always if self.linformer else [*always, {"mask_shape": "square"}, {"heads": 3}]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
@@ -98,7 +104,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         tokens = {"B": batch, "L": seq_len}
         rows, layers = self.padded_vocabulary(vocabulary_parts), len(stage.layers(self.layers))
         hidden, again = tokens | {"H": self.hidden}, self.checkpointing
-        heads = tokens | {"Z": self.heads, "A": self.hidden // self.heads}
+        heads = tokens | {"Z": self.heads, "A": self.head_size}
         inner = hidden | {"F": 4 * self.hidden}
         found = [Site("linear_in", 2 * layers, inner, again), Site("linear_out", 2 * layers, inner, again)]
         if self.linformer is None:
@@ -106,15 +112,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
             found.append(Site("attention", layers, heads | mask, again))
         else:
             found.append(Site("project_sequence", 2 * layers, heads | {"K": self.linformer}, again))
-        if stage.first:
-            found.append(Site("embedding", 1, hidden | {"V": rows}))
-        if stage.last:
-            found.append(Site("vocabulary_logits", 1, hidden | {"V": rows}))
-            found.append(Site("cross_entropy", 1, tokens | {"V": rows}))
-        if stage.count > 1:
-            words = rows * self.hidden
-            found.append(Site("stage_boundary", 1, hidden))
-            found.append(Site("tied_embedding", 1, {"elements": words, "split": words, "vocabulary": words}))
+        found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=True)
         found.append(Site("parameters", 1, self.parameters(seq_len, rows, stage)))
         return found
 
@@ -146,8 +144,12 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         losses = {"loss": None, "mlm_loss": None, "order_loss": None}
         outputs = losses | {"hidden": 1, "token_loss": 1}
         return {
-            "attention": ModelPart(lambda s, n: Alone(self, s, n, Attention), hidden_inputs, dims, {"y": 1}),
-            "block": ModelPart(lambda s, n: Alone(self, s, n, Block), hidden_inputs, dims, {"y": 1}),
+            "attention": ModelPart(
+                lambda s, n: LoneEncoderLayer(self, s, n, EncoderAttention), hidden_inputs, dims, {"y": 1}
+            ),
+            "block": ModelPart(
+                lambda s, n: LoneEncoderLayer(self, s, n, EncoderBlock), hidden_inputs, dims, {"y": 1}
+            ),
             "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
@@ -206,7 +208,7 @@ class Bert(nn.Module):
         elif stage.last:
             # the head's copy of the tied weights, under the same name
             self.embeddings = nn.ModuleDict({"words": _words(model, strategy)})
-        self.blocks = nn.ModuleDict({str(i): Block(model, strategy, seq_len) for i in layers})
+        self.blocks = nn.ModuleDict({str(i): EncoderBlock(model, strategy, seq_len) for i in layers})
         if stage.last:
             self.head = MaskedLanguageHead(model, strategy)
             self.pooler = Linear(model.hidden, model.hidden)

@@ -10,7 +10,7 @@ from spbench.impls.models.blocks.mixers import SoftmaxAttention
 
 @dataclass(frozen=True)
 class CausalTransformerModel(DecoderModel):
-    """See the module."""
+    """The options of a causal transformer with softmax attention in every layer."""
 
     def mixing(self, layer: int) -> SoftmaxAttention:
         return SoftmaxAttention()

@@ -2,8 +2,9 @@
 single-device code.
 
 It is what models of images, videos and volumes have in common when their attention is axial (arXiv
-1912.12180), and shows what a strategy does with other numbers of dims than the two of :mod:`st_dit`. Learned
-is the noise in a latent; nothing tells the time step, which would change no message and hardly any work.
+1912.12180), and it lets strategies be checked on other numbers of dims than the two of :mod:`st_dit`. It
+predicts the noise in a latent, without the time step of the diffusion as an input: that would change no
+message and hardly any work.
 
 Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden.
 """
@@ -20,8 +21,8 @@ from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.models.blocks.grid_blocks import (
     GridAttention,
+    GridMlp,
     GridModel,
-    Mlp,
     noise_losses,
     one_stage_only,
     with_positions,
@@ -78,7 +79,7 @@ class GridTransformerModel(GridModel):
         return [{"checkpointing": True}]
 
 
-class Block(nn.Module):
+class AxialBlock(nn.Module):
     """The grid [B, n1, .., nK, H] -> the grid, as the last stage needs it laid out, recomputed in backward if
     asked for."""
 
@@ -89,7 +90,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(LayerNorm(model.hidden, model.norm_epsilon) for _ in planned)
         self.attentions = nn.ModuleList(GridAttention(model, strategy) for _ in planned)
         self.mlp_norm = LayerNorm(model.hidden, model.norm_epsilon)
-        self.mlp = Mlp(model, strategy)
+        self.mlp = GridMlp(model, strategy)
 
     def forward(self, grid: Grid) -> Grid:
         return (
@@ -116,7 +117,10 @@ class GridTransformer(nn.Module):
         self.patches = Linear(model.token_channels, model.hidden)
         plan, each = model.plan(strategy, seq_len), len(self.sizes)
         self.blocks = nn.ModuleDict(
-            {str(i): Block(model, strategy, plan[i * each : (i + 1) * each]) for i in range(model.layers)}
+            {
+                str(i): AxialBlock(model, strategy, plan[i * each : (i + 1) * each])
+                for i in range(model.layers)
+            }
         )
         self.norm = LayerNorm(model.hidden, model.norm_epsilon)
         self.head = Linear(model.hidden, model.token_channels)

@@ -16,7 +16,7 @@ from spbench.impls.models.blocks.mixers import LinearAttention, SoftmaxAttention
 
 @dataclass(frozen=True)
 class LinearLlamaModel(DecoderModel):
-    """See the module.
+    """The options of a Llama with linear attention.
 
     Attributes:
         vocabulary: Llama 3's.

@@ -17,7 +17,7 @@ from spbench.impls.models.blocks.mixers import LinearAttention
 
 @dataclass(frozen=True)
 class LinearTransformerModel(DecoderModel):
-    """See the module."""
+    """The options of a plain linear transformer."""
 
     gated_mlp: ClassVar[bool] = False
     activation: ClassVar[str] = "gelu"

@@ -18,7 +18,7 @@ from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupport
 
 
 class Model(ABC):
-    """A model before it is built: its configuration and all the harness asks of it.
+    """A model before it is built: its options, and what the harness asks of it.
 
     Subclasses are frozen dataclasses whose fields are the options that a scenario may set.
     """
@@ -45,8 +45,12 @@ class Model(ABC):
 
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
-        """The module: ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share; what a
-        stage of a pipeline must do, :class:`Pipeline` says."""
+        """The module. ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share, a scalar.
+        For a pipeline stage, see :class:`Pipeline`.
+
+        Raises:
+            Unsupported: the sizes, or the stages, cannot be built.
+        """
 
     @abstractmethod
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -64,16 +68,34 @@ class Model(ABC):
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
-        """What a stage asks of its strategy for one batch, and in one step, for closed forms and checks."""
+        """What a stage asks of its strategy for one batch, for closed forms and checks; the sites of kinds
+        ``tied_embedding`` and ``parameters`` once a step."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, ModelPart]:
         """The pieces that verification compares one by one, smallest first."""
 
 
-class PaddedVocabulary:
-    """A model with these two options; see :class:`BertModel`."""
+class AttentionHeads:
+    """Options of a model whose heads divide its hidden size between them."""
 
+    hidden: int
+    heads: int
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head, A."""
+        return self.hidden // self.heads
+
+
+class PaddedVocabulary:
+    """Options of a model with a word embedding and a head; see :class:`BertModel`."""
+
+    hidden: int
     vocabulary: int
     vocabulary_multiple: int
 
@@ -81,6 +103,27 @@ class PaddedVocabulary:
         """Rows of the word embedding when it is split into ``parts``."""
         multiple = self.vocabulary_multiple * parts
         return math.ceil(self.vocabulary / multiple) * multiple
+
+    def vocabulary_sites(
+        self, batch: int, seq_len: int, rows: int, stage: Stage, *, tied: bool
+    ) -> Iterator[Site]:
+        """What the ends of the model, or of a pipeline stage of it, ask of a strategy for one batch.
+
+        Args:
+            rows: of the padded word embedding.
+            tied: whether the head shares the weights of the word embedding.
+        """
+        hidden = {"B": batch, "L": seq_len, "H": self.hidden}
+        if stage.first:
+            yield Site("embedding", 1, hidden | {"V": rows})
+        if stage.last:
+            yield Site("vocabulary_logits", 1, hidden | {"V": rows})
+            yield Site("cross_entropy", 1, {"B": batch, "L": seq_len, "V": rows})
+        if stage.count > 1:
+            yield Site("stage_boundary", 1, hidden)
+            if tied:
+                words = rows * self.hidden
+                yield Site("tied_embedding", 1, {"elements": words, "split": words, "vocabulary": words})
 
 
 @dataclass(frozen=True)

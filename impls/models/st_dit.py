@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.models.blocks.grid_blocks import (
-    Alone,
     GridAttention,
+    GridMlp,
     GridModel,
-    Mlp,
+    LoneGridLayer,
     noise_losses,
     one_stage_only,
     sinusoids,
@@ -53,7 +53,7 @@ class StDitModel(GridModel):
         temporal: frames T; a sequence length counts latent positions, T of them times those of a frame.
         text_tokens, text_hidden: W tokens of the text and their features (120 x 4096: T5-XXL's, as Open-Sora
             cuts them).
-        time_features: sines and cosines that tell the time step.
+        time_features: sines and cosines that encode the time step.
         norm_epsilon: added to the variance in every norm.
     """
 
@@ -124,13 +124,13 @@ class StDitModel(GridModel):
         outputs |= dict.fromkeys(("predicted", "token_loss"), self.grid_dims)
         return {
             "attention": ModelPart(
-                lambda s, n: Alone(GridAttention(self, s), self, s, n),
+                lambda s, n: LoneGridLayer(GridAttention(self, s), self, s, n),
                 partial(hidden, alone=True),
                 dims,
                 {"y": self.grid_dims},
             ),
             "block": ModelPart(
-                lambda s, n: Alone(Block(self, s, self.plan(s, n)[:2]), self, s, n),
+                lambda s, n: LoneGridLayer(StDitBlock(self, s, self.plan(s, n)[:2]), self, s, n),
                 partial(hidden, alone=False),
                 {**dims, "text": None, "modulation": None},
                 {"y": self.grid_dims},
@@ -155,11 +155,11 @@ class CrossAttention(nn.Module):
         q = self.q(x).unflatten(-1, (-1, self.head_size))  # [B, T, S, Z, A]
         k, v = self.kv(text).unflatten(-1, (-1, 2, self.head_size)).unbind(-2)  # [B, W, Z, A]
         y = whole_attention(*(part.flatten(1, -3).transpose(1, 2) for part in (q, k, v)))
-        y = y.transpose(1, 2).flatten(-2).unflatten(1, q.shape[1:-2])  # sizes told, for a part may be empty
+        y = y.transpose(1, 2).flatten(-2).unflatten(1, q.shape[1:-2])  # no -1: a part may be empty
         return self.out.project(y) + self.bias
 
 
-class Block(nn.Module):
+class StDitBlock(nn.Module):
     """The grid [B, T, S, H] -> the grid, as the last stage needs it laid out, recomputed in backward if asked
     for; text [B, W, H], modulation [B, 6, H]."""
 
@@ -172,7 +172,7 @@ class Block(nn.Module):
         self.temporal = GridAttention(model, strategy)
         self.text = CrossAttention(model, strategy)
         self.mlp_norm = LayerNorm(model.hidden, model.norm_epsilon, weighted=False)
-        self.mlp = Mlp(model, strategy)
+        self.mlp = GridMlp(model, strategy)
 
     def forward(self, grid: Grid, text: Tensor, modulation: Tensor) -> Grid:
         if self.checkpointing:
@@ -233,7 +233,7 @@ class StDit(nn.Module):
         self.text = TwoLayers(model.text_hidden, h, "gelu")
         plan = model.plan(strategy, seq_len)
         self.blocks = nn.ModuleDict(
-            {str(i): Block(model, strategy, plan[2 * i : 2 * i + 2]) for i in range(model.layers)}
+            {str(i): StDitBlock(model, strategy, plan[2 * i : 2 * i + 2]) for i in range(model.layers)}
         )
         self.modulation = nn.Parameter(torch.zeros(END_MODULATION, h))
         self.norm = LayerNorm(h, model.norm_epsilon, weighted=False)
@@ -255,9 +255,9 @@ class StDit(nn.Module):
 
 
 PRESETS = {
-    # Open-Sora's STDiT-XL/2; its log tells 724M, which counts 2^20
+    # Open-Sora's STDiT-XL/2; its log says 724M, in units of 2^20
     "st-dit-xl": StDitModel(layers=28, hidden=1152, heads=16),
-    # the DSP paper tells 3B and no sizes. 20 H^2 a layer: 36 x 2048 is 3.0e9, with heads of 64, about as
+    # the DSP paper says 3B and gives no sizes. 20 H^2 a layer: 36 x 2048 is 3.0e9, with heads of 64, about as
     # large as those of the XL, and enough of them for 32 ranks of those strategies that split heads
     "st-dit-3b": StDitModel(layers=36, hidden=2048, heads=32),
     # for verification: heads and frames that divide by 1, 2, 3 and 4, and of 24 positions 2 a frame, which 3

@@ -35,7 +35,7 @@ def decay_rates(heads: int, layer: int, layers: int) -> list[float]:
 
 @dataclass(frozen=True)
 class TransNormerModel(DecoderModel):
-    """See the module."""
+    """The options of a TransNormerLLM."""
 
     attention_norm: str = "hidden"
 

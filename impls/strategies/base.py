@@ -1,7 +1,7 @@
-"""The strategy interface and its single-device defaults.
+"""The interface between models and strategies, whose defaults are the single device.
 
-A model is written once and asks its strategy for the few things that parallelism changes. The
-defaults below are the single device; a strategy file holds only what it changes.
+A model is written once and asks its strategy for the few things that parallelism changes; a file of a
+strategy overrides what it changes.
 
 Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in the group.
 """
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from spbench.impls.axes import ALONE, COMPOSED_AXES, Place
 from spbench.impls.collectives import Traffic
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
-from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
-from spbench.impls.kernels.softmax import masked_softmax
 from spbench.impls.layout import (
     MEETINGS,
     SequenceDim,
@@ -31,12 +29,12 @@ from spbench.impls.layout import (
     shard_of,
 )
 from spbench.impls.options import Options, set_options
+from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.strategies.linear import GroupedLinear, Linear
 
 __all__ = [
-    "LINEAR_ATTENTION_WAYS",
     "MEETINGS",
     "SequenceDim",
     "Shard",
@@ -48,17 +46,8 @@ __all__ = [
     "shard_of",
 ]
 
-#: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
-#: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
-#: own operators
-LINEAR_ATTENTION_WAYS = {
-    "chunked": linear_attention,
-    "left_product": lambda q, k, v, decay: linear_attention(q, k, v, decay, block=q.shape[2]),
-    "quadratic": quadratic_linear_attention,
-}
 
-
-class Strategy(GridHooks):
+class Strategy(AttentionHooks, GridHooks):
     """The single device, and the interface that every way to parallelize implements.
 
     A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all of them, and
@@ -161,7 +150,8 @@ class Strategy(GridHooks):
         return [list(range(size))]
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of what one rank sends in a training step.
+        """Closed form of what this rank sends over its strategy's groups for one micro-batch, and in the
+        phases gradient_sync and optimizer for one step.
 
         Args:
             sites: what the model and the step ask for.
@@ -176,7 +166,7 @@ class Strategy(GridHooks):
         return x
 
     def block_positions(self, positions: Tensor) -> Tensor:
-        """Of all positions [L] those that this rank has between the projections of a block."""
+        """The positions that this rank has between the projections of a block, of all positions [L]."""
         return self.shard(positions, 0)
 
     # -- what a model leaves open ----------------------------------------------------------------
@@ -191,11 +181,11 @@ class Strategy(GridHooks):
         return GroupedLinear(in_features, out_features, groups)
 
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
-        """As :meth:`linear_in`, of an input that every rank has whole whoever cuts sequences."""
+        """As :meth:`linear_in`, of an input that every rank has whole, also where sequences are cut."""
         return self.linear_in(in_features, out_features)
 
     def linear_out(self, in_features: int, out_features: int) -> Linear:
-        """The projection that closes a block, without bias (whoever closes the block adds it once):
+        """The projection that closes a block, without bias (the model adds it after the sum over ranks):
         [..., in_features or a part] -> [..., out_features]."""
         return Linear(in_features, out_features, bias=False)
 
@@ -236,51 +226,6 @@ class Strategy(GridHooks):
             full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none"
         ).view_as(labels)
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
-    ) -> Tensor:
-        """Softmax attention: q, k, v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
-
-        ``mask`` is True where a key must not be attended: [B, 1, 1, L], or [B, 1, queries, L]. Its
-        key dim is always whole, its query dim this rank's. ``softmax`` is a way of
-        :func:`masked_softmax`.
-        """
-        return self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax)
-
-    def local_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
-    ) -> Tensor:
-        """Softmax attention where this rank already holds all keys that its queries need:
-        q [B, Z, queries, A], k, v [B, Z, keys, A] -> [B, Z, queries, A]."""
-        scores = torch.matmul(q, k.transpose(-1, -2))
-        probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
-        del scores
-        probabilities = self.random.dropout(probabilities, dropout, self.attention_axes)
-        return torch.matmul(probabilities, v)
-
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal softmax attention, scores scaled by A**-0.5: q, k, v [B, Z, L or a part, A] -> [B, Z, L or
-        a part, A]; the heads are those that this rank's projections made."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
-    ) -> Tensor:
-        """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled:
-        q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
-
-        ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
-        ``way`` is a key of LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are.
-        """
-        if way not in LINEAR_ATTENTION_WAYS:
-            raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")
-        return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
-
-    def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Linformer's projection of keys or values: x [B, Z, L or a part, A], weight
-        :meth:`sequence_parameter` [K, L or a part] -> the whole [B, Z, K, A] on every rank."""
-        return torch.matmul(weight, x)
-
     def first_token(self, x: Tensor) -> tuple[Tensor, float]:
         """x [B, L or a part, H] -> ([B, H], share): position 0 of what this rank holds, and the share
         of the loss computed from it that this rank contributes (0 where it is not the sequence's)."""
@@ -292,14 +237,8 @@ class Strategy(GridHooks):
         return 1
 
     @property
-    def attention_axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks attention probabilities are spread, so that each rank draws its own
-        dropout; along all other axes they draw the same."""
-        return ()
-
-    @property
     def hidden_axes(self) -> tuple[str, ...]:
-        """As :attr:`attention_axes`, of the hidden states between blocks."""
+        """As :attr:`attention_axes`, of hidden states between blocks."""
         return ()
 
     # -- between pipeline stages -------------------------------------------------------------------

@@ -108,9 +108,11 @@ def as_sequences(sites: Iterable[Site], dim: int) -> Iterator[Site]:
 
 
 class GridHooks:
-    """The part of :class:`Strategy` that is about grids. The defaults hold for one device, for
-    who splits features, and for who cuts one dim of the grid and says in :meth:`full_attention` what to do
-    along that one."""
+    """The part of :class:`Strategy` that is about grids.
+
+    The defaults hold for one device, for strategies that split features, and for strategies that cut one dim
+    of the grid and communicate along it in :meth:`full_attention`.
+    """
 
     @property
     def grid_dim(self) -> int:

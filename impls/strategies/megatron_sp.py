@@ -73,8 +73,8 @@ class _OfWholeText(ColumnParallelLinear):
 
 
 class MegatronSP(GridChunks, TensorParallel):
-    """See the module. Inputs and everything between blocks as :class:`SequenceChunks` has it, the inside of
-    blocks as :class:`TensorParallel` does."""
+    """Sequence chunks (:class:`SequenceChunks`) for inputs and between blocks, tensor parallelism
+    (:class:`TensorParallel`) inside blocks."""
 
     name = "megatron_sp"
     axes = ("tp",)

@@ -6,7 +6,7 @@ seen is held as its output so far and the logarithm of its softmax's denominator
 by rescaling both (section 3). Backward, keys and values travel once more, and with them the sums of their
 gradients, which come home after N steps.
 
-Which positions a rank has decides who works under a causal mask, where queries see no later key:
+Under a causal mask, where queries see no later key, the placement of positions decides how even work is:
 - "contiguous", chunk r of N: rank r has r + 1 blocks to attend to, so the last rank works all the time;
 - "striped", positions r, r + N, r + 2N, ...: about half of every block, for every rank (arXiv 2311.09431);
 - "zigzag", chunks r and 2N-1-r of 2N: half of every block of others, exactly.
@@ -28,6 +28,7 @@ from torch import Tensor
 from spbench.impls.collectives import Ring, Traffic
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
+from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions
@@ -191,8 +192,7 @@ class RingAttentionOptions(GridOptions):
     placement: str = "contiguous"
 
     def __post_init__(self) -> None:
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"placement is one of {', '.join(PLACEMENTS)}, not {self.placement!r}")
+        check_choices(self, {"placement": PLACEMENTS})
 
 
 class RingAttention(GridChunks):

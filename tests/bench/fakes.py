@@ -2,10 +2,17 @@
 
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
 from spbench.bench.cell import Cell, Measurement
+from spbench.bench.engines.distributed import launch
 from spbench.impls.strategies.base import Unsupported
 
 #: two strategies at a few sizes, one claim of each kind
@@ -69,6 +76,47 @@ def logged(cell: Cell) -> Measurement:
     time.sleep(0.1)  # long enough for a second cell to begin, if one could
     _log(f"end {cell.sizes.world}")
     return answer(cell)
+
+
+def hanging(cell: Cell) -> Measurement:
+    """As :func:`answer`, but two ranks never end: on the engine virtual in Python, on the distributed one in
+    a collective that rank 1 does not join. Writes the processes to LOG."""
+    _log(str(os.getpid()))
+    if cell.sizes.world == 2:
+        print("last words", file=sys.stderr)
+        if cell.engine == "distributed":
+            launch(cell, in_a_collective_alone)
+        waits_for_ever()
+    return answer(cell)
+
+
+def waits_for_ever() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def in_a_collective_alone(mesh: DeviceMesh, cell: Cell) -> None:
+    _log(str(os.getpid()))
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as stubborn as a process can be
+        waits_for_ever()
+    dist.all_reduce(torch.ones(1))
+
+
+def dying_later(cell: Cell) -> Measurement:
+    """As :func:`answer`; the process that measured two ranks dies a moment afterwards."""
+    _log(str(os.getpid()))
+    if cell.sizes.world == 2:
+        threading.Timer(0.2, os._exit, [7]).start()
+    return answer(cell)
+
+
+def ending_with_words(cell: Cell) -> Measurement:
+    """The process ends itself, and says why only on standard error."""
+    print("many words\n" * 5000, file=sys.stderr)
+    print("cannot open the heart of gold", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def gated(cell: Cell) -> Measurement:

@@ -79,7 +79,8 @@ def test_a_protocol_can_be_the_base(install: Install) -> None:
 
 def test_two_of_one_name_are_named(install: Install) -> None:
     package = install({"a": CAT, "b": CAT.replace("Cat", "Tiger")})
-    with pytest.raises(ValueError, match=rf"{package}\.a\.Cat and {package}\.b\.Tiger .*'cat'; rename one"):
+    both = rf"{package}\.a\.Cat and {package}\.b\.Tiger are each a .*'cat'; rename one"
+    with pytest.raises(DiscoveryError, match=both):
         named_classes(package, Animal)
 
 

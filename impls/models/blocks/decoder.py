@@ -83,7 +83,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
-        # 3 heads cannot be split over 2 or 4 ranks, which matters only to who splits heads
+        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
         return [{"checkpointing": True}, plain | {"heads": 3}, {"tied": True, "cross_entropy": "fused"}]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
@@ -103,9 +103,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
-        tokens = {"B": batch, "L": seq_len}
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
-        hidden, again = tokens | {"H": self.hidden}, self.checkpointing
+        hidden, again = {"B": batch, "L": seq_len, "H": self.hidden}, self.checkpointing
         found = [
             Site(kind, len(layers), hidden | {"F": width}, again)
             for width in (self.hidden, self.inner)
@@ -114,18 +113,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         mixers = [site for i in layers for site in self.mixing(i).sites(self, batch, seq_len)]
         alike = Counter((site.kind, tuple(site.dims.items())) for site in mixers)
         found += [Site(kind, count, dict(dims), again) for (kind, dims), count in alike.items()]
-        if stage.first:
-            found.append(Site("embedding", 1, hidden | {"V": rows}))
-        if stage.last:
-            found.append(Site("vocabulary_logits", 1, hidden | {"V": rows}))
-            found.append(Site("cross_entropy", 1, tokens | {"V": rows}))
-        if stage.count > 1:
-            found.append(Site("stage_boundary", 1, hidden))
-            if self.tied:
-                words = rows * self.hidden
-                found.append(
-                    Site("tied_embedding", 1, {"elements": words, "split": words, "vocabulary": words})
-                )
+        found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
         found.append(Site("parameters", 1, self.parameters(rows, stage)))
         return found
 
@@ -154,16 +142,22 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         # of the first layer the attention, of the last the block: they may differ
         return {
             "attention": ModelPart(
-                lambda s, n: Alone(self.mixing(0).build(self, s), s, n), hidden_inputs, {"x": 1}, {"y": 1}
+                lambda s, n: LoneDecoderLayer(self.mixing(0).build(self, s), s, n),
+                hidden_inputs,
+                {"x": 1},
+                {"y": 1},
             ),
             "block": ModelPart(
-                lambda s, n: Alone(Block(self, s, self.layers - 1), s, n), hidden_inputs, {"x": 1}, {"y": 1}
+                lambda s, n: LoneDecoderLayer(DecoderBlock(self, s, self.layers - 1), s, n),
+                hidden_inputs,
+                {"x": 1},
+                {"y": 1},
             ),
             "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
 
 
-class Mlp(nn.Module):
+class DecoderMlp(nn.Module):
     """x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x) without a gate."""
 
     def __init__(self, model: DecoderModel, strategy: Strategy):
@@ -178,7 +172,7 @@ class Mlp(nn.Module):
         return self.out.project(x * factors[0] if factors else x)
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
 
     def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
@@ -187,7 +181,7 @@ class Block(nn.Module):
         self.mixer_norm = _norm(model)
         self.mixer = model.mixing(layer).build(model, strategy)
         self.mlp_norm = _norm(model)
-        self.mlp = Mlp(model, strategy)
+        self.mlp = DecoderMlp(model, strategy)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         if self.checkpointing:
@@ -204,7 +198,7 @@ def _norm(model: DecoderModel) -> nn.Module:
     return RMSNorm(model.hidden, weighted=weighted, eps=epsilon, way=way)
 
 
-class Alone(nn.Module):
+class LoneDecoderLayer(nn.Module):
     """A mixer or a block with inputs of its own, for verification."""
 
     def __init__(self, layer: nn.Module, strategy: Strategy, seq_len: int):
@@ -231,7 +225,9 @@ class Decoder(nn.Module):
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
         if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)
-        self.blocks = nn.ModuleDict({str(i): Block(model, strategy, i) for i in stage.layers(model.layers)})
+        self.blocks = nn.ModuleDict(
+            {str(i): DecoderBlock(model, strategy, i) for i in stage.layers(model.layers)}
+        )
         if stage.last:
             self.norm = _norm(model)
             if not model.tied:

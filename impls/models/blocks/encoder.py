@@ -20,6 +20,8 @@ from spbench.impls.kernels.bias_gelu import bias_gelu
 from spbench.impls.kernels.dropout import bias_dropout_add
 from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.model import AttentionHeads
+from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Strategy
 
 _WAYS = {
@@ -30,7 +32,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class BlockOptions:
+class BlockOptions(AttentionHeads):
     """What a block is made of, and which kernels it uses.
 
     Attributes:
@@ -56,22 +58,19 @@ class BlockOptions:
     fused_bias_gelu: bool = True
 
     def __post_init__(self) -> None:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
-        for name, ways in _WAYS.items():
-            if getattr(self, name) not in ways:
-                raise ValueError(f"{name} is one of {', '.join(ways)}, not {getattr(self, name)!r}")
+        super().__post_init__()
+        check_choices(self, _WAYS)
         if self.linformer is not None and self.mask_shape != "keys":
             raise ValueError("Linformer attends to projected keys; its mask_shape is 'keys'")
 
 
-class Attention(nn.Module):
+class EncoderAttention(nn.Module):
     """Multi-head self attention without its output bias: x [B, L, H] -> [B, L, H]."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
         super().__init__()
         self.model, self.strategy = model, strategy
-        self.head_size = model.hidden // model.heads
+        self.head_size = model.head_size
         self.qkv = strategy.linear_in(model.hidden, 3 * model.hidden)
         self.out = strategy.linear_out(model.hidden, model.hidden)
         if model.linformer is not None:
@@ -120,14 +119,14 @@ class BiasDropoutAddNorm(nn.Module):
         return self.norm(summed)
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """A post-layer-norm transformer block: x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
         super().__init__()
         self.fused_bias_gelu, self.checkpointing = model.fused_bias_gelu, model.checkpointing
         self.random = strategy.random
-        self.attention = Attention(model, strategy, seq_len)
+        self.attention = EncoderAttention(model, strategy, seq_len)
         self.attention_end = BiasDropoutAddNorm(model, strategy)
         self.mlp_in = strategy.linear_in(model.hidden, 4 * model.hidden)
         self.mlp_out = strategy.linear_out(4 * model.hidden, model.hidden)
@@ -143,11 +142,15 @@ class Block(nn.Module):
         return self.mlp_end(self.mlp_out.project(inner), x)
 
 
-class Alone(nn.Module):
+class LoneEncoderLayer(nn.Module):
     """An attention layer or a block with inputs of its own, for verification."""
 
     def __init__(
-        self, model: BlockOptions, strategy: Strategy, seq_len: int, layer: type[Attention] | type[Block]
+        self,
+        model: BlockOptions,
+        strategy: Strategy,
+        seq_len: int,
+        layer: type[EncoderAttention] | type[EncoderBlock],
     ):
         super().__init__()
         self.model, self.strategy = model, strategy

@@ -1,7 +1,7 @@
 """Models whose positions lie on a grid (the frames and the places of a video), as single-device code.
 
 Every block mixes positions along one dim of the grid at a time, and asks its strategy for the grid laid out
-for that. What is learned is to tell the noise in a noisy latent.
+for that. The models learn to predict the noise in a noisy latent.
 
 Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden,
 Z heads (this rank's), A head size.
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.bias_gelu import bias_gelu
-from spbench.impls.models.model import Model
+from spbench.impls.models.model import AttentionHeads, Model
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported, full_precision
 from spbench.impls.strategies.grid import Grid, grid_letters
 
 
 @dataclass(frozen=True)
-class GridModel(Model):
+class GridModel(AttentionHeads, Model):
     """The options that all models on grids have.
 
     Attributes:
@@ -47,14 +47,6 @@ class GridModel(Model):
     losses: ClassVar[tuple[str, ...]] = ("noise",)
     targets: ClassVar[frozenset[str]] = frozenset({"noise", "loss_weights"})
     plain_options: ClassVar[Mapping[str, Any]] = {"fused_bias_gelu": False, "checkpointing": False}
-
-    def __post_init__(self) -> None:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden // self.heads
 
     @property
     def token_channels(self) -> int:
@@ -113,7 +105,7 @@ class GridModel(Model):
         return dict.fromkeys(("noisy", "noise", "loss_weights"), self.grid_dims)
 
     def variants(self) -> list[Mapping[str, Any]]:
-        # 3 heads cannot be split over 2 or 4 ranks, which matters only to who splits heads
+        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
         return [{"checkpointing": True}, {"fused_bias_gelu": False, "heads": 3}]
 
     def block_sites(self, batch: int, sizes: Sequence[int], projections: Sequence[int]) -> list[Site]:
@@ -153,7 +145,7 @@ class GridAttention(nn.Module):
         return self.out.project(y.flatten(-2)) + self.bias
 
 
-class Mlp(nn.Module):
+class GridMlp(nn.Module):
     """x [..., H] -> [..., H] by way of 4 H features and a GELU."""
 
     def __init__(self, model: GridModel, strategy: Strategy):
@@ -193,7 +185,7 @@ def noise_losses(predicted: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, T
     return {"loss": loss, "noise_loss": loss, "token_loss": token_loss}
 
 
-class Alone(nn.Module):
+class LoneGridLayer(nn.Module):
     """A block, or attention along the first stage's dim, with inputs of its own, for verification."""
 
     def __init__(self, layer: nn.Module, model: GridModel, strategy: Strategy, seq_len: int):

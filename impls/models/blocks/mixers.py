@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.kernels.rms_norm import rms_norm
-from spbench.impls.strategies.base import LINEAR_ATTENTION_WAYS, Site, Strategy
+from spbench.impls.models.model import AttentionHeads
+from spbench.impls.options import check_choices
+from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
+from spbench.impls.strategies.base import Site, Strategy
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
@@ -33,7 +36,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions:
+class DecoderOptions(AttentionHeads):
     """What the layers of a decoder are made of, and which kernels they use.
 
     Attributes:
@@ -60,15 +63,8 @@ class DecoderOptions:
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
-        for name, ways in _WAYS.items():
-            if getattr(self, name) not in ways:
-                raise ValueError(f"{name} is one of {', '.join(ways)}, not {getattr(self, name)!r}")
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden // self.heads
+        super().__post_init__()
+        check_choices(self, _WAYS)
 
 
 class Places:

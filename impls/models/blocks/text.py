@@ -177,7 +177,7 @@ def _pair(text: Corpus, seq_len: int, generator: torch.Generator) -> _Pair:
     room = seq_len - 3
     if torch.rand((), generator=generator) < SHORT:
         room = _integer(seq_len // 2, room, generator)
-    # cut anywhere in the middle, or else the place of the [SEP] would tell the order
+    # cut anywhere in the middle, or else the place of the [SEP] would reveal the order
     cut = _integer(room // 4, room - room // 4, generator)
     while True:
         first, following = text.take(_integer(0, len(text.sentences) - 1, generator), cut)

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell, Measurement, Status
 from spbench.bench.sweep.results import FILE, ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.workers import measure
@@ -77,13 +77,44 @@ def test_cells_that_look_alike_show_what_tells_them_apart(spbench: Run) -> None:
     assert sum("layers=1" in line for line in lines) == sum("layers=2" in line for line in lines) == 1
 
 
-def test_bytes_against_the_formula_are_a_warning(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(cell: Cell) -> Measurement:
-        return Measurement(communication=[{"sent_bytes": 4}], formula=[{"sent_bytes": 5}])
+FAULTY = [
+    ("mismatch", "closed form 5 B, metered 4 B", False),
+    ("numerics", "a loss at step 3 is not finite", True),
+]
 
-    assert "formula" not in spbench(*RUN)[2]
-    monkeypatch.setattr(sys.modules[__name__], "answer", wrong)
-    assert spbench(*RUN, "--fresh")[2].count("bytes sent are not those of the strategy's formula") == 5
+
+@pytest.mark.parametrize(("status", "reason", "final"), FAULTY)
+def test_wrong_results_are_exit_code_1(
+    spbench: Run, monkeypatch: pytest.MonkeyPatch, status: Status, reason: str, final: bool
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "answer", lambda cell: Measurement(status, reason))
+    code, _, err = spbench(*RUN)
+    assert code == 1
+    assert err.count(f": {status}, {reason}") == 5  # a line for each cell
+    summary = f"spbench: 5 of 5 cells failed (5 {status})"
+    assert err.splitlines()[-1] == summary + "; the same command tries them again" * (not final)
+    code, _, err = spbench(*RUN)
+    assert code == 1
+    assert ("5 of them kept" in err) is final
+
+
+def test_the_limit_of_a_cell(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+
+    def timed_out(cell: Cell) -> Measurement:
+        limits.append(cell.timeout_s)
+        return Measurement("timeout", "no end")
+
+    monkeypatch.setattr(sys.modules[__name__], "answer", timed_out)
+    Path("small.yaml").write_text(SCENARIO.replace("groups:\n", "  timeout_s: 60\ngroups:\n", 1))
+    code, _, err = spbench(*RUN)
+    assert (code, limits) == (1, [60.0] * 5)
+    assert err.splitlines()[-1] == (
+        "spbench: 5 of 5 cells failed (5 timeout); the same command tries them again"
+    )
+    assert spbench(*RUN, "--timeout", "90.5")[0] == 1  # the same cells, tried again
+    assert limits[5:] == [90.5] * 5
+    assert len(read_rows(Path("results/runs/small") / FILE)[0]) == 5
 
 
 def test_second_run_keeps_and_fresh_starts_again(spbench: Run) -> None:
@@ -165,6 +196,7 @@ WRONG = [
     ((*RUN, "--world-size", "four"), "'four' is not a whole number of at least 1"),
     ((*RUN, "--world-size", "-4"), "'-4' is not a whole number of at least 1"),
     ((*RUN, "--jobs", "0"), "Invalid value for '--jobs'"),
+    ((*RUN, "--timeout", "0"), "Invalid value for '--timeout'"),
     ((*RUN, "--format", "xml"), "Invalid value for '--format'"),
     ((*RUN, "--output", "small.yaml"), "cannot write results to small.yaml/cells.jsonl"),
     ((*RUN, "--output", "taken"), "cannot write results to taken/cells.jsonl: Is a directory"),

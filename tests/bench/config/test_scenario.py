@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from spbench.bench.cell import Cell
 from spbench.bench.config.cluster import cluster_names, load_cluster
 from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
@@ -77,6 +78,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"variants__first__training__moments": "latr"},
         "variants.first.training.moments: must be 'kept' or 'later'",
     ),
+    (
+        {"defaults__training__backend": "zero4"},
+        "defaults.training.backend: unknown backend 'zero4'; did you mean 'zero",
+    ),
+    (
+        {"groups__1__training": {"gradients": "fresh"}},
+        "groups[1].training.gradients: must be 'contiguous' or 'stale', not 'fresh'",
+    ),
+    (  # an option of another backend
+        {"groups__1__training": {"backend": "zero3", "gradients": "stale"}},
+        "groups[1].training.gradients: unknown key",
+    ),
+    (
+        {"groups__1__strategy": "ring_attention", "groups__1__strategy_options": {"placement": "spiral"}},
+        "groups[1].strategy_options: placement is one of contiguous, striped, zigzag, not 'spiral'",
+    ),
     ({"groups__1__batch": "64"}, "groups[1].batch: must be a valid integer, not '64'"),
     ({"defaults__batch": True}, "defaults.batch: must be a valid integer, not True"),
     ({"defaults__batch": -64}, "defaults.batch: must be greater than 0, not -64"),
@@ -139,6 +156,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"claims__0__published__file": "rsa_claim.csv"}, "cannot read published file rsa_claim.csv"),
     ({"claims__0__published__column": "publishd"}, "no column 'publishd'; did you mean 'published'?"),
 ]
+
+
+def test_an_option_of_the_backend_is_part_of_a_cells_key_where_it_is_not_the_default() -> None:
+    def key(**training: str) -> str:
+        return Cell.model_validate({"model": "m", "strategy": "s", "training": training}).key
+
+    assert key(gradients="contiguous") == key() == "m/s/1/bmax/Lmax/fp32/local/virtual/01e52c8be4"
+    assert key(gradients="stale") == "m/s/1/bmax/Lmax/fp32/local/virtual/2eb9e854a0"
+    stale = Cell.model_validate({"model": "m", "strategy": "s", "training": {"gradients": "stale"}})
+    assert Cell.model_validate_json(stale.model_dump_json()) == stale
+    assert stale.training.backend_options == {"gradients": "stale"}
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])

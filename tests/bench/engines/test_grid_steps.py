@@ -26,7 +26,12 @@ def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
 
 @pytest.mark.parametrize(
     ("strategy", "n", "checkpointing"),
-    [("dsp", 2, False), ("dsp", 3, True), ("dsp", 4, False), *((other, 3, True) for other in STRATEGIES[1:])],
+    [
+        ("dsp", 2, False),
+        ("dsp", 3, True),
+        pytest.param("dsp", 4, False, marks=pytest.mark.slow),
+        *((other, 3, True) for other in STRATEGIES[1:]),
+    ],
 )
 def test_real_ranks_send_what_virtual_ones_do(
     pool: RankPool, strategy: str, n: int, checkpointing: bool

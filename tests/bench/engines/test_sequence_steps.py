@@ -34,7 +34,7 @@ def cell_of(strategy: str, n: int, model: str, **changes: Any) -> Cell:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 @pytest.mark.parametrize(("strategy", "model"), PAIRS)
 def test_real_ranks_send_what_virtual_ones_do(
     pool: RankPool, strategy: str, n: int, model: str, checkpointing: bool
@@ -51,7 +51,7 @@ def test_real_ranks_send_what_virtual_ones_do(
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("n", [2, 4, 8, 64])
+@pytest.mark.parametrize("n", [2, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 @pytest.mark.parametrize(("strategy", "model"), PAIRS)
 def test_formula_is_what_virtual_ranks_send(
     strategy: str, n: int, model: str, checkpointing: bool, precision: str

@@ -74,7 +74,11 @@ def on_a_real_rank(mesh: DeviceMesh, cell: Cell, settle_s: float) -> Seen:
     return seen(Trace.of(cell, dist.get_rank(), recorder))
 
 
-RANKS = [("single", 1), *((strategy, n) for strategy in AXES for n in (1, 2, 3, 4))]
+RANKS = [
+    ("single", 1),
+    *((strategy, n) for strategy in AXES for n in (1, 2)),
+    *(pytest.param(strategy, n, marks=pytest.mark.slow) for strategy in AXES for n in (3, 4)),
+]
 
 
 @pytest.mark.parametrize(

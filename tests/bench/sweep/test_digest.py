@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-import spbench.bench.commands.run as run_command
 import spbench.bench.sweep.digest as digest_module
 from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
 from spbench.bench.config.cluster import load_cluster
-from spbench.bench.engines import run as run_on_engine
+from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.sweep.digest import (
     NOT_MEASURING,
     changed_parts,
@@ -59,7 +58,7 @@ def sweep_here(cells: list[Cell], results: ResultsFile, **_: Any) -> list[Row]:
 @pytest.fixture(autouse=True)
 def _small_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_command, "sweep", sweep_here)
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", sweep_here)
     Path("small.yaml").write_text(SCENARIO)
     Path("own.yaml").write_text(CLUSTER)
 
@@ -133,7 +132,7 @@ def test_each_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changed("load_cluster", lambda name: denser) == ["cluster"]
     preset = replace(models()["bert-tiny"], layers=7)  # type: ignore[type-var]
     assert changed("model_preset", lambda name, options: preset) == ["model"]
-    assert changed("strategy_options", lambda cls: {"block": 3}) == ["strategy"]
+    assert changed("asdict", lambda options: {"block": 3}) == ["strategy"]
     assert changed("code_digest", lambda: "other") == ["code"]
     assert changed("installed_version", lambda name: "99") == ["torch"]
 

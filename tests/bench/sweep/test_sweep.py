@@ -12,9 +12,10 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
+from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.results import FILE, ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
-from spbench.bench.sweep.workers import Crew, Outcome
+from spbench.bench.sweep.workers import Outcome
 from tests.bench import fakes
 
 ROOT = Path(__file__).parents[3]

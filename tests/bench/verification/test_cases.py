@@ -48,20 +48,11 @@ def assert_green(row: VerifyRow) -> None:
     assert row.status == "green", row
 
 
+# three ranks have a first, a middle and a last one, and divide few sizes
+@pytest.mark.parametrize("sizes", [{1, 3}, pytest.param({2, 4}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("model", TINY)
 @pytest.mark.parametrize("strategy", strategies())
-def test_all_parts_in_float64_on_1_to_3_ranks(pool: RankPool, strategy: str, model: str) -> None:
-    assert_all_green(pool, strategy, model, {1, 2, 3})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", TINY)
-@pytest.mark.parametrize("strategy", strategies())
-def test_all_parts_in_float64_on_4_ranks(pool: RankPool, strategy: str, model: str) -> None:
-    assert_all_green(pool, strategy, model, {4})
-
-
-def assert_all_green(pool: RankPool, strategy: str, model: str, sizes: set[int]) -> None:
+def test_all_parts_in_float64(pool: RankPool, strategy: str, model: str, sizes: set[int]) -> None:
     rows = list(verify([strategy], [model], sorted(sizes), ["fp64"], pool=pool))
     assert [row for row in rows if row.status == "RED"] == []
     sizes_as_preset = {row.size for row in rows if row.status == "green" and not row.variant}
@@ -78,10 +69,32 @@ def test_each_strategy_runs_some_model(strategy: type[Strategy]) -> None:
     assert any(cls is strategy for cls, _ in CAN_RUN)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp32", "fp16"))]
-)
-@pytest.mark.parametrize("strategy", PARALLEL)
+def collectives_of(strategy: type[Strategy]) -> set[str]:
+    """The collectives of a strategy's closed forms of the tiny models on 4 ranks."""
+    plan = strategy(planned_size=4)
+    sites = [models()[model].sites(3, 24, plan.vocabulary_parts) for cls, model in CAN_RUN if cls is strategy]
+    return {traffic.collective for some in sites for traffic in plan.communication(some, 2)}
+
+
+def covering_all_collectives() -> list[type[Strategy]]:
+    """Strategies that have every collective among them, those that run few models first."""
+    chosen, covered = [], set[str]()
+    for strategy in sorted(PARALLEL, key=lambda cls: ([of for of, _ in CAN_RUN].count(cls), cls.name)):
+        if collectives_of(strategy) - covered:
+            chosen.append(strategy)
+            covered |= collectives_of(strategy)
+    return chosen
+
+
+IN_LOWER_PRECISION = [
+    pytest.param(cls, dtype, marks=[] if (cls in some and dtype == "bf16") else pytest.mark.slow)
+    for some in [covering_all_collectives()]
+    for cls in PARALLEL
+    for dtype in ("bf16", "fp32", "fp16")
+]
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), IN_LOWER_PRECISION)
 def test_lower_precision_is_at_its_noise_floor(pool: RankPool, strategy: type[Strategy], dtype: str) -> None:
     rows = list(verify([strategy.name], TINY, [4], [dtype], ["attention", "model"], pool=pool))
     assert [row for row in rows if row.status == "RED"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -101,3 +102,16 @@ def test_the_text_and_the_time_matter() -> None:
 def test_impossible_options() -> None:
     with pytest.raises(ValueError, match="hidden 1152 is not divisible by heads 5"):
         grid_model("st-dit-xl", heads=5)
+
+
+@pytest.mark.parametrize("name", ["st-dit-xl", "st-dit-tiny", "transformer-2d", "transformer-3d-tiny"])
+def test_tokens_are_the_patches(name: str) -> None:
+    """As many as rows of what the blocks compute with, not as positions of the latent."""
+    model = model_preset(name, {"layers": 1})
+    assert isinstance(model, GridModel)
+    length = 24 * model.patch * math.prod(model.leading)
+    with torch.device("meta"):
+        inputs = model.inputs(3, length, None)
+    assert model.tokens(3, length) == inputs["noisy"].numel() // model.token_channels
+    assert model.tokens(3, length) * model.patch == 3 * length
+    assert model_preset("bert-tiny").tokens(3, length) == 3 * length

@@ -1,0 +1,289 @@
+"""A recorder for fake tensors that remembers what operators do, instead of asking FakeTensorMode again.
+
+What an operator returns on fake tensors, and what the event log writes down for it, depends on the operator
+and on the metadata of its arguments alone. A training step calls few distinct ones, layer after layer, and
+each call costs FakeTensorMode some 200 us. So the first call of each takes the plain path of
+:class:`Recorder`, and later ones build the same results directly. Whatever is unusual (:func:`_key` and
+:func:`_remembered` say what) takes the plain path always. Traces are equal event by event; a test compares
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from spbench.bench.meters.communication import communicates
+from spbench.bench.meters.event_log import PostedWork
+from spbench.bench.meters.recorder import BETWEEN_TWO, PRIM_DEVICE, Recorder
+from spbench.bench.simulator.program import EventRow
+
+_Path = tuple[int | str, ...]
+_Key = tuple[Any, ...]
+
+#: operators that change metadata or storage of an argument, or whose result depends on values
+_UNUSUAL_TAGS = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+    torch.Tag.maybe_aliasing_or_mutating,
+)
+_UNUSUAL = frozenset(
+    {"aten::resize_", "aten::set_", "aten::lift_fresh", "aten::lift", "aten::_local_scalar_dense"}
+)
+_PLAIN_SCALARS = (
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+@dataclass(frozen=True)
+class _New:
+    """A result with a storage of its own, contents unknown."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _View:
+    """A result in the storage of an argument."""
+
+    of: _Path
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """A result that is an argument itself (operators in place, and ``out=``)."""
+
+    path: _Path
+
+
+@dataclass(frozen=True)
+class _Remembered:
+    """What an operator returned.
+
+    Attributes:
+        results: in order; None: it returned None.
+        container: type of the returned tuple or list; None for a single tensor.
+    """
+
+    results: tuple[_New | _View | _Argument, ...] | None
+    container: type | None
+
+
+#: entries hold no tensor and no mode, so they serve every trace of the process; None: always the plain path
+_MEMORY: dict[_Key, _Remembered | None] = {}
+#: a bound on the memory of a process that traces very many shapes
+_MOST_ENTRIES = 500_000
+
+
+class FastRecorder(Recorder):
+    """As :class:`Recorder`, on fake tensors of one mode.
+
+    Args:
+        mode: the mode that is entered around this one.
+        mesh, events: as for :class:`Recorder`. There are no further meters: these see every call.
+    """
+
+    def __init__(self, mode: FakeTensorMode, mesh: Any = None, events: bool = False):
+        super().__init__(mesh, events=events)
+        self.mode = mode
+        # a transfer between fake ranks has ended before it began
+        self._ended = PostedWork(lambda: None)
+        #: what the event log writes for a call within the step; None: nothing
+        self._rows: dict[_Key, EventRow | None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is PRIM_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if self._paused:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        key = _key(func, args, kwargs)
+        if key is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        if (remembered := _MEMORY.get(key)) is not None:
+            result = self._build(remembered, args, kwargs)
+            if self.events is not None and self.events.running:
+                self._write_row(key, func, args, kwargs, result)
+            return result
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if key not in _MEMORY and len(_MEMORY) < _MOST_ENTRIES:
+            _MEMORY[key] = _remembered(func, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
+            return self._ended.boxed()  # the fake group would do nothing
+        return super()._run(func, args, kwargs)
+
+    def _write_row(
+        self, key: _Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Write down in the event log what it wrote for the first such call of this trace."""
+        assert self.events is not None
+        rows = self.events.builder.rows
+        if key in self._rows:
+            if (row := self._rows[key]) is not None:
+                rows.append(row)
+            return
+        written = len(rows)
+        self.events.see(func, args, kwargs, result, None)
+        self._rows[key] = rows[written] if len(rows) > written else None
+
+    def _build(self, remembered: _Remembered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The results again, new storages noted by the memory meter."""
+        if remembered.results is None:
+            return None
+        found = [self._result(each, args, kwargs) for each in remembered.results]
+        return found[0] if remembered.container is None else remembered.container(found)
+
+    def _result(
+        self, remembered: _New | _View | _Argument, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        if isinstance(remembered, _Argument):
+            found: Tensor = _at(remembered.path, args, kwargs)
+            return found
+        with torch._C._DisableTorchDispatch():
+            if isinstance(remembered, _New):
+                elem = torch.empty_strided(
+                    remembered.shape, remembered.stride, dtype=remembered.dtype, device="meta"
+                )
+            else:
+                storage = _at(remembered.of, args, kwargs).untyped_storage()
+                elem = torch.empty(0, dtype=remembered.dtype, device="meta")
+                elem.set_(storage, remembered.offset, remembered.shape, remembered.stride)
+            fake: FakeTensor = Tensor._make_subclass(
+                FakeTensor,
+                elem,
+                False,
+                dispatch_device=True,
+                device_for_backend_keys=remembered.device,
+            )
+            torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(remembered.attributes)
+        fake.fake_mode = self.mode
+        if isinstance(remembered, _New):
+            self.memory.note(fake)
+        return fake
+
+
+def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> _Key | None:
+    """All that the results of a call depend on; None where that is not known to be the metadata of plain fake
+    tensors and the values of plain scalars."""
+    key: list[Any] = [func, torch.get_default_dtype()]
+    for value in args:
+        if not _describe(value, key):
+            return None
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            if not _describe(value, key):
+                return None
+    return tuple(key)
+
+
+def _describe(value: Any, key: list[Any]) -> bool:
+    """Append what a call depends on of one argument; returns whether that is known."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.dtype.is_complex:
+            return False
+        # read at every call: an assignment to x.data changes a tensor under its identity
+        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+        return True
+    if kind in _PLAIN_SCALARS:
+        key += (kind, value)
+        return True
+    if kind is list or kind is tuple or kind is torch.Size:
+        key += (list, len(value))
+        return all(_describe(item, key) for item in value)
+    return False
+
+
+def _remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Remembered | None:
+    """What is to be built at the next call with this key; None where it must take the plain path."""
+    if communicates(func) or func._schema.name in _UNUSUAL or any(tag in func.tags for tag in _UNUSUAL_TAGS):
+        return None
+    if result is None:
+        return _Remembered(None, None)
+    several = type(result) in (tuple, list)
+    results = result if several else [result]
+    arguments = dict(_tensors((), args, kwargs))
+    storages = {x.untyped_storage()._cdata: path for path, x in arguments.items()}
+    found: list[_New | _View | _Argument] = []
+    for x in results:
+        if type(x) is not FakeTensor or x.constant is not None:
+            return None
+        same = next((path for path, argument in arguments.items() if argument is x), None)
+        storage = x.untyped_storage()
+        attributes = {name: value for name, value in x.__dict__.items() if name != "fake_mode"}
+        shape, stride = tuple(x.shape), x.stride()
+        if same is not None:
+            found.append(_Argument(same))
+        elif storage._cdata in storages:
+            path = storages[storage._cdata]
+            found.append(
+                _View(path, int(x.storage_offset()), shape, stride, x.dtype, x.fake_device, attributes)
+            )
+        elif x.storage_offset() == 0 and storage.nbytes() == _dense_bytes(x):
+            found.append(_New(shape, stride, x.dtype, x.fake_device, attributes))
+        else:
+            return None
+    new = [
+        x.untyped_storage()._cdata for x, each in zip(results, found, strict=True) if isinstance(each, _New)
+    ]
+    if len(set(new)) < len(new):
+        return None
+    return _Remembered(tuple(found), type(result) if several else None)
+
+
+def _dense_bytes(x: Tensor) -> int:
+    """Bytes of the storage that ``empty_strided`` makes for the shape and strides of x."""
+    if x.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
+
+
+def _tensors(path: _Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[_Path, Tensor]]:
+    """The tensors among the arguments, with the path to each: positions in lists, names of keywords."""
+    items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for step, value in items:
+        if isinstance(value, Tensor):
+            yield (*path, step), value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors((*path, step), value, {})
+
+
+def _at(path: _Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument at a path of :func:`_tensors`."""
+    first, *rest = path
+    found = kwargs[first] if isinstance(first, str) else args[first]
+    for step in rest:
+        found = found[step]
+    return found

@@ -1,0 +1,82 @@
+"""Where positions meet in a sequence: the kinds of attention that models ask for, on a single device.
+
+Shape letters: B batch, L sequence, Z heads, A head size, D size of queries and keys of linear attention, K
+Linformer's projected length.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
+from spbench.impls.kernels.softmax import masked_softmax
+from spbench.impls.strategies.dropout_masks import DropoutRandom
+
+#: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
+#: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
+#: own operators
+LINEAR_ATTENTION_WAYS = {
+    "chunked": linear_attention,
+    "left_product": lambda q, k, v, decay: linear_attention(q, k, v, decay, block=q.shape[2]),
+    "quadratic": quadratic_linear_attention,
+}
+
+
+class AttentionHooks:
+    """The part of :class:`Strategy` about attention. The defaults hold where this rank has all the keys and
+    values that its queries attend to, of the heads that its projections made."""
+
+    random: DropoutRandom
+
+    @property
+    def attention_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks attention probabilities are spread, so that each rank draws its own
+        dropout; along all other axes they draw the same."""
+        return ()
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        """Softmax attention: q, k, v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
+
+        ``mask`` is True where a key must not be attended: [B, 1, 1, L], or [B, 1, queries, L]. Its
+        key dim is always whole, its query dim this rank's. ``softmax`` is a way of
+        :func:`masked_softmax`.
+        """
+        return self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax)
+
+    def local_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        """Softmax attention where this rank already holds all keys that its queries need:
+        q [B, Z, queries, A], k, v [B, Z, keys, A] -> [B, Z, queries, A]."""
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
+        del scores
+        probabilities = self.random.dropout(probabilities, dropout, self.attention_axes)
+        return torch.matmul(probabilities, v)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal softmax attention, scores scaled by A**-0.5: q, k, v [B, Z, L or a part, A] -> [B, Z, L or
+        a part, A]; the heads are those that this rank's projections made."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+    ) -> Tensor:
+        """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled:
+        q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
+
+        ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
+        ``way`` is a key of LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are.
+        """
+        if way not in LINEAR_ATTENTION_WAYS:
+            raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")
+        return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
+
+    def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Linformer's projection of keys or values: x [B, Z, L or a part, A], weight
+        :meth:`sequence_parameter` [K, L or a part] -> the whole [B, Z, K, A] on every rank."""
+        return torch.matmul(weight, x)

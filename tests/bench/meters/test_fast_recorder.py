@@ -1,0 +1,143 @@
+"""Traces with remembered operators are those of the plain path, event by event, for every strategy, backend
+and kind of step; a fault in what is remembered is seen by the comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.engines.plan import rank_classes
+from spbench.bench.engines.traces import Trace
+from spbench.bench.meters import fast_recorder
+from spbench.bench.meters.fast_recorder import FastRecorder
+from spbench.impls.backends.registry import backends
+from spbench.impls.strategies.registry import strategies
+
+#: the model that each strategy is traced on; the others run BERT
+MODELS = {
+    "lasp": "tnl-tiny",
+    "lasp2": "tnl-tiny",
+    "dsp": "st-dit-tiny",
+    "ulysses": "causal-transformer-tiny",
+    "ring_attention": "causal-transformer-tiny",
+    "megatron_sp": "causal-transformer-tiny",
+}
+
+
+def cell(strategy: str, **changes: Any) -> Cell:
+    axes = strategies()[strategy].axes
+    model = MODELS.get(strategy, "bert-tiny")
+    settings: dict[str, Any] = {
+        "model": model,
+        "strategy": strategy,
+        "sizes": dict.fromkeys(axes, 3),
+        "batch": 6,
+        "seq_len": 72 if model.startswith("st-dit") else 48,
+        "precision": "bf16",
+        "cluster": "dgx-a100",
+    }
+    return Cell.model_validate(settings | changes)
+
+
+CELLS = {
+    **{strategy: cell(strategy) for strategy in strategies()},
+    **{
+        f"lasp under {backend}": cell("lasp", sizes={"dp": 2, "sp": 2}, training={"backend": backend})
+        for backend in backends()
+    },
+    "inference": cell("dsp", training={"step": "inference"}),
+    "pipeline": cell(
+        "ring_self_attention", sizes={"pp": 2, "sp": 2}, precision="fp16", training={"micro_batches": 2}
+    ),
+    "dropout and checkpointing": cell(
+        "ring_self_attention", model_options={"dropout": 0.1, "checkpointing": True}
+    ),
+    "zigzag": cell("ring_attention", sizes={"sp": 2}, strategy_options={"placement": "zigzag"}),
+    "later moments": cell(
+        "tensor_parallel", precision="fp16", training={"moments": "later", "gradients": "stale"}
+    ),
+}
+
+
+def plain(asked: Cell, rank: int, monkeypatch: pytest.MonkeyPatch) -> Trace:
+    with monkeypatch.context() as patched:
+        patched.setenv(virtual.PLAIN_TRACE, "1")
+        return virtual.trace(asked, rank, events=True)
+
+
+def differences(ours: Trace, plain: Trace) -> list[str]:
+    """What is not the same in two traces."""
+    log = [f.name for f in dataclasses.fields(ours.memory)]
+    found = [name for name in log if getattr(ours.memory, name) != getattr(plain.memory, name)]
+    found += ["counts"] * (ours.communication.counts != plain.communication.counts)
+    assert ours.program is not None
+    assert plain.program is not None
+    for field in dataclasses.fields(ours.program):
+        a, b = getattr(ours.program, field.name), getattr(plain.program, field.name)
+        same = np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        found += [field.name] * (not same)
+    return found
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_traces_are_those_of_the_plain_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = CELLS[name]
+    for each in rank_classes(asked):
+        expected = plain(asked, each.first, monkeypatch)
+        assert len(expected.memory.events) > 100
+        first, again = (virtual.trace(asked, each.first, events=True) for _ in range(2))
+        assert differences(first, expected) == []
+        assert differences(again, expected) == []
+
+
+def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = cell("tensor_parallel")
+    expected = plain(asked, 0, monkeypatch)
+    virtual.trace(asked, events=True)
+    wrong = dict(fast_recorder._MEMORY)
+    for key, remembered in wrong.items():
+        if key[0] is torch.ops.aten._softmax.default or "gelu" in key[0]._schema.name:
+            assert remembered is not None
+            assert remembered.results is not None
+            new = remembered.results[0]
+            assert isinstance(new, fast_recorder._New)
+            larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
+            wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
+    monkeypatch.setattr(fast_recorder, "_MEMORY", wrong)
+    assert "sizes" in differences(virtual.trace(asked, events=True), expected)
+
+
+def test_an_assignment_to_data_is_another_call() -> None:
+    """The metadata of an argument is read at each call, not remembered by the tensor's identity."""
+    mode = FakeTensorMode()
+    recorder = FastRecorder(mode)
+    with mode, recorder, recorder.phase("forward"):
+        x = torch.ones(4, 4)
+        for _ in range(2):
+            assert (x + x).shape == (4, 4)
+        x.data = torch.ones(2, 3)
+        for _ in range(2):
+            assert (x + x).shape == (2, 3)
+
+
+def test_results_are_the_arguments_or_views_of_them_where_they_were() -> None:
+    mode = FakeTensorMode()
+    recorder = FastRecorder(mode)
+    with mode, recorder, recorder.phase("forward"):
+        for _ in range(3):
+            x, out = torch.ones(4, 6), torch.empty(4, 4)
+            assert x.add_(1) is x
+            assert torch.mm(x, torch.ones(6, 4), out=out) is out
+            view = x[1:, ::2]
+            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+            assert (view.shape, view.stride(), view.storage_offset()) == ((3, 3), (6, 2), 6)
+            pieces = x.split(3, dim=1)
+            assert [piece.storage_offset() for piece in pieces] == [0, 3]
+            assert all(piece.untyped_storage()._cdata == x.untyped_storage()._cdata for piece in pieces)

@@ -1,0 +1,156 @@
+"""Workers that hang, die idle or cannot start: the row has what they said, nothing of them is left, and the
+next cell runs."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.sweep import workers
+from spbench.bench.sweep.crew import Crew
+from spbench.bench.sweep.results import FINAL, ResultsFile, Row
+from spbench.bench.sweep.sweep import sweep, unfinished
+from spbench.bench.sweep.workers import Worker
+from tests.bench import fails_to_import, fakes
+
+#: of the cells that hang; the others may take as long as they do
+LIMIT_S = 3.0
+
+
+def cell(world: int, engine: str = "virtual", timeout_s: float | None = None) -> Cell:
+    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
+    return Cell.model_validate(
+        {**content, "sizes": Sizes(sp=world), "engine": engine, "timeout_s": timeout_s}, strict=True
+    )
+
+
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which the stand-ins write their processes."""
+    monkeypatch.setenv(fakes.LOG, str(tmp_path / "processes"))
+    return tmp_path / "processes"
+
+
+def living(processes: Path) -> list[int]:
+    """Those of the processes that are not gone; a zombie is."""
+    found = []
+    for pid in {int(line) for line in processes.read_text().split()}:
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(pid)
+    return found
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")
+
+
+@needs_proc
+def test_a_cell_that_hangs_in_python(tmp_path: Path, processes: Path) -> None:
+    cells = [cell(4), cell(2, timeout_s=LIMIT_S), cell(1)]
+    with ResultsFile(tmp_path) as results:
+        rows = sweep(cells, results, run=fakes.hanging, jobs=1)
+        assert [row["status"] for row in rows] == ["ok", "timeout", "ok"]
+        check_timed_out(rows[1])
+        assert "in waits_for_ever" in rows[1]["log"].split("-- stacks of the worker --")[1]
+        assert unfinished(cells, results) == [cells[1]]
+        # with another limit it is the same cell
+        assert cells[1].model_copy(update={"timeout_s": 60.0}).key == rows[1]["key"]
+    pids = processes.read_text().split()
+    assert pids[0] == pids[1] != pids[2]  # the worker that hung was replaced
+    assert living(processes) == []
+
+
+@needs_proc
+def test_a_rank_that_hangs_in_a_collective(
+    tmp_path: Path, processes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_of_time = Worker.out_of_time.fget
+    assert out_of_time is not None
+
+    def when_the_ranks_are_there(worker: Worker) -> bool:
+        """However long they take to start: the worker and two ranks have written their ids, and gone on."""
+        if not out_of_time(worker):
+            return False
+        while len(processes.read_text().split()) < 3:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        return True
+
+    monkeypatch.setattr(Worker, "out_of_time", property(when_the_ranks_are_there))
+    monkeypatch.setattr(workers, "GRACE_S", 2.0)  # a rank that ignores SIGTERM uses it up
+    cells = [cell(2, "distributed", timeout_s=LIMIT_S), cell(1, "distributed")]
+    with ResultsFile(tmp_path) as results:
+        rows = sweep(cells, results, run=fakes.hanging)
+    assert [row["status"] for row in rows] == ["timeout", "ok"]
+    check_timed_out(rows[0])
+    first, second, third = rows[0]["log"].split("-- stacks of ")[1:]
+    assert first.startswith("rank 0 --")
+    assert "in all_reduce" in first
+    assert "in in_a_collective_alone" in first
+    assert second.startswith("rank 1 --")
+    assert "in waits_for_ever" in second
+    assert third.startswith("the worker --")
+    assert "in hanging" in third
+    assert len(processes.read_text().split()) == 4
+    assert living(processes) == []
+
+
+def check_timed_out(row: Row) -> None:
+    assert row["reason"] == f"no end within its limit of {LIMIT_S:g} s"
+    assert row["elapsed_s"] == LIMIT_S
+    assert row["log"].startswith("last words\n")
+    assert "timeout_s" not in row["cell"]
+    assert "timeout" not in FINAL
+
+
+def test_a_limit_counts_from_when_a_cell_begins(tmp_path: Path) -> None:
+    """A worker takes seconds to start, which the first cell does not pay for."""
+    start = time.perf_counter()
+    with ResultsFile(tmp_path) as results:
+        rows = sweep([cell(1, timeout_s=0.5)], results, run=fakes.answer)
+    assert rows[0]["status"] == "ok"
+    assert time.perf_counter() - start > 0.5
+
+
+def test_a_worker_that_died_idle_is_replaced(tmp_path: Path, processes: Path) -> None:
+    with Crew(fakes.dying_later) as crew, ResultsFile(tmp_path) as results:
+        sweep([cell(2)], results, crew=crew)
+        (worker,) = crew.workers
+        worker.process.join(10)
+        assert not worker.alive
+        assert sweep([cell(4)], results, crew=crew)[0]["status"] == "ok"
+    assert len(set(processes.read_text().split())) == 2
+
+
+def test_what_a_worker_printed_last_is_in_its_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with ResultsFile(tmp_path) as results:
+        (row,) = sweep([cell(1)], results, run=fakes.ending_with_words)
+    assert row["status"] == "failed"
+    assert row["reason"] == (
+        "the worker process ended by itself with exit code 1; it printed last: cannot open the heart of gold"
+    )
+    assert row["log"].endswith("many words\n\ncannot open the heart of gold\n")
+    assert len(row["log"]) < 10_000
+    assert "cannot open the heart of gold" in capfd.readouterr().err
+
+
+def test_a_worker_that_cannot_import_what_it_runs(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path) as results:
+        (row,) = sweep([cell(1)], results, run=fails_to_import.run)
+    assert row["reason"].endswith("exit code 1; it printed last: ImportError: no such luck")
+    assert "Traceback" in row["log"]
+
+
+def test_no_file_of_a_worker_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with Crew(fakes.answer) as crew, ResultsFile(tmp_path) as results:
+        sweep([cell(1)], results, crew=crew)
+        assert list((tmp_path / "temporary").iterdir())
+    assert not list((tmp_path / "temporary").iterdir())
