@@ -1,4 +1,4 @@
-"""What the processes of a sweep share, workers and the ranks that they start: cores, and stacks on demand."""
+"""What the processes that run cells share, workers and ranks: how they start, cores, and stacks on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed: the wheel, the sdist and an editable install have spbench at the top and nothing else."""
+"""What is installed, from a wheel, an sdist or a checkout: spbench at the top and nothing else."""
 
 from __future__ import annotations
 
