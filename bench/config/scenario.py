@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +75,7 @@ class Scenario:
         return getattr(self.document, kind.name)
 
 
-def load_scenario(name: str) -> Scenario:
+def load_scenario(name: str | PathLike[str]) -> Scenario:
     """The packaged scenario of that name, or the one in the YAML file at that path.
 
     Raises:
