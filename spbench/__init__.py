@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell, Measurement
     from spbench.bench.commands.report import Report, Table
-    from spbench.bench.comparison.compare import Comparison
+    from spbench.bench.comparison.comparisons import Comparison
     from spbench.bench.comparison.published import PublishedPlace
     from spbench.bench.comparison.selector import Selector
     from spbench.bench.config.answer import Answer, PublishedNumber

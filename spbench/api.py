@@ -18,7 +18,7 @@ from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.errors import UserError
-from spbench.bench.sweep.results import FILE, ResultsFile, as_frame, read_rows
+from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
 from spbench.bench.sweep.workers import measure
 from spbench.impls.backends.registry import DEFAULT_BACKEND
@@ -112,7 +112,7 @@ def read_results(path: str | PathLike[str]) -> DataFrame:
     """
     file = Path(path)
     if file.is_dir():
-        file = file / FILE
+        file = file / RESULTS_FILE
     if not file.exists():
         raise UserError(f"no results file {file}; give the output folder of a run")
     rows, problems = read_rows(file)

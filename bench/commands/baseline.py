@@ -20,7 +20,7 @@ from spbench.bench.commands.progress import message
 from spbench.bench.commands.report import Report
 
 if TYPE_CHECKING:
-    from spbench.bench.comparison.compare import Comparison
+    from spbench.bench.comparison.comparisons import Comparison
     from spbench.bench.sweep.results import Row
 
 FOLDER = Path("results", "baseline")
@@ -71,7 +71,7 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
         UserError: they cannot be written; earlier ones are as they were.
     """
     from spbench.bench.atomic_write import write_whole
-    from spbench.bench.comparison import compare
+    from spbench.bench.comparison.comparisons import write as write_comparisons
     from spbench.bench.sweep.results import RESULTS_FILE, finite
 
     lines = [
@@ -79,4 +79,4 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
         for row in sorted(rows, key=lambda row: row["key"])
     ]
     path = write_whole(folder / RESULTS_FILE, "".join(lines))
-    return [path, compare.write(comparisons, folder)] if comparisons else [path]
+    return [path, write_comparisons(comparisons, folder)] if comparisons else [path]

@@ -16,7 +16,7 @@ from spbench.bench.commands.progress import SweepProgress, message
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell
-    from spbench.bench.comparison.compare import Comparison
+    from spbench.bench.comparison.comparisons import Comparison
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
     from spbench.bench.sweep.crew import Crew
@@ -73,7 +73,8 @@ def run_cells(
         UserError: nothing is left to run, or the folder cannot be written.
         click.Abort: interrupted; it says how many cells are kept.
     """
-    from spbench.bench.comparison import compare
+    from spbench.bench.comparison.comparisons import compare
+    from spbench.bench.comparison.comparisons import write as write_comparisons
     from spbench.bench.config.select import declared_cells, narrowed_cells
     from spbench.bench.sweep.digest import is_current
     from spbench.bench.sweep.results import ResultsFile
@@ -101,10 +102,10 @@ def run_cells(
         current = {
             key: row for key, row in results.rows.items() if key in known and is_current(known[key], row)
         }
-        comparisons = compare.compare(scenario, declared, current)
+        comparisons = compare(scenario, declared, current)
         files = [results.path]
         if comparisons:
-            files.append(compare.write(comparisons, folder))
+            files.append(write_comparisons(comparisons, folder))
     return Ran(rows, list(current.values()), comparisons, files)
 
 
@@ -129,7 +130,7 @@ def _announce(
 
 def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:
     """The files of the scenario's figure, and whether drawing failed."""
-    from spbench.bench.comparison import compare
+    from spbench.bench.comparison.comparisons import as_frame
 
     figure = scenario.document.figure
     if figure is None or not ran.known:
@@ -137,7 +138,7 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
     module = f"spbench.plots.{figure}"
     try:
         draw = importlib.import_module(module).draw
-        return [Path(path) for path in draw(ran.known, compare.as_frame(ran.comparisons), folder)], False
+        return [Path(path) for path in draw(ran.known, as_frame(ran.comparisons), folder)], False
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             message(f"spbench: warning: no figure drawn, there is no plots.{figure}")

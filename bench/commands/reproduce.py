@@ -20,7 +20,7 @@ from spbench.bench.commands.options import fresh, jobs, output_folder, reported
 from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
-    from spbench.bench.comparison.compare import Comparison
+    from spbench.bench.comparison.comparisons import Comparison
     from spbench.bench.comparison.findings import Findings
     from spbench.bench.comparison.papers import Paper
     from spbench.bench.config.scenario import Scenario
@@ -162,7 +162,7 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
     """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
     from pandas import DataFrame
 
-    from spbench.bench.comparison.compare import write_csv
+    from spbench.bench.comparison.comparisons import write_csv
 
     return write_csv(DataFrame([dict(r) for r in records], columns=list(columns)), path)
 

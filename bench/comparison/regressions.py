@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spbench.bench.cell import Cell, Status
-from spbench.bench.comparison.compare import COMPARISON_FILE
+from spbench.bench.comparison.comparisons import COMPARISON_FILE
 from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows

@@ -8,14 +8,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
 
 
-def code_of(row: Row) -> str:
-    """The commit of the code that made a row; it ends in "-dirty" if the checkout was changed, and is empty
-    for code that is not in a checkout."""
-    return (row.get("provenance") or {}).get("commit") or ""
-
-
 def check_same_code(rows: Mapping[str, Sequence[Row]]) -> None:
-    """Refuse rows of a changed checkout, and rows of several commits.
+    """Refuse rows of a changed checkout, and rows of several commits: readers of the numbers must be able to
+    get the code that made them all.
 
     Args:
         rows: by scenario.
@@ -23,18 +18,23 @@ def check_same_code(rows: Mapping[str, Sequence[Row]]) -> None:
     Raises:
         UserError: names the scenario and the mend.
     """
-    first: dict[str, str] = {}
+    first: tuple[str, str] | None = None
     for scenario, made in rows.items():
-        for code in dict.fromkeys(map(code_of, made)):
-            if code.endswith("-dirty"):
+        for commit in map(commit_of, made):
+            if commit.endswith("-dirty"):
                 raise UserError(
-                    f"{scenario}: rows were made by code that is in no commit ({code}), so that nothing is "
+                    f"{scenario}: rows were made by code that is in no commit ({commit}), so that nothing is "
                     "written; commit it, and run again with --fresh"
                 )
-            first.setdefault(code, scenario)
-            if len(first) > 1:
-                (other, where), *_ = first.items()
+            first = first or (scenario, commit)
+            if commit != first[1]:
                 raise UserError(
-                    f"{scenario}: rows were made by commit {code or 'unknown'}, others (of {where}) by "
-                    f"{other or 'unknown'}, so that nothing is written; run again with --fresh"
+                    f"{scenario}: rows were made by commit {commit or 'unknown'}, those of {first[0]} by "
+                    f"{first[1] or 'unknown'}, so that nothing is written; run again with --fresh"
                 )
+
+
+def commit_of(row: Row) -> str:
+    """The commit of the code that made a row; it ends in "-dirty" if the checkout was changed, and is empty
+    for code that is not in a checkout."""
+    return (row.get("provenance") or {}).get("commit") or ""

@@ -18,7 +18,7 @@ from spbench.bench.cell import Cell, Measurement
 from spbench.impls.discovery import named_classes
 
 if TYPE_CHECKING:
-    from spbench.bench.comparison.compare import Comparison, ScenarioResults
+    from spbench.bench.comparison.comparisons import Comparison, ScenarioResults
 
 KINDS_PACKAGE = "spbench.bench.comparison.answers"
 

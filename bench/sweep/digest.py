@@ -47,7 +47,7 @@ NOT_MEASURING = frozenset(
 )
 
 #: keys of a cluster file that say where a figure comes from
-_ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on")
+_ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from")
 
 #: hexadecimal digits of a part
 _LENGTH = 16

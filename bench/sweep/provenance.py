@@ -8,11 +8,14 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+#: what is written from rows, so that no row depends on it
+MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "*.md")
+
 
 @cache
 def provenance() -> dict[str, str | None]:
-    """What is the same for all rows of a process: versions, commit (with "-dirty" for a changed checkout;
-    None where the code is not a checkout) and host."""
+    """What is the same for all rows of a process: versions, host and commit (with "-dirty" if tracked files
+    other than :data:`MADE_FROM_ROWS` are changed; None where the code is not in a checkout)."""
     return {
         "spbench": installed_version("spbench"),
         "commit": _commit(Path(__file__).resolve().parents[2]),
@@ -34,9 +37,15 @@ def installed_version(distribution: str) -> str | None:
 def _commit(checkout: Path) -> str | None:
     if not (checkout / ".git").exists():  # installed, perhaps inside somebody else's checkout
         return None
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        commit = _git(checkout, "describe", "--always", "--abbrev=12", "--exclude=*")
+        excluded = [f":(exclude){path}" for path in MADE_FROM_ROWS]
+        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", ".", *excluded)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(checkout), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

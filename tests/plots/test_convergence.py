@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.compare import as_frame, compare
+from spbench.bench.comparison.comparisons import as_frame, compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.plots import lasp_convergence

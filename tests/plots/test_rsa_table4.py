@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from spbench.bench.comparison.compare import as_frame, compare
+from spbench.bench.comparison.comparisons import as_frame, compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.plots.rsa_table4 import draw, weak_scalings

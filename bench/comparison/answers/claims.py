@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.compare import Comparison, ScenarioResults, relative_error
+from spbench.bench.comparison.comparisons import Comparison, ScenarioResults, relative_error
 from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import QUANTITIES, Answer, Mistake, PublishedNumber

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import PositiveFloat
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.compare import Comparison, ScenarioResults
+from spbench.bench.comparison.comparisons import Comparison, ScenarioResults
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import Answer, Mistake
 from spbench.bench.sweep.results import Row

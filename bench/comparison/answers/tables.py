@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.compare import Comparison, ScenarioResults, relative_error
+from spbench.bench.comparison.comparisons import Comparison, ScenarioResults, relative_error
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.answer import (
     QUANTITIES,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.commands.reproduce import RECORDS, RUNS
-from spbench.bench.comparison.compare import compare
+from spbench.bench.comparison.comparisons import compare
 from spbench.bench.comparison.document import Documents, check_parts
 from spbench.bench.comparison.findings import Findings, markdown, read_records
 from spbench.bench.comparison.papers import papers, scenarios_of

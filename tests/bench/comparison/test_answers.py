@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import spbench.bench.comparison.answers
-from spbench.bench.comparison.compare import compare
+from spbench.bench.comparison.comparisons import compare
 from spbench.bench.config.answer import KINDS_PACKAGE, answer_kinds
 from spbench.bench.config.scenario import Scenario, document_model, load_scenario
 from spbench.bench.errors import UserError
@@ -18,7 +18,7 @@ from spbench.impls.discovery import _named_classes
 KIND = '''
 """Bounds: a number that a paper only says is not exceeded."""
 
-from spbench.bench.comparison.compare import Comparison
+from spbench.bench.comparison.comparisons import Comparison
 from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import Answer

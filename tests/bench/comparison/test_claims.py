@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.compare import as_frame, compare, write
+from spbench.bench.comparison.comparisons import as_frame, compare, write
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 
 from spbench.bench.cli import exit_code
 from spbench.bench.commands.baseline import FOLDER
-from spbench.bench.comparison.compare import Comparison, write
+from spbench.bench.comparison.comparisons import Comparison, write
 from spbench.bench.comparison.regressions import judge, read_results
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from spbench.bench.comparison.answers.tables import Table
-from spbench.bench.comparison.compare import Comparison, compare
+from spbench.bench.comparison.comparisons import Comparison, compare
 from spbench.bench.config.cluster import cluster_names, load_cluster
 from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
@@ -45,8 +45,7 @@ def loaded(folder: Path, cluster: dict[str, Any] | None = None, **changes: Any) 
     """The scenario, on a cluster of its own."""
     (folder / "t.csv").write_text(PUBLISHED)
     path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump({"name": "mine", "extends": "dgx-a100", "about": "-", **(cluster or {})}))
-    load_cluster.cache_clear()
+    path.write_text(yaml.safe_dump({"extends": "dgx-a100", "about": "-", **(cluster or {})}))
     content = {**SCENARIO, **changes}
     content["defaults"] = content["defaults"] | {"cluster": str(path), "precision": "bf16"}
     (folder / "s.yaml").write_text(yaml.safe_dump(content, sort_keys=False))

@@ -10,7 +10,7 @@ import yaml
 from spbench.bench.cell import Cell
 from spbench.bench.commands.result_table import comparison_table
 from spbench.bench.comparison.answers.tables import Table
-from spbench.bench.comparison.compare import Comparison, as_frame, compare
+from spbench.bench.comparison.comparisons import Comparison, as_frame, compare
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario

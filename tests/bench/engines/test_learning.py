@@ -9,7 +9,7 @@ import torch
 
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.comparison.answers.curves import deviations, final
-from spbench.bench.comparison.compare import compare
+from spbench.bench.comparison.comparisons import compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines.engine import run
