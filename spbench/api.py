@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.expand import impossible
-from spbench.bench.config.files import dotted
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.errors import UserError
+from spbench.bench.files.yaml_files import dotted
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
 from spbench.bench.sweep.workers import measure

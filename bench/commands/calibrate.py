@@ -14,7 +14,7 @@ from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
     from spbench.bench.calibration.fit import Residual
-    from spbench.bench.config.cluster import Calibration
+    from spbench.bench.files.cluster import Calibration
 
 
 @click.command("calibrate")

@@ -15,8 +15,8 @@ Entries = Iterator[tuple[str, str]]
 
 
 def _declared(package: str, key: str) -> Entries:
-    from spbench.bench.config.files import packaged, read_yaml
     from spbench.bench.errors import UserError
+    from spbench.bench.files.yaml_files import packaged, read_yaml
 
     for name, path in packaged(package).items():
         try:

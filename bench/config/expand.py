@@ -10,10 +10,10 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import dotted, first_problem, merge
 from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.cluster import load_cluster
+from spbench.bench.files.yaml_files import dotted, first_problem, merge
 from spbench.bench.meters.registry import meters
 from spbench.bench.search.search import quantities
 from spbench.impls.backends.registry import backends

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from spbench.bench.cell import Cell
 from spbench.bench.config.answer import Answer, Mistake, answer_kinds
 from spbench.bench.config.expand import Problem, expand
-from spbench.bench.config.files import find_file, read_yaml, validate
-from spbench.bench.config.inference import Inference, wrong_inference
 from spbench.bench.errors import UserError
+from spbench.bench.files.inference import Inference, wrong_inference
+from spbench.bench.files.yaml_files import find_file, read_yaml, validate
 
 PACKAGE = "spbench.scenarios"
 

@@ -13,10 +13,10 @@ from spbench.bench.comparison.document import Documents, check_parts
 from spbench.bench.comparison.findings import Findings, markdown, read_records
 from spbench.bench.comparison.papers import papers, scenarios_of
 from spbench.bench.comparison.same_code import check_same_code
-from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
+from spbench.bench.files.yaml_files import packaged
 from tests.bench.commands.conftest import Run
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.disk import files_of_at_most

@@ -12,9 +12,9 @@ import pytest
 import spbench.bench.sweep.digest as digest_module
 from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
-from spbench.bench.config.cluster import load_cluster
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.files.cluster import load_cluster
 from spbench.bench.sweep.digest import (
     NOT_MEASURING,
     changed_parts,
