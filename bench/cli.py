@@ -17,7 +17,8 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from contextlib import redirect_stdout
+from typing import Any, TextIO
 
 import click
 
@@ -32,16 +33,40 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
         context.exit()
 
 
-class _ReaderGone(Exception):
-    """Whoever read our output has closed it."""
+class _OutputError(Exception):
+    """Standard output could not be written; the cause is the OSError.
+
+    Not an OSError itself, so that it differs from those of files, processes and sockets."""
+
+
+class _Output:
+    """Standard output, whose errors are raised as :class:`_OutputError`."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise _OutputError from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise _OutputError from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError as error:  # of which click would make exit code 1
-            raise _ReaderGone from error
+        except BrokenPipeError as error:  # of another process; click would take it for the output's
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 @click.group(
@@ -68,28 +93,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def exit_code(arguments: Sequence[str] | None) -> int:
-    """Run a command line, tell its errors, and return its exit code."""
+    """Run a command line, print its errors in one line each, and return its exit code."""
     from spbench.bench.errors import UserError
     from spbench.impls.discovery import DiscoveryError
 
+    output = sys.stdout
     try:
-        code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
-        sys.stdout.flush()
+        with redirect_stdout(_Output(output)):
+            code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
+            sys.stdout.flush()
         return code or 0
-    except (BrokenPipeError, _ReaderGone):
-        _silence_output()
-        return 141
+    except _OutputError as error:
+        cause = error.__cause__
+        assert isinstance(cause, OSError)
+        _discard_unwritten(output)
+        if isinstance(cause, BrokenPipeError):
+            return 141
+        return _complain(f"standard output: {cause.strerror}", 2, traced=True)
     except (KeyboardInterrupt, click.Abort) as interrupt:
         return _complain(str(interrupt) or "interrupted", 130)
     except click.ClickException as error:
         return _complain(error.format_message(), 2)
     except (UserError, DiscoveryError) as error:
         return _complain(str(error), 2, traced=True)
-    except OSError as error:
-        if error.filename is None:
-            _silence_output()
-        return _complain(f"{error.filename or 'standard output'}: {error.strerror}", 2, traced=True)
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            return _complain(f"{error.filename}: {error.strerror}", 2, traced=True)
         text = f"internal error: {type(error).__name__}: {error} (SPBENCH_DEBUG=1 shows where)"
         return _complain(text, 70, traced=True)
 
@@ -101,9 +130,9 @@ def _complain(text: str, code: int, *, traced: bool = False) -> int:
     return code
 
 
-def _silence_output() -> None:
-    """Nothing is left to be written, and to fail, when the interpreter ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard_unwritten(output: TextIO) -> None:
+    """Let what the output still buffers go nowhere; it would fail again as the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""What the processes of a sweep share, workers and the ranks that they start: cores, and stacks on demand."""
+"""What the processes that run cells share, workers and ranks: how they start, cores, and stacks on demand."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 #: of the environment: the folder into which a worker and its ranks write their stacks
 STACKS_FOLDER = "SPBENCH_STACKS_FOLDER"
@@ -26,3 +30,19 @@ def write_stacks_on_signal(who: str) -> None:
         # stays open for as long as the process lives
         descriptor = os.open(Path(folder, who), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         faulthandler.register(signal.SIGUSR1, descriptor, all_threads=True, chain=False)
+
+
+@contextmanager
+def main_module_hidden() -> Iterator[None]:
+    """A process that multiprocessing spawns inside does not import the main module of this one.
+
+    What the process needs must be in other modules. A script may then call for processes without a guard
+    ``if __name__ == "__main__"``, and is not run once more for each of them. The bare main module has neither
+    a spec nor a file, by which multiprocessing would find it, as in an interactive session.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,1 +1,134 @@
-"""spbench: a benchmark and reproduction suite for sequence parallelism."""
+"""spbench: a benchmark and reproduction suite for sequence parallelism.
+
+This is the public API, for notebooks and for plug-ins. A small scenario on virtual ranks, in this process:
+
+>>> import spbench
+>>> cell = spbench.Cell(
+...     model="bert-tiny", strategy="ring_self_attention", sizes={"sp": 2}, batch=2, seq_len=32
+... )
+>>> table = spbench.run(cell, jobs=0)
+>>> table[["world_size", "status", "sent_bytes", "formula_sent_bytes"]].iloc[0].to_dict()
+{'world_size': 2, 'status': 'ok', 'sent_bytes': 369800, 'formula_sent_bytes': 369800}
+>>> bool(2**20 < table["peak_memory_bytes"][0] < 2**21)
+True
+
+``spbench.run("max_seqlen", strategies=["tensor_parallel"], output="results")`` runs part of a packaged
+scenario by worker processes and keeps the results, ``read_results`` reads them again, and ``verify`` compares
+strategies with the single-device model. Columns have their units in their names.
+
+To add a strategy, model, backend, engine, meter, searched quantity or kind of answer, derive from
+:class:`Strategy`, :class:`Model`, :class:`Backend`, :class:`Engine`, :class:`Meter`, :class:`Quantity` or
+:class:`Answer`, and register it by an entry point; CONTRIBUTING.md has an example of each.
+
+Names are imported when they are first used, so that ``import spbench`` imports nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spbench.api import read_results, run, verify
+    from spbench.bench.cell import Cell, Measurement
+    from spbench.bench.commands.report import Report, Table
+    from spbench.bench.comparison.comparisons import Comparison
+    from spbench.bench.comparison.published import PublishedPlace
+    from spbench.bench.comparison.selector import Selector
+    from spbench.bench.config.answer import Answer, PublishedNumber
+    from spbench.bench.config.scenario import Scenario, load_scenario
+    from spbench.bench.engines.engine import Engine
+    from spbench.bench.engines.plan import plan
+    from spbench.bench.errors import UserError
+    from spbench.bench.meters.meter import Communication, Meter
+    from spbench.bench.search.search import Quantity
+    from spbench.impls import collectives
+    from spbench.impls.backends.backend import Backend, PlannedStep
+    from spbench.impls.collectives import Traffic
+    from spbench.impls.composition import ONE_STAGE, Stage
+    from spbench.impls.models.blocks.decoder import DecoderModel
+    from spbench.impls.models.model import Model, ModelPart
+    from spbench.impls.options import Options
+    from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard
+    from spbench.impls.strategies.sequence_chunks import SequenceChunks
+
+#: the modules in which the public names are, for :func:`__getattr__`; type checkers read the imports above
+_HOMES = {
+    "spbench.api": ("read_results", "run", "verify"),
+    "spbench.bench.cell": ("Cell", "Measurement"),
+    "spbench.bench.commands.report": ("Report", "Table"),
+    "spbench.bench.comparison.compare": ("Comparison",),
+    "spbench.bench.comparison.published": ("PublishedPlace",),
+    "spbench.bench.comparison.selector": ("Selector",),
+    "spbench.bench.config.answer": ("Answer", "PublishedNumber"),
+    "spbench.bench.config.scenario": ("Scenario", "load_scenario"),
+    "spbench.bench.engines.engine": ("Engine",),
+    "spbench.bench.engines.plan": ("plan",),
+    "spbench.bench.errors": ("UserError",),
+    "spbench.bench.meters.meter": ("Communication", "Meter"),
+    "spbench.bench.search.search": ("Quantity",),
+    "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
+    "spbench.impls.composition": ("ONE_STAGE", "Stage"),
+    "spbench.impls.models.blocks.decoder": ("DecoderModel",),
+    "spbench.impls.models.model": ("Model", "ModelPart"),
+    "spbench.impls.options": ("Options",),
+    "spbench.impls.strategies.base": ("Shard", "Site", "Strategy", "Unsupported", "mark_shard"),
+    "spbench.impls.strategies.sequence_chunks": ("SequenceChunks",),
+    "spbench.impls.collectives": ("Traffic",),
+}
+
+__all__ = [
+    "ONE_STAGE",
+    "Answer",
+    "Backend",
+    "Cell",
+    "Communication",
+    "Comparison",
+    "DecoderModel",
+    "Engine",
+    "Measurement",
+    "Meter",
+    "Model",
+    "ModelPart",
+    "Options",
+    "PlannedStep",
+    "PublishedNumber",
+    "PublishedPlace",
+    "Quantity",
+    "Report",
+    "Scenario",
+    "Selector",
+    "SequenceChunks",
+    "Shard",
+    "Site",
+    "Stage",
+    "Strategy",
+    "Table",
+    "Traffic",
+    "Unsupported",
+    "UserError",
+    "collectives",
+    "load_scenario",
+    "mark_shard",
+    "plan",
+    "read_results",
+    "run",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported at its first use (PEP 562)."""
+    if name == "collectives":
+        value: Any = import_module("spbench.impls.collectives")
+    else:
+        home = next((module for module, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

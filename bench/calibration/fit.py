@@ -16,10 +16,10 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.answers.tables import PublishedRow, Table
-from spbench.bench.config.cluster import Calibration
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.cluster import Calibration
 from spbench.bench.simulator.simulate import Simulator
 from spbench.impls.models.model import model_preset
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.config.cluster import Cluster, Figure, load_cluster
 from spbench.bench.engines import distributed, virtual
 from spbench.bench.engines.setup import set_up
+from spbench.bench.files.cluster import Cluster, Figure, load_cluster
 from spbench.bench.simulator.program import KERNEL
 from spbench.impls.collectives import exchange
 from spbench.impls.training.step import PRECISIONS, initialize

@@ -71,12 +71,12 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
         UserError: they cannot be written; earlier ones are as they were.
     """
     from spbench.bench.atomic_write import write_whole
-    from spbench.bench.comparison.comparisons import write
-    from spbench.bench.sweep.results import FILE, finite
+    from spbench.bench.comparison.comparisons import write as write_comparisons
+    from spbench.bench.sweep.results import RESULTS_FILE, finite
 
     lines = [
         json.dumps(finite(canonical(row)), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n"
         for row in sorted(rows, key=lambda row: row["key"])
     ]
-    path = write_whole(folder / FILE, "".join(lines))
-    return [path, write(comparisons, folder)] if comparisons else [path]
+    path = write_whole(folder / RESULTS_FILE, "".join(lines))
+    return [path, write_comparisons(comparisons, folder)] if comparisons else [path]

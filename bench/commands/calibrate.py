@@ -14,7 +14,7 @@ from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
     from spbench.bench.calibration.fit import Residual
-    from spbench.bench.config.cluster import Calibration
+    from spbench.bench.files.cluster import Calibration
 
 
 @click.command("calibrate")
@@ -35,13 +35,13 @@ def command(scenario: str, table: str, quantity: str, fits: tuple[str, ...]) -> 
     import torch
 
     from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
-    from spbench.bench.comparison.answers.tables import Table
+    from spbench.bench.comparison.answers.tables import Table as PublishedTable
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.errors import UserError, suggestion
 
     loaded = load_scenario(scenario)
     parsed = [Fit.parse(text) for text in fits]
-    tables = {declared.table: declared for declared in loaded.answers(Table)}
+    tables = {declared.table: declared for declared in loaded.answers(PublishedTable)}
     if table not in tables:
         raise UserError(f"{loaded.path}: no table {table!r}{suggestion(table, tables)}")
     if quantity not in tables[table].quantities:

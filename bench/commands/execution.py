@@ -73,7 +73,8 @@ def run_cells(
         UserError: nothing is left to run, or the folder cannot be written.
         click.Abort: interrupted; it says how many cells are kept.
     """
-    from spbench.bench.comparison.comparisons import compare, write
+    from spbench.bench.comparison.comparisons import compare
+    from spbench.bench.comparison.comparisons import write as write_comparisons
     from spbench.bench.config.select import declared_cells, narrowed_cells
     from spbench.bench.sweep.digest import is_current
     from spbench.bench.sweep.results import ResultsFile
@@ -104,7 +105,7 @@ def run_cells(
         comparisons = compare(scenario, declared, current)
         files = [results.path]
         if comparisons:
-            files.append(write(comparisons, folder))
+            files.append(write_comparisons(comparisons, folder))
     return Ran(rows, list(current.values()), comparisons, files)
 
 

@@ -83,17 +83,17 @@ def reproduce(request: Reproduction) -> Iterator[Report]:
 
     Raises:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
-            written, or results that the documents may not have (see :func:`check_same_code`).
+            written, or results that the documents may not tell of (see :func:`check_same_code`).
     """
     from spbench.bench.comparison.document import Pages
     from spbench.bench.comparison.papers import scenarios_of
     from spbench.bench.engines.engine import run as run_on_engine
     from spbench.bench.sweep.crew import Crew
 
+    papers = scenarios_of(request.paper)
+    for paper, scenarios in papers if request.write else ():
+        Pages.of(paper.name).check(paper.name, [s.name for s in scenarios])
     with Crew(run_on_engine) as crew:
-        papers = scenarios_of(request.paper)
-        for paper, scenarios in papers if request.write else ():
-            Pages.of(paper.name).check(paper.name, [s.name for s in scenarios])
         for paper, scenarios in papers:
             yield _run(request, paper, scenarios, crew)
 
@@ -127,8 +127,8 @@ def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], cre
         write_records(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
     ]
     # what is printed and written comes from the files, as it will when they are read again
-    lines = [read_records(file) for file in files]
     documents = {scenario.name: scenario.document for scenario in scenarios}
+    lines = [read_records(file) for file in files]
     read = Findings(paper.name, lines[0], lines[1], documents)
     if request.write:
         files += Pages.of(paper.name).write(read)

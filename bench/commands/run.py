@@ -64,10 +64,10 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
     """The cells that would run, and those that are kept from before."""
     from spbench.bench.config.select import narrowed_cells
     from spbench.bench.sweep.digest import is_final, outdated
-    from spbench.bench.sweep.results import FILE, read_rows
+    from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 
     cells = narrowed_cells(scenario, narrowing)
-    rows, problems = ([], []) if fresh else read_rows(folder / FILE)
+    rows, problems = ([], []) if fresh else read_rows(folder / RESULTS_FILE)
     for problem in problems:
         message(f"spbench: warning: {problem}")
     kept = {row["key"]: row for row in rows}

@@ -11,8 +11,8 @@ from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.roles import decided_by
 from spbench.bench.config.answer import PublishedNumber, answer_kinds
-from spbench.bench.config.inference import Inference
 from spbench.bench.config.scenario import Scenario
+from spbench.bench.files.inference import Inference
 from spbench.bench.sweep.results import Row
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spbench.bench.comparison.published import published_rows
-from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.yaml_files import packaged
 
 PAPERS_FILE = "papers.csv"
 ALL = "all"

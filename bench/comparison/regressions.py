@@ -20,7 +20,7 @@ from spbench.bench.cell import Cell, Status
 from spbench.bench.comparison.comparisons import COMPARISON_FILE
 from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError
-from spbench.bench.sweep.results import FILE, Row, read_rows
+from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 
 #: relative, for simulated times; absolute, for relative errors
 TOLERANCE = 1e-6
@@ -209,9 +209,9 @@ def read_results(path: Path) -> Results:
     Raises:
         UserError: a file is missing, cannot be read or has a line that is not a row, or there is no row.
     """
-    cells = path / FILE if path.is_dir() else path
+    cells = path / RESULTS_FILE if path.is_dir() else path
     if not cells.is_file():
-        raise UserError(f"cannot read {cells}: no such file; name a folder with {FILE}, or such a file")
+        raise UserError(f"cannot read {cells}: no such file; name one, or a folder with {RESULTS_FILE}")
     rows, problems = read_rows(cells)
     if problems:
         raise UserError(problems[0].replace("skipped", "so that nothing can be compared"))

@@ -7,8 +7,8 @@ from typing import Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.answer import PublishedNumber
-from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.inference import Inference
+from spbench.bench.files.cluster import load_cluster
+from spbench.bench.files.inference import Inference
 
 #: fields of a measurement that a cluster's scalars and rates change
 TIMED = ("step_time_s", "tokens_per_s", "samples_per_s")

@@ -10,10 +10,10 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.config.cluster import load_cluster
-from spbench.bench.config.files import dotted, first_problem, merge
 from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.cluster import load_cluster
+from spbench.bench.files.yaml_files import dotted, first_problem, merge
 from spbench.bench.meters.registry import meters
 from spbench.bench.search.search import quantities
 from spbench.impls.backends.registry import backends
@@ -108,7 +108,7 @@ def _cell(content: Mapping[str, Any], layers: _Layers) -> Cell:
     except ValidationError as error:
         path, message = first_problem(Cell, error)
         raise Problem(_origin(path, layers), message) from error
-    for path, message in _impossible(cell):
+    for path, message in impossible(cell):
         raise Problem(_origin(path, layers), message)
     return cell
 
@@ -116,7 +116,7 @@ def _cell(content: Mapping[str, Any], layers: _Layers) -> Cell:
 # -- what a cell cannot be ---------------------------------------------------------------------------------
 
 
-def _impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is wrong with a cell, as (path in the cell, message); not what only a strategy can tell."""
     searched_for = [cell.search.quantity] if cell.search is not None else []
     named: list[tuple[tuple[str, ...], str, list[str], Iterable[str]]] = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from spbench.bench.cell import Cell
 from spbench.bench.config.answer import Answer, Mistake, answer_kinds
 from spbench.bench.config.expand import Problem, expand
-from spbench.bench.config.files import find_file, read_yaml, validate
-from spbench.bench.config.inference import Inference, wrong_inference
 from spbench.bench.errors import UserError
+from spbench.bench.files.inference import Inference, wrong_inference
+from spbench.bench.files.yaml_files import find_file, read_yaml, validate
 
 PACKAGE = "spbench.scenarios"
 
@@ -74,7 +75,7 @@ class Scenario:
         return getattr(self.document, kind.name)
 
 
-def load_scenario(name: str) -> Scenario:
+def load_scenario(name: str | PathLike[str]) -> Scenario:
     """The packaged scenario of that name, or the one in the YAML file at that path.
 
     Raises:

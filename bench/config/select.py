@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.cluster import load_cluster
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.cluster import load_cluster
 from spbench.impls.axes import COMPOSED_AXES, ranks_along
 from spbench.impls.models.model import models
 from spbench.impls.strategies.registry import strategies

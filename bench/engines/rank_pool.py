@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spbench.bench.processes import main_module_hidden
 from spbench.impls.axes import device_mesh, whole_mesh
 
 _HOST = "127.0.0.1"
@@ -151,7 +152,8 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         # daemon: ended by multiprocessing when this process exits
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs, port), daemon=True)
-        self.process.start()
+        with main_module_hidden():
+            self.process.start()
         theirs.close()  # so that the death of the worker reads as the end of the pipe
         self.busy = False
 

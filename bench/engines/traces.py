@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.config.cluster import Cluster, load_cluster
 from spbench.bench.engines.plan import RankClass, model_parameters, plan, sending_class
+from spbench.bench.files.cluster import Cluster, load_cluster
 from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
 from spbench.bench.meters.communication import CommunicationMeter
 from spbench.bench.meters.memory import MemoryLog

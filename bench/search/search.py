@@ -16,9 +16,9 @@ from spbench.impls.strategies.base import Unsupported
 
 
 class Quantity:
-    """A field of a cell that can be searched for."""
+    """A setting of a cell that can be searched for."""
 
-    #: the field of :class:`Cell`
+    #: how searches name it; the field of :class:`Cell`, unless :meth:`at` sets something else
     name: ClassVar[str]
     #: degree of the polynomial in it that the bytes of a tensor are
     degree: ClassVar[int]
@@ -30,6 +30,10 @@ class Quantity:
     def smallest_sample(self, unit: int) -> int:
         """In units, the smallest value whose step is like that of large ones, to predict these from."""
         return 1
+
+    def at(self, cell: Cell, value: int) -> Cell:
+        """A cell that searches for this quantity, with the quantity set to a value, and no search."""
+        return cell.at(value)
 
 
 def quantities() -> Mapping[str, type[Quantity]]:
@@ -65,4 +69,4 @@ class Search:
 
     def at(self, value: int) -> Cell:
         """The cell with the quantity set to a value, and no search."""
-        return self.cell.at(value)
+        return self.quantity.at(self.cell, value)

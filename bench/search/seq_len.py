@@ -4,8 +4,9 @@ sequences."""
 from __future__ import annotations
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.plan import planned_strategy
 from spbench.bench.search.search import Quantity
+from spbench.impls.axes import Place
+from spbench.impls.strategies.registry import strategy_class
 
 #: sequences shorter than this are not used to predict longer ones: kernels treat tiny shapes apart
 SHORTEST_SAMPLE = 128
@@ -18,7 +19,9 @@ class SequenceLength(Quantity):
     degree = 2
 
     def parts(self, cell: Cell) -> int:
-        return planned_strategy(cell).sequence_parts
+        place = Place(cell.sizes.by_axis)
+        strategy = strategy_class(cell.strategy).configured(place, cell.strategy_options)
+        return strategy.sequence_parts
 
     def smallest_sample(self, unit: int) -> int:
         return -(-SHORTEST_SAMPLE // unit)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spbench.bench.config.cluster import Calibration, Cluster
+from spbench.bench.files.cluster import Calibration, Cluster
 from spbench.bench.simulator.program import KERNEL, PRECISION_NAMES, Program
 
 #: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from spbench.bench.config.cluster import Calibration, Cluster
+from spbench.bench.files.cluster import Calibration, Cluster
 from spbench.bench.simulator.costs import Costs, check_rates
 from spbench.bench.simulator.message_matching import Deadlock, World
 from spbench.bench.simulator.program import COLLECTIVE, KERNEL, SEND, WAIT, Program

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.cluster import load_cluster
+from spbench.bench.files.cluster import load_cluster
 from spbench.bench.sweep.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
 from spbench.impls.models.model import model_preset

@@ -24,7 +24,7 @@ from spbench.bench.errors import UserError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FILE = "cells.jsonl"
+RESULTS_FILE = "cells.jsonl"
 
 #: a cell with one of these is done, until its digest changes; others are run again by the next sweep
 FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
@@ -90,7 +90,7 @@ class ResultsFile:
     """
 
     def __init__(self, folder: Path, *, fresh: bool = False):
-        self.path = folder / FILE
+        self.path = folder / RESULTS_FILE
         self.moved: Path | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -200,11 +200,22 @@ def flat(row: Row) -> dict[str, Any]:
         "searched": searched,
         **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
         **{f"last_{name}": loss for name, loss in _last(losses).items()},
+        **_metered(measured.get("meters") or {}),
         "sent_bytes": _sent(None if losses else measured.get("communication")),
         "formula_sent_bytes": _sent(None if losses else measured.get("formula")),
         "reason": row["reason"],
         "elapsed_s": row.get("elapsed_s"),
         "key": row["key"],
+    }
+
+
+def _metered(meters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What further meters found that is one number or word, as METER.NAME."""
+    return {
+        f"{meter}.{name}": value
+        for meter, found in meters.items()
+        for name, value in found.items()
+        if isinstance(value, (int, float, str))
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from spbench.bench.cell import Cell
@@ -54,14 +54,15 @@ def sweep(
         UserError: a row cannot be written.
         KeyboardInterrupt: passed on.
     """
-    todo = sorted(
-        unfinished(cells, results), key=_cost, reverse=True
-    )  # the longest first: none is left at the end
+    # the longest first: none is left at the end
+    todo = sorted(unfinished(cells, results), key=_relative_cost, reverse=True)
+    # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
+    made_by = {cell.key: digest(cell) for cell in todo}
     alone = [cell for cell in todo if engine_class(cell.engine).runs_alone]
     together = [cell for cell in todo if not engine_class(cell.engine).runs_alone]
 
     def keep(cell: Cell, outcome: Outcome) -> None:
-        row = as_row(cell, outcome)
+        row = as_row(cell, outcome, made_by[cell.key])
         results.append(row)
         on_end(row)
 
@@ -93,8 +94,12 @@ def _run_all(
             keep(cell, outcome)
 
 
-def as_row(cell: Cell, outcome: Outcome) -> Row:
-    """The result row of a cell."""
+def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = None) -> Row:
+    """The result row of a cell.
+
+    Args:
+        made_by: the cell's digest when it began; None: as it is now.
+    """
     row: Row = {
         "key": cell.key,
         "cell": cell.model_dump(mode="json"),
@@ -103,13 +108,13 @@ def as_row(cell: Cell, outcome: Outcome) -> Row:
         "measurement": outcome.measurement,
         "elapsed_s": outcome.elapsed_s,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "digest": digest(cell),
+        "digest": digest(cell) if made_by is None else made_by,
         "provenance": provenance(),
     }
     row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
     return row
 
 
-def _cost(cell: Cell) -> int:
-    """What a cell takes, roughly and relatively: a trace's operators grow with layers and ranks."""
+def _relative_cost(cell: Cell) -> int:
+    """An estimate of how long a cell takes, in no unit: a trace's operators grow with layers and ranks."""
     return getattr(model_preset(cell.model, cell.model_options), "layers", 1) * cell.sizes.world

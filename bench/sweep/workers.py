@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement, Status
-from spbench.bench.processes import STACKS_FOLDER, write_stacks_on_signal
+from spbench.bench.processes import STACKS_FOLDER, main_module_hidden, write_stacks_on_signal
 from spbench.impls.strategies.base import Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
@@ -111,7 +111,7 @@ class Worker:
         self._printed = 0
         # not a daemon: a cell of the distributed engine starts processes of its own
         self.process = context.Process(target=_serve, args=(theirs, pickle.dumps(run), self.folder))
-        with _interrupts_blocked():
+        with _interrupts_blocked(), main_module_hidden():
             self.process.start()
         theirs.close()
         self.cell: Cell | None = None

@@ -110,7 +110,7 @@ def dying_later(cell: Cell) -> Measurement:
     """As :func:`answer`; the process that measured two ranks dies a moment afterwards."""
     _log(str(os.getpid()))
     if cell.sizes.world == 2:
-        threading.Timer(0.2, os._exit, [7]).start()
+        threading.Timer(1.0, os._exit, [7]).start()
     return answer(cell)
 
 

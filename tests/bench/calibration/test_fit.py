@@ -11,8 +11,8 @@ import pytest
 from spbench.bench.calibration.fit import Fit, Known, chosen, fitted, residuals, summary
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.comparison.answers.tables import PublishedRow, Table
-from spbench.bench.config.cluster import Calibration
 from spbench.bench.errors import UserError
+from spbench.bench.files.cluster import Calibration
 
 
 @dataclass(frozen=True)

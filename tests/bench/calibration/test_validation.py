@@ -26,8 +26,8 @@ from spbench.bench.calibration.validation import (
     simulated,
 )
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.config.cluster import load_cluster
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.files.cluster import load_cluster
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.sweep.provenance import provenance
 

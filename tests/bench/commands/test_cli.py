@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from spbench.bench.cell import Cell, Measurement, Status
-from spbench.bench.sweep.results import FILE, ResultsFile, Row, read_rows
+from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.workers import measure
 from spbench.bench.verification.cases import VerifyRow
@@ -114,7 +114,7 @@ def test_the_limit_of_a_cell(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert spbench(*RUN, "--timeout", "90.5")[0] == 1  # the same cells, tried again
     assert limits[5:] == [90.5] * 5
-    assert len(read_rows(Path("results/runs/small") / FILE)[0]) == 5
+    assert len(read_rows(Path("results/runs/small") / RESULTS_FILE)[0]) == 5
 
 
 def test_second_run_keeps_and_fresh_starts_again(spbench: Run) -> None:
@@ -216,7 +216,7 @@ WRONG = [
 def test_user_errors_are_one_line(spbench: Run, arguments: tuple[str, ...], message: str) -> None:
     Path("malformed.yaml").write_text("groups: [")
     Path("negative.yaml").write_text(SCENARIO.replace("tp: [1, 2]", "tp: [1, -2]"))
-    Path("taken", FILE).mkdir(parents=True)
+    Path("taken", RESULTS_FILE).mkdir(parents=True)
     code, out, err = spbench(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("spbench: ")
@@ -255,6 +255,25 @@ def test_internal_errors_have_a_code_of_their_own(spbench: Run, monkeypatch: pyt
     assert "Traceback" not in err
     monkeypatch.setenv("SPBENCH_DEBUG", "1")
     assert "Traceback" in spbench(*RUN)[2]
+
+
+def test_only_a_failure_of_the_output_is_told_as_one(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of the system without a file's name come from processes, sockets and memory, too."""
+
+    def failing(error: OSError) -> tuple[int, str]:
+        def sweep(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", sweep)
+        code, _, err = spbench(*RUN)
+        return code, err.splitlines()[-1]
+
+    code, said = failing(OSError(errno.EMFILE, "Too many open files"))
+    assert (code, "Too many open files" in said, "standard output" in said) == (70, True, False)
+    code, said = failing(BrokenPipeError(errno.EPIPE, "Broken pipe"))  # of a pipe to another process
+    assert (code, "Broken pipe" in said) == (70, True)
+    code, said = failing(OSError(errno.ENOSPC, "No space left on device", "some.file"))
+    assert (code, said) == (2, "spbench: some.file: No space left on device")
 
 
 def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,14 +379,16 @@ print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
     assert out.splitlines()[-1] == "[]", err
 
 
-def test_outputs_that_go_away() -> None:
+@pytest.mark.parametrize("options", [(), ("-u",)], ids=["buffered", "unbuffered"])
+def test_outputs_that_go_away(options: tuple[str, ...]) -> None:
+    command = (*options, "-m", "spbench.bench.cli", "list", "clusters")
     reader, writer = os.pipe()
     os.close(reader)
-    process = spawn("-m", "spbench.bench.cli", "list", "clusters", stdout=writer)
+    process = spawn(*command, stdout=writer)
     os.close(writer)
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 141
     with open("/dev/full", "w") as full:
-        process = spawn("-m", "spbench.bench.cli", "list", "clusters", stdout=full)
+        process = spawn(*command, stdout=full)
         err = process.communicate(timeout=60)[1]
     assert (process.returncode, err) == (2, "spbench: standard output: No space left on device\n")

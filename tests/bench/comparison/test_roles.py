@@ -8,10 +8,10 @@ import yaml
 
 from spbench.bench.comparison.answers.tables import Table
 from spbench.bench.comparison.comparisons import Comparison, compare
-from spbench.bench.config.cluster import cluster_names, load_cluster
-from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.files.cluster import cluster_names, load_cluster
+from spbench.bench.files.yaml_files import packaged
 
 PUBLISHED = """ranks,memory,speed,longest
 1,2,100,512

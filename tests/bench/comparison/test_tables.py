@@ -12,10 +12,10 @@ from spbench.bench.commands.result_table import comparison_table
 from spbench.bench.comparison.answers.tables import Table
 from spbench.bench.comparison.comparisons import Comparison, as_frame, compare
 from spbench.bench.comparison.published import published_rows
-from spbench.bench.config.files import packaged
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
+from spbench.bench.files.yaml_files import packaged
 from spbench.bench.sweep.results import Row
 
 GIB = 2**30

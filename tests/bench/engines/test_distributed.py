@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import statistics
@@ -19,6 +20,7 @@ from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.recorder import Recorder
+from spbench.bench.processes import usable_cores
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.training.step import initialize
 
@@ -66,6 +68,22 @@ def test_a_rank_that_fails_is_named_with_its_reason(monkeypatch: pytest.MonkeyPa
         DistributedEngine().measure(CELL.model_copy(update=wrong))
     assert "unknown strategy 'ulises'" in str(raised.value)
     assert re.search(r"rank +: [01] ", str(raised.value))
+
+
+def threads_of_rank(mesh: DeviceMesh, cell: Cell) -> int:
+    return torch.get_num_threads()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or usable_cores() < 2, reason="needs two cores")
+def test_ranks_share_the_cores_that_they_may_use() -> None:
+    """Not those of the machine, of which a container or Slurm may have given only some."""
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usable)})
+    try:
+        cell = CELL.model_copy(update={"sizes": Sizes(), "strategy": "single"})
+        assert distributed.launch(cell, threads_of_rank) == {0: 1}
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
 def test_unsupported_sizes_start_no_rank() -> None:

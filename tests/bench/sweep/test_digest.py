@@ -12,8 +12,9 @@ import pytest
 import spbench.bench.sweep.digest as digest_module
 from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
-from spbench.bench.config.cluster import load_cluster
+from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.files.cluster import load_cluster
 from spbench.bench.sweep.digest import (
     NOT_MEASURING,
     changed_parts,
@@ -25,8 +26,10 @@ from spbench.bench.sweep.digest import (
 )
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished
+from spbench.bench.sweep.sweep import sweep as sweep_in_workers
 from spbench.bench.sweep.workers import Outcome, measure
 from spbench.impls.models.model import models
+from tests.bench.fakes import answer
 
 SCENARIO = """
 title: Own cluster
@@ -107,6 +110,21 @@ def test_an_outdated_row_of_another_cell_is_not_compared(capsys: pytest.CaptureF
     after = json.loads(capsys.readouterr().out)["comparison"]
     assert before[0]["reproduced"] is not None
     assert (after[0]["reproduced"], after[0]["note"]) == (None, "cell was not run")
+
+
+def test_a_cluster_file_that_is_edited_while_cells_run(tmp_path: Path) -> None:
+    """The row may be of the old file or of the new: the next sweep runs the cell again."""
+    cells = [cell for cell in load_scenario("small.yaml").cells[""] if cell.cluster == "own.yaml"]
+
+    def edit(cell: Cell) -> None:
+        Path("own.yaml").write_text(CLUSTER.replace("3_000_000_000", "1_500_000_000"))
+
+    with ResultsFile(tmp_path) as results:
+        rows = sweep_in_workers(cells, results, run=answer, on_start=edit)
+        assert rows[0]["status"] == "ok"
+        assert unfinished(cells, results) == cells
+        sweep_in_workers(cells, results, run=answer)
+        assert unfinished(cells, results) == []
 
 
 SINGLE = Cell(model="bert-tiny", strategy="ring_self_attention", batch=2, seq_len=8, cluster="piz-daint-p100")

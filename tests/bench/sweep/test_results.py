@@ -10,7 +10,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.sweep.results import FILE, ResultsFile, Row, as_frame, read_rows
+from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, Row, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.sweep.workers import Outcome, measure
 from tests.bench.fakes import answer
@@ -23,7 +23,7 @@ def row(world: int = 1, **outcome: Any) -> Row:
 
 def stored(folder: Path) -> list[int]:
     """World sizes of the rows in a folder's file."""
-    return [entry["cell"]["sizes"]["sp"] for entry in read_rows(folder / FILE)[0]]
+    return [entry["cell"]["sizes"]["sp"] for entry in read_rows(folder / RESULTS_FILE)[0]]
 
 
 def test_rows_go_round(tmp_path: Path) -> None:
@@ -161,11 +161,11 @@ def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a" / FILE).mkdir(parents=True)
+    (tmp_path / "a" / RESULTS_FILE).mkdir(parents=True)
     with pytest.raises(UserError, match="Is a directory"):
         ResultsFile(tmp_path / "a")
     with pytest.raises(UserError, match=r"^cannot read results file .*Is a directory$"):
-        read_rows(tmp_path / "a" / FILE)
+        read_rows(tmp_path / "a" / RESULTS_FILE)
 
     def refuse(path: Path) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")

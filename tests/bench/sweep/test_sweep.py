@@ -13,7 +13,7 @@ import pytest
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.crew import Crew
-from spbench.bench.sweep.results import FILE, ResultsFile, read_rows
+from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
 from spbench.bench.sweep.workers import Outcome
 from tests.bench import fakes
@@ -114,7 +114,7 @@ class Command:
     """The command `spbench run` in a process group of its own, on cells that a gate holds up."""
 
     def __init__(self, folder: Path):
-        self.folder, self.results = folder, folder / "out" / FILE
+        self.folder, self.results = folder, folder / "out" / RESULTS_FILE
         self.gate, self.log, scenario = folder / "gate", folder / "log", folder / "small.yaml"
         scenario.write_text(fakes.SCENARIO)
         self.environment = {

@@ -21,9 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.config.files import find_file, merge, packaged, parse_yaml, read_file, validate
-from spbench.bench.config.inference import Inference
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.inference import Inference
+from spbench.bench.files.yaml_files import find_file, merge, packaged, parse_yaml, read_file, validate
 
 PACKAGE = "spbench.scenarios.clusters"
 

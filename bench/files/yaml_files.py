@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -105,7 +106,7 @@ def packaged(package: str) -> dict[str, Path]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, mapping by mapping; what ``above`` says holds."""
+    """The keys of both, nested mappings merged likewise; where both give a value, that of ``above``."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -113,13 +114,13 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def find_file(name: str, package: str, kind: str) -> Path:
+def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
     """The packaged file of that name, or the user's own file where ``name`` is a path.
 
     Raises:
         UserError: there is neither; with the names there are.
     """
-    known = packaged(package)
+    name, known = fspath(name), packaged(package)
     if name in known:
         return known[name]
     if "/" in name or name.endswith(SUFFIXES):

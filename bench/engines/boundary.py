@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.config.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.traces import ClassTraces, can_time
+from spbench.bench.files.cluster import load_cluster
 from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, Programs

@@ -9,9 +9,9 @@ import pytest
 
 from spbench.bench.cell import Cell, Measurement, SearchRequest, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
+from spbench.bench.engines.boundary import largest_that_fits
 from spbench.bench.engines.engine import run
 from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.search.boundary import largest_that_fits
 from spbench.impls.strategies.base import Unsupported
 from tests.bench.engines.test_virtual import cell_of, write_cluster
 

@@ -1,0 +1,163 @@
+"""What ``spbench.run``, ``spbench.verify`` and ``spbench.read_results`` do; see :mod:`spbench`."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spbench.bench.cell import Cell
+from spbench.bench.config.expand import impossible
+from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.select import Narrowing, narrowed_cells
+from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.errors import UserError
+from spbench.bench.files.yaml_files import dotted
+from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
+from spbench.bench.sweep.sweep import as_row, sweep, unfinished
+from spbench.bench.sweep.workers import measure
+from spbench.impls.backends.registry import DEFAULT_BACKEND
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+def run(
+    what: str | PathLike[str] | Scenario | Cell | Iterable[Cell],
+    *,
+    strategies: Sequence[str] = (),
+    models: Sequence[str] = (),
+    clusters: Sequence[str] = (),
+    engines: Sequence[str] = (),
+    world_sizes: Sequence[int] = (),
+    variant: str | None = None,
+    where: Sequence[tuple[str, str]] = (),
+    output: str | PathLike[str] | None = None,
+    fresh: bool = False,
+    jobs: int | None = None,
+) -> DataFrame:
+    """Measure cells, and return one row for each, in their order.
+
+    Args:
+        what: a scenario, by its name, the path of its YAML file or as :func:`load_scenario` returns it; or
+            cells.
+        strategies, models, clusters, engines, world_sizes, variant, where: of a scenario, which of its cells;
+            see :class:`Narrowing`. With neither, those of its first variant.
+        output: a folder that keeps the rows in cells.jsonl as they come; what it has already is not measured
+            again as long as what made it is the same. None: nothing is kept.
+        fresh: move aside what the folder has already.
+        jobs: worker processes; None: one a usable core; 0: measure in this process, one cell after another,
+            without their time limits.
+
+    Returns:
+        The columns are those of :func:`flat`: ``status`` is ok, oom, unsupported, mismatch, numerics, timeout
+        or failed, with a ``reason``; numbers have their units in their names, NaN where there is none.
+
+    Raises:
+        UserError: something is unknown or cannot be; no cell is left; or the folder cannot be written.
+    """
+    narrowing = Narrowing(
+        strategies=strategies,
+        models=models,
+        clusters=clusters,
+        engines=engines,
+        world_sizes=world_sizes,
+        variant=variant,
+        where=where,
+    )
+    cells = _chosen(what, narrowing)
+    with ExitStack() as stack:
+        folder = output or stack.enter_context(tempfile.TemporaryDirectory(prefix="spbench-"))
+        results = stack.enter_context(ResultsFile(Path(folder), fresh=fresh))
+        _warn(results.problems)
+        if jobs == 0:
+            for cell in unfinished(cells, results):
+                results.append(as_row(cell, measure(run_on_engine, cell)))
+        else:
+            sweep(cells, results, jobs=jobs)
+        return as_frame(results.rows[cell.key] for cell in cells)
+
+
+def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrowing: Narrowing) -> list[Cell]:
+    if isinstance(what, str | PathLike):
+        what = load_scenario(what)
+    if isinstance(what, Scenario):
+        return narrowed_cells(what, narrowing)
+    if narrowing != Narrowing():
+        raise UserError("cells are run as they are; choose among them before, or give a scenario")
+    cells = {cell.key: cell for cell in ([what] if isinstance(what, Cell) else what)}
+    if not cells:
+        raise UserError("there is no cell to run")
+    for cell in cells.values():
+        for path, message in impossible(cell):
+            raise UserError(f"{cell.key}: {dotted(path)}: {message}")
+    return list(cells.values())
+
+
+def read_results(path: str | PathLike[str]) -> DataFrame:
+    """The rows that a run has kept, in the columns of :func:`run`.
+
+    Args:
+        path: a results file, or the folder that has it.
+
+    Lines that are not rows are left out, with a warning.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / RESULTS_FILE
+    if not file.exists():
+        raise UserError(f"no results file {file}; give the output folder of a run")
+    rows, problems = read_rows(file)
+    _warn(problems)
+    return as_frame(rows)
+
+
+def _warn(problems: Iterable[str]) -> None:
+    for problem in problems:
+        warnings.warn(problem, stacklevel=3)
+
+
+def verify(
+    strategies: Sequence[str] | None = None,
+    models: Sequence[str] | None = None,
+    *,
+    world_sizes: Sequence[int] = (1, 2, 3, 4),
+    dtypes: Sequence[str] = ("fp64",),
+    parts: Sequence[str] | None = None,
+    backend: str = DEFAULT_BACKEND,
+) -> DataFrame:
+    """Compare strategies with the single-device model on real ranks of this machine: outputs and every
+    gradient on every rank, in float64.
+
+    Args:
+        strategies: by name; None: all.
+        models: by name; None: all tiny ones.
+        world_sizes: ranks along the strategy's axis.
+        dtypes: of the checked run: fp64, fp32, bf16, fp16.
+        parts: of the models; None: all.
+        backend: the data-parallel backend that sums gradients.
+
+    Returns:
+        A row for each case, with the fields of :class:`VerifyRow`: ``status`` is green, RED or unsupported,
+        ``error`` the relative error of the worst tensor and ``limit`` what it may be.
+
+    Raises:
+        UserError: something is unknown.
+    """
+    from pandas import DataFrame
+
+    from spbench.bench.verification import cases
+
+    try:
+        rows = list(cases.verify(strategies, models, world_sizes, dtypes, parts, backend=backend))
+    except KeyError as error:
+        raise UserError(str(error.args[0])) from error
+    return DataFrame([asdict(row) for row in rows])

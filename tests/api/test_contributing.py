@@ -1,0 +1,83 @@
+"""What CONTRIBUTING.md says about rooms, additions and files is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.plugins.additions import ADDITIONS, EXAMPLES
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+#: what every room may import, and the rooms without a line of their own
+EVERYWHERE = {"cell", "errors"}
+
+
+def table(header: str) -> list[list[str]]:
+    """The cells of the Markdown table whose first column has that header."""
+    lines = TEXT[TEXT.index(f"| {header} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+ALLOWED = {room.strip("`").removeprefix("bench/"): {*may.split(", ")} for room, _, may in table("room")}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of spbench that a file imports, without the prefix."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.removeprefix("spbench.") for name in names if name.startswith("spbench."))
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert set(ALLOWED) == {path.parent.name for path in (ROOT / "bench").glob("*/__init__.py")}
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_what_it_may(room: str) -> None:
+    allowed = (
+        {*ALLOWED, *EVERYWHERE, "atomic_write", "processes"} if ALLOWED[room] == {"all"} else ALLOWED[room]
+    )
+    assert allowed <= {*ALLOWED, *EVERYWHERE, "atomic_write", "processes"}
+    others = {
+        name.split(".")[1]
+        for path in (ROOT / "bench" / room).rglob("*.py")
+        for name in imported(path)
+        if name.startswith("bench.")
+    }
+    assert others - {room} - EVERYWHERE <= allowed
+    if ALLOWED[room] != {"all"}:
+        assert allowed <= others, "the table allows more than there is"
+
+
+def test_impls_and_plots_know_nothing_of_bench() -> None:
+    for path in [*(ROOT / "impls").rglob("*.py"), *(ROOT / "plots").rglob("*.py")]:
+        assert not [name for name in imported(path) if name.startswith("bench")], path
+
+
+def test_each_kind_of_addition_has_an_example_that_is_run() -> None:
+    listed = {
+        (group.strip("`"), room.strip("`"), example.split("(")[1].rstrip(")"))
+        for _, room, group, example in table("kind")
+    }
+    folder = EXAMPLES.relative_to(ROOT)
+    assert listed == {(a.group, a.room, str(folder / a.file)) for a in ADDITIONS}
+
+
+def test_what_it_links_to_is_there() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", TEXT)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) < 150

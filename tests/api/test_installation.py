@@ -1,0 +1,179 @@
+"""What is installed, from a wheel, an sdist or a checkout: spbench at the top and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.api.user_folder import UserFolder
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("pip") is None,
+        reason="needs pip and setuptools, as nothing is downloaded",
+    ),
+]
+
+#: a user's module, and what is wrong in it
+TYPED = """
+import spbench
+
+class Mine(spbench.Strategy):
+    name = "mine"
+
+table = spbench.run("gate", strategies=["lasp"])
+spread = table["peak_memory_bytes"].max()
+cells: list[spbench.Cell] = [*spbench.load_scenario("gate").cells[""]]
+spbench.run(3)
+"""
+
+
+def succeed(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of the repository, with the changes that are not committed."""
+    folder = tmp_path_factory.mktemp("clone") / "checkout"
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    succeed("git", "clone", "--quiet", "--no-hardlinks", ROOT, folder, cwd=ROOT)
+    listed = succeed("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT)
+    for name in filter(None, listed.split("\0")):
+        source, target = ROOT / name, folder / name
+        if source.is_symlink():
+            target.unlink(missing_ok=True)
+            target.symlink_to(os.readlink(source))
+        elif source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+        else:
+            target.unlink(missing_ok=True)
+    return folder
+
+
+def pip(python: Path | str, *arguments: str | Path, cwd: Path) -> None:
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    command, *rest = arguments
+    succeed(sys.executable, "-m", "pip", "--python", python, command, *options, *rest, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    succeed(sys.executable, "-c", build, folder, cwd=checkout)
+    (made,) = folder.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip(sys.executable, "wheel", "--wheel-dir", folder, checkout, cwd=folder)
+    (made,) = folder.iterdir()
+    return made
+
+
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as file:
+        return {name for name in file.namelist() if ".dist-info/" not in name}
+
+
+def environment(folder: Path) -> Path:
+    """The interpreter of a new virtual environment that has this one's packages but spbench."""
+    venv.create(folder, symlinks=True)
+    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    mine = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    # not a .pth file, which would be followed to an editable install of ours
+    for entry in (entry for path in mine for entry in Path(path).iterdir()):
+        if "spbench" not in entry.name and entry.suffix != ".pth" and not (site / entry.name).exists():
+            (site / entry.name).symlink_to(entry)
+    return folder / "bin" / "python"
+
+
+def test_links_survive_a_clone(checkout: Path) -> None:
+    for name in ("bench", "impls", "plots", "results", "scenarios"):
+        assert os.readlink(checkout / "spbench" / name) == f"../{name}"
+    assert os.readlink(checkout / "src" / "spbench") == "../spbench"
+
+
+def test_the_wheel_has_one_name_and_all_data(wheel: Path, checkout: Path) -> None:
+    names = contents(wheel)
+    assert {name.split("/")[0] for name in names} == {"spbench"}
+    for pattern in ("scenarios/*.yaml", "scenarios/clusters/*.yaml", "results/papers/*.csv", "plots/*.py"):
+        files = {f"spbench/{path.relative_to(checkout)}" for path in checkout.glob(pattern)}
+        assert files
+        assert files <= names
+    for room in ("bench", "impls"):
+        files = {f"spbench/{path.relative_to(checkout)}" for path in (checkout / room).rglob("*.py")}
+        assert files <= names
+    assert "spbench/py.typed" in names
+
+
+def test_the_sdist_makes_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as file:
+        file.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    pip(sys.executable, "wheel", "--wheel-dir", tmp_path / "wheel", source, cwd=tmp_path)
+    (again,) = (tmp_path / "wheel").iterdir()
+    assert contents(again) == contents(wheel)
+
+
+def names_of(python: Path, cwd: Path) -> list[str]:
+    """What can be imported at the top, of our folders, and all modules of spbench."""
+    code = (
+        "import importlib.util as u, pkgutil, spbench;"
+        "print(*[n for n in ('bench', 'impls', 'plots', 'results', 'scenarios', 'tests') if u.find_spec(n)]);"
+        "print(*sorted(m.name for m in pkgutil.walk_packages(spbench.__path__, 'spbench.')))"
+    )
+    return succeed(python, "-I", "-c", code, cwd=cwd).splitlines()
+
+
+@pytest.mark.parametrize("editable", [False, True], ids=["installed", "editable"])
+def test_it_works_among_a_users_files(checkout: Path, wheel: Path, tmp_path: Path, editable: bool) -> None:
+    """`pip install .` and `pip install -e .` alike; the command runs a scenario with two jobs."""
+    python = environment(tmp_path / "venv")
+    pip(python, "install", *(["-e"] if editable else []), checkout, cwd=tmp_path)
+    modules = {name for name in contents(wheel) if name.endswith(".py")}
+    top, found = names_of(python, tmp_path)
+    assert top == ""
+    assert len(found.split()) == len(modules) - 1  # but spbench itself
+    (tmp_path / "mine").mkdir()
+    user = UserFolder(tmp_path / "mine", str(python))
+    command = str(python.parent / "spbench")
+    listed = succeed(command, "list", "scenarios", cwd=user.folder)
+    assert "max_seqlen" in listed
+    scenario = ("--scenario", "mine.yaml", "--where", "engine=virtual", "--jobs", "2", "--format", "csv")
+    ran = succeed(command, "run", *scenario, cwd=user.folder)
+    assert ran.count(",ok,") == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy")
+@pytest.mark.parametrize("editable", [False, True], ids=["installed", "editable"])
+def test_type_checkers_understand_it(checkout: Path, tmp_path: Path, editable: bool) -> None:
+    python = environment(tmp_path / "venv")
+    pip(python, "install", *(["-e"] if editable else []), checkout, cwd=tmp_path)
+    (tmp_path / "typed.py").write_text(TYPED)
+    options = ("--strict", "--python-executable", python, "--cache-dir", tmp_path / "cache")
+    command = [sys.executable, "-m", "mypy", *map(str, options), "typed.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == 1, done.stdout + done.stderr
+    assert 'typed.py:10: error: Argument 1 to "run" has incompatible type "int"' in errors[0]

@@ -1,0 +1,58 @@
+"""A user's folder whose files have the names of our folders, and what can be run in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+#: of the folders at the top of the repository
+NAMES = ("bench", "impls", "plots", "results", "scenarios", "scripts", "tests")
+SCENARIO = """
+title: A step on virtual ranks and on real ones
+defaults: {model: bert-tiny, strategy: ring_self_attention, sizes: {sp: 2}, batch: 2, seq_len: 24}
+groups:
+  - {engine: [virtual, distributed]}
+  - {batch: 4}
+"""
+SUITE = """
+import bench_of_mine
+import spbench
+
+def test_mine():
+    assert bench_of_mine.VALUE == 1
+    cell = spbench.Cell(model="bert-tiny", strategy="single", batch=1, seq_len=8)
+    assert spbench.run(cell, jobs=0)["status"].tolist() == ["ok"]
+"""
+
+
+class UserFolder:
+    """A folder in which everything that has one of our names raises when it is imported.
+
+    Args:
+        folder: an empty one.
+        python: the interpreter.
+        path: what PYTHONPATH says.
+    """
+
+    def __init__(self, folder: Path, python: str = sys.executable, path: Iterable[Path] = ()):
+        self.folder, self.python, self.path = folder, python, os.pathsep.join(map(str, path))
+        for name in NAMES:
+            (folder / f"{name}.py").write_text(f"raise RuntimeError('imported the {name}.py of the user')\n")
+        (folder / "bench_of_mine.py").write_text("VALUE = 1\n")
+        (folder / "mine.yaml").write_text(SCENARIO)
+        (folder / "test_mine.py").write_text(SUITE)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The interpreter in the folder, with these arguments."""
+        environment = {**os.environ, "PYTHONPATH": self.path}
+        return subprocess.run(
+            [self.python, *arguments],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )

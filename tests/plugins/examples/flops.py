@@ -1,0 +1,31 @@
+"""A meter of the floating-point operations of a step, by operator."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch.utils.flop_counter import flop_registry
+
+import spbench
+
+
+class FlopMeter(spbench.Meter):
+    """Matrix products as torch's flop counter counts them: 2 for a multiplication and an addition."""
+
+    name = "flops"
+
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        self.counts: Counter[str] = Counter()
+        self.begun = False
+
+    def phase(self, name):
+        self.begun = True
+
+    def see(self, func, args, kwargs, result, communication):
+        operator = getattr(func, "_overloadpacket", None)
+        if self.begun and operator in flop_registry:
+            self.counts[str(operator)] += flop_registry[operator](*args, **kwargs, out_val=result)
+
+    def found(self):
+        return {"flops": self.counts.total(), "flops_by_operator": dict(self.counts)}

@@ -1,0 +1,174 @@
+"""An addition of each kind is one file: a plug-in, written against the public API, or a file of the package.
+
+The examples are used together by one scenario, which is itself an addition: a file given by its path, as is
+its cluster.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+import spbench
+from tests.plugins.additions import ADDITIONS, EXAMPLES, Addition, Installation, as_files, as_plugins
+
+SCENARIO = """
+title: What was added
+defaults: {cluster: ./card.yaml, batch: 2, seq_len: 24}
+groups:
+  - {model: one-layer-lm-tiny, strategy: gathered_attention, sizes: {sp: 2}, meters: [flops], engine: ENGINES}
+  - {model: bert-tiny, strategy: single, sizes: {dp: 2}, training: {backend: unbucketed}}
+  - {model: bert-tiny, strategy: tensor_parallel, sizes: {tp: 2}, engine: [virtual, closed_form]}
+  - model: one-layer-lm-tiny
+    strategy: tensor_parallel
+    sizes: {tp: 2}
+    search: {quantity: vocabulary, step: 64}
+bounds:
+  - {claim: a megabyte, published: {file: bounds.csv}, cell: {strategy: gathered_attention, engine: virtual}}
+"""
+CARD_BYTES = 2**26
+CLUSTER = f"""
+about: a card of 64 MiB without rates
+extends: local
+device: {{memory_total_bytes: {{value: {CARD_BYTES}, source: chosen}}}}
+"""
+BOUNDS = "claim,published\na megabyte,1048576\n"
+
+Rows = dict[tuple[str, str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[as_plugins, as_files])
+def installation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    install: Callable[..., Installation] = request.param
+    made = install(tmp_path_factory.mktemp(install.__name__))
+    # processes take their time to start: ranks in one of the two
+    engines = "[virtual, distributed]" if install is as_plugins else "virtual"
+    (made.folder / "added.yaml").write_text(SCENARIO.replace("ENGINES", engines))
+    (made.folder / "card.yaml").write_text(CLUSTER)
+    (made.folder / "bounds.csv").write_text(BOUNDS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def report(installation: Installation) -> dict[str, Any]:
+    """What `spbench run` prints of the scenario in the form that was added."""
+    done = installation.spbench("run", "--scenario", "added.yaml", "--output", "rows", "--format", "yaml")
+    assert done.returncode == 0, done.stderr
+    content: dict[str, Any] = yaml.safe_load(done.stdout)
+    return content
+
+
+@pytest.fixture(scope="module")
+def rows(report: dict[str, Any]) -> Rows:
+    """The rows by model, strategy and engine."""
+    cells = [(row["cell"], row) for row in report["rows"]]
+    return {(cell["model"], cell["strategy"], cell["engine"]): row for cell, row in cells}
+
+
+@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.group)
+def test_it_takes_one_file(installation: Installation, addition: Addition) -> None:
+    (file,) = installation.added[addition.file]
+    assert file.read_text() == (EXAMPLES / addition.file).read_text()
+
+
+@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.group)
+def test_it_is_written_against_the_public_api(addition: Addition) -> None:
+    for node in ast.walk(ast.parse((EXAMPLES / addition.file).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not (node.module or "").startswith(("spbench", "tests"))
+        if isinstance(node, ast.Import):
+            assert all(alias.name == "spbench" or "spbench" not in alias.name for alias in node.names)
+
+
+def test_a_strategy_and_a_model(rows: Rows) -> None:
+    row = rows["one-layer-lm-tiny", "gathered_attention", "virtual"]
+    measured = row["measurement"]
+    # keys and values [2, 12, 24, 4] in float32, of which a rank of two has half
+    payload = 2 * 12 * 24 * 4 * 4
+    sent = {(entry["phase"], entry["collective"]): entry["sent_bytes"] for entry in measured["communication"]}
+    assert row["status"] == "ok"
+    assert sent["forward", "all_gather"] == sent["backward", "reduce_scatter"] == 2 * payload / 2
+    assert measured["formula_difference"] == []
+
+
+def test_virtual_and_real_ranks_agree(rows: Rows) -> None:
+    virtual = rows["one-layer-lm-tiny", "gathered_attention", "virtual"]
+    real = rows.get(("one-layer-lm-tiny", "gathered_attention", "distributed"))
+    if real is None:
+        pytest.skip("real ranks are started for the plug-ins only")
+    for name in ("peak_memory_bytes", "communication", "meters"):
+        assert real["measurement"][name] == virtual["measurement"][name]
+
+
+def test_a_strategy_and_a_model_are_verified(installation: Installation) -> None:
+    if len(installation.path) == 1:
+        pytest.skip("real ranks are started for the plug-ins only")
+    names = ("--strategy", "gathered_attention", "--model", "one-layer-lm-tiny", "--model", "bert-tiny")
+    done = installation.spbench("verify", *names, "--world-size", "2", "--format", "yaml")
+    cases = yaml.safe_load(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert {case["status"] for case in cases} == {"green"}
+    assert {case["model"] for case in cases} == {"one-layer-lm-tiny", "bert-tiny"}
+
+
+def test_a_backend(rows: Rows) -> None:
+    measured = rows["bert-tiny", "single", "virtual"]["measurement"]
+    (entry,) = {(e["phase"], e["collective"]) for e in measured["communication"]}
+    assert entry == ("gradient_sync", "all_reduce")
+    # one for each parameter
+    assert sum(e["count"] for e in measured["communication"]) > 20
+
+
+def test_an_engine(rows: Rows) -> None:
+    closed = rows["bert-tiny", "tensor_parallel", "closed_form"]["measurement"]
+    traced = rows["bert-tiny", "tensor_parallel", "virtual"]["measurement"]
+    assert closed["communication"] == closed["formula"] == traced["formula"]
+    assert closed["peak_memory_bytes"] is None
+
+
+def test_a_meter(rows: Rows) -> None:
+    found = rows["one-layer-lm-tiny", "gathered_attention", "virtual"]["measurement"]["meters"]
+    tokens, hidden, vocabulary = 2 * 12, 48, 96
+    products = tokens * hidden * (4 * hidden + vocabulary)
+    # an add and a multiply, forward and twice backward
+    assert found == {"flops": {"flops": 6 * products, "flops_by_operator": {"aten.mm": 6 * products}}}
+
+
+def test_what_a_meter_found_has_a_column(installation: Installation, rows: Rows) -> None:
+    assert spbench.read_results(installation.folder / "rows")["flops.flops"].max() == 1990656
+
+
+def test_a_searched_quantity(rows: Rows) -> None:
+    row = next(row for row in rows.values() if row["cell"]["search"])
+    measured = row["measurement"]
+    fits, too_large = (probe for probe in measured["proof"] if probe["value"] - measured["answer"] in (0, 64))
+    assert measured["answer"] % 64 == 0
+    assert fits["reserved_memory_bytes"] <= CARD_BYTES
+    assert (fits["status"], too_large["status"]) == ("ok", "oom")
+
+
+def test_an_answer(report: dict[str, Any]) -> None:
+    (compared,) = report["comparison"]
+    assert (compared["claim"], compared["published"], compared["note"]) == ("a megabyte", 2**20, "within")
+
+
+def test_all_are_listed(installation: Installation) -> None:
+    done = installation.spbench("list", "--format", "yaml")
+    listed = yaml.safe_load(done.stdout)
+    assert {kind for kind, name in NAMES if name in listed[kind]} == {kind for kind, _ in NAMES}
+
+
+NAMES = (
+    ("strategies", "gathered_attention"),
+    ("models", "one-layer-lm-tiny"),
+    ("backends", "unbucketed"),
+    ("engines", "closed_form"),
+    ("meters", "flops"),
+    ("quantities", "vocabulary"),
+    ("answers", "bounds"),
+    ("forms", "yaml"),
+)
