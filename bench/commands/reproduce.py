@@ -83,23 +83,23 @@ def reproduce(request: Reproduction) -> Iterator[Report]:
 
     Raises:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
-            written, or results that the documents may not tell of (see :func:`check_same_code`).
+            written, or results that the documents may not have (see :func:`check_same_code`).
     """
-    from spbench.bench.comparison.document import Documents
+    from spbench.bench.comparison.document import Pages
     from spbench.bench.comparison.papers import scenarios_of
     from spbench.bench.engines.engine import run as run_on_engine
     from spbench.bench.sweep.crew import Crew
 
     papers = scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
-        Documents.of(paper.name).check(paper.name, [s.name for s in scenarios])
+        Pages.of(paper.name).check(paper.name, [s.name for s in scenarios])
     with Crew(run_on_engine) as crew:
         for paper, scenarios in papers:
             yield _run(request, paper, scenarios, crew)
 
 
 def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], crew: Crew) -> Report:
-    from spbench.bench.comparison.document import Documents
+    from spbench.bench.comparison.document import Pages
     from spbench.bench.comparison.findings import Findings, read_records
     from spbench.bench.comparison.same_code import check_same_code
     from spbench.bench.config.select import ALL, Narrowing
@@ -131,7 +131,7 @@ def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], cre
     lines = [read_records(file) for file in files]
     read = Findings(paper.name, lines[0], lines[1], documents)
     if request.write:
-        files += Documents.of(paper.name).write(read)
+        files += Pages.of(paper.name).write(read)
     return _report(paper, scenarios, read, [*files, *drawn], code)
 
 

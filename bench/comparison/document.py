@@ -30,8 +30,8 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The two documents that tell of a paper.
+class Pages:
+    """The two documents on a paper.
 
     Attributes:
         page: has the verdict.
@@ -42,7 +42,7 @@ class Documents:
     details: Path
 
     @classmethod
-    def of(cls, paper: str) -> Documents:
+    def of(cls, paper: str) -> Pages:
         """The documents of a paper, below the working directory."""
         return cls(SUMMARY_PAGE, DETAILS_FOLDER / f"{paper}.md")
 

@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.commands.reproduce import RECORDS, RUNS
-from spbench.bench.comparison.comparisons import compare
-from spbench.bench.comparison.document import Documents, check_parts
-from spbench.bench.comparison.findings import Findings, markdown, read_records
-from spbench.bench.comparison.papers import papers, scenarios_of
+from spbench.bench.comparison.document import Pages, check_parts
+from spbench.bench.comparison.findings import Findings, read_records
 from spbench.bench.comparison.same_code import check_same_code
 from spbench.bench.config.scenario import load_scenario
-from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
-from spbench.bench.files.yaml_files import packaged
 from tests.bench.commands.conftest import Run
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.disk import files_of_at_most
@@ -219,7 +215,7 @@ def test_the_text_is_what_the_files_give(spbench: Run) -> None:
     files = (Path("results/reproduction", name) for name in ("rsa.csv", "rsa_runs.csv"))
     records, runs = map(read_records, files)
     found = Findings("rsa", records, runs, documents)
-    assert Documents.of("rsa").rendered(found) == {
+    assert Pages.of("rsa").rendered(found) == {
         Path("REPRODUCE.md"): page,
         Path("results/reproduction/rsa.md"): details,
     }
@@ -343,91 +339,6 @@ def test_no_document_to_write_into(spbench: Run, missing: str) -> None:
     Path(missing).unlink()
     error = spbench("reproduce", "rsa", "--write")[2]
     assert error == f"spbench: cannot read {missing}: No such file or directory\n"
-
-
-def test_tables_are_safe_markdown() -> None:
-    assert markdown([{"a": "x|y", "b": None, "c": 1}, {"a": "", "b": "", "c": 2}]) == (
-        "| a | c |\n| --- | --- |\n| x\\|y | 1 |\n|  | 2 |\n"
-    )
-    assert markdown([]) == "|  |\n|  |\n"
-
-
-def test_a_table_of_several_models_names_them() -> None:
-    records = [r for r in findings("rsa").records if r["table"] == "rsa-pipeline"]
-    ((_, lines), *_) = Findings("rsa", records, []).blocks("rsa_pipeline")
-    assert {line["model"] for line in lines} == {"bert-base", "bert-large"}
-    base = [r for r in records if "bert-base" in r["cell"]]
-    ((_, lines), *_) = Findings("rsa", base, []).blocks("rsa_pipeline")
-    assert {line["model"] for line in lines} == {""}
-
-
-# -- what is committed -----------------------------------------------------------------------------------
-
-
-def test_scenarios_name_papers_that_are_known() -> None:
-    known = {name for paper in papers().values() for name in (paper.name, paper.source)}
-    for name in packaged("spbench.scenarios"):
-        assert load_scenario(name).document.paper in {*known, ""}, name
-    names = {s.name for _, scenarios in scenarios_of("rsa") for s in scenarios}
-    assert {"max_batch", "max_seqlen", "communication"} <= names
-    assert scenarios_of("all")
-
-
-def findings(paper: str) -> Findings:
-    folder = ROOT / "results" / "reproduction"
-    records, runs = (read_records(folder / f"{paper}{kind}.csv") for kind in ("", "_runs"))
-    (_, scenarios), *_ = scenarios_of(paper)
-    return Findings(paper, records, runs, {scenario.name: scenario.document for scenario in scenarios})
-
-
-PAPERS = [paper.name for paper, _ in scenarios_of("all")]
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_the_committed_texts_are_what_the_committed_files_give(
-    paper: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`spbench reproduce PAPER --write` makes all of them; one committed without another is found out."""
-    monkeypatch.chdir(ROOT)
-    found, documents = findings(paper), Documents.of(paper)
-    documents.check(paper, found.scenarios)
-    for path, text in documents.rendered(found).items():
-        assert path.read_text() == text, path
-    assert all(run["failed"] == "0" for run in found.runs)
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_the_page_links_to_what_is_there(paper: str) -> None:
-    links = re.findall(rf"\(results/reproduction/{paper}\.md#(\w+)\)", (ROOT / "REPRODUCE.md").read_text())
-    details = (ROOT / "results" / "reproduction" / f"{paper}.md").read_text()
-    assert sorted(links) == sorted(findings(paper).scenarios)
-    assert sorted(links) == sorted(re.findall(r'<a id="(\w+)"></a>', details))
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", details):
-        assert (ROOT / "results" / "reproduction" / link).exists(), link
-
-
-def test_the_page_is_a_page() -> None:
-    assert len((ROOT / "REPRODUCE.md").read_text().splitlines()) < 120
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> None:
-    """No published number, role or source was changed since, and no published number is missing."""
-    (_, scenarios), *_ = scenarios_of(paper)
-    committed = findings(paper).records
-    for scenario in scenarios:
-        mine = {tuple(r[k] for k in KEY): r for r in committed if r["scenario"] == scenario.name}
-        for entry in compare(scenario, declared_cells(scenario, Narrowing()), {}):
-            if entry.quantity != "sent_bytes" and entry.role != "curve":
-                line = mine[entry.table or entry.claim, entry.cell, entry.quantity, entry.variant]
-                assert (line["published"], line["role"], line["source"]) == (
-                    entry.published,
-                    entry.role,
-                    entry.source,
-                )
-
-
-KEY = ("table", "cell", "quantity", "variant")
 
 
 def test_a_document_without_a_part_is_refused(tmp_path: Path) -> None:
