@@ -83,7 +83,7 @@ def reproduce(request: Reproduction) -> Iterator[Report]:
 
     Raises:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
-            written, or results that the documents may not tell of (see :func:`check_same_code`).
+            written, or results that the documents may not have (see :func:`check_same_code`).
     """
     from spbench.bench.comparison.document import Pages
     from spbench.bench.comparison.papers import scenarios_of

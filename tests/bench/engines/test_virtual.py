@@ -306,7 +306,6 @@ def write_cluster(folder: Path, mib: int) -> str:
     path = folder / f"card-{mib}.yaml"
     path.write_text(
         f"""
-name: {path.stem}
 about: for tests
 device:
   name: card

@@ -148,7 +148,7 @@ def test_dtensors_send_the_same_on_virtual_and_real_ranks(pool: RankPool) -> Non
         Operation("forward", "all_gather", "sp", 2, 12 * 5 * 4): 1,
         Operation("forward", "all_reduce", "sp", 2, 8 * 5 * 4): 1,
     }
-    assert pool.run(2, step_of_dtensors, axis="sp") == [virtually, virtually]
+    assert pool.run({"sp": 2}, step_of_dtensors) == [virtually, virtually]
 
 
 def test_the_wait_for_a_functional_collective_is_in_the_program(mesh: DeviceMesh) -> None:

@@ -71,7 +71,7 @@ def test_each_strategy_runs_some_model(strategy: type[Strategy]) -> None:
 
 def collectives_of(strategy: type[Strategy]) -> set[str]:
     """The collectives of a strategy's closed forms of the tiny models on 4 ranks."""
-    plan = strategy(planned_size=4)
+    plan = strategy.planned(4)
     sites = [models()[model].sites(3, 24, plan.vocabulary_parts) for cls, model in CAN_RUN if cls is strategy]
     return {traffic.collective for some in sites for traffic in plan.communication(some, 2)}
 
