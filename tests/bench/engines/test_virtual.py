@@ -196,7 +196,10 @@ def test_formula_that_is_off_by_one_payload_is_reported(
     cell = cell_of(cls.name, 4)
     assert VirtualEngine().measure(cell).formula_difference == []
     monkeypatch.setattr(cls, "communication", planted)
-    (row,) = VirtualEngine().measure(cell).formula_difference
+    measured = VirtualEngine().measure(cell)
+    (row,) = measured.formula_difference
+    assert (measured.status, row["rank"]) == ("mismatch", 0)
+    assert measured.reason.startswith(f"backward {row['collective']} on rank 0: {row['metered_bytes']} bytes, ")
     assert row["phase"] == "backward"
     # TP: an all-reduce of BLH = 3 x 24 x 48 floats; RSA: a send of BZ(L/N)A = 3 x 12 x 6 x 4 floats
     more = {"all_reduce": 3 * 24 * 48 * 4 * 2 * 3 // 4, "send": 3 * 12 * 6 * 4 * 4}[row["collective"]]
