@@ -57,7 +57,7 @@ _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
     "spbench.bench.commands.report": ("Report", "Table"),
-    "spbench.bench.comparison.compare": ("Comparison",),
+    "spbench.bench.comparison.comparisons": ("Comparison",),
     "spbench.bench.comparison.published": ("PublishedPlace",),
     "spbench.bench.comparison.selector": ("Selector",),
     "spbench.bench.config.answer": ("Answer", "PublishedNumber"),
