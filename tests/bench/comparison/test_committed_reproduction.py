@@ -12,6 +12,7 @@ from spbench.bench.comparison.findings import Findings, markdown, read_records
 from spbench.bench.comparison.papers import papers, scenarios_of
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.files.yaml_files import packaged
 
 ROOT = Path(__file__).parents[3]
 PAPERS = [paper.name for paper, _ in scenarios_of("all")]
