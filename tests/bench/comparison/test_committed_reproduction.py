@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from spbench.bench.config.files import packaged
 
 from spbench.bench.comparison.comparisons import compare
 from spbench.bench.comparison.document import Pages
