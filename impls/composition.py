@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.axes import ALONE, Place
-from spbench.impls.collectives import Traffic, add_from_peer, all_reduce
+from spbench.impls.collectives import add_from_peer, all_reduce
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
+from spbench.impls.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _ROLES = {
 
 
 @dataclass(frozen=True)
-class Claim:
+class DrawnClaim:
     """A row of a comparison table; None where it has no number.
 
     Attributes:
@@ -50,12 +50,12 @@ class Claim:
         return "none" if value is None else number(value) + (TIMES if self.is_ratio else "")
 
 
-def claims_of(comparison: DataFrame) -> list[Claim]:
+def claims_of(comparison: DataFrame) -> list[DrawnClaim]:
     """The claims of a comparison table, in its order; the table may be empty, or read from a CSV file."""
     return [_claim(record) for record in comparison.to_dict("records")]
 
 
-def _claim(record: Mapping[object, object]) -> Claim:
+def _claim(record: Mapping[object, object]) -> DrawnClaim:
     def text(name: str) -> str:
         value = record.get(name)
         return value if isinstance(value, str) else ""
@@ -65,7 +65,7 @@ def _claim(record: Mapping[object, object]) -> Claim:
         return None if found is None or isna(found) else float(found)  # type: ignore[call-overload, arg-type]
 
     published = value("published")
-    return Claim(
+    return DrawnClaim(
         name=text("claim"),
         published=math.nan if published is None else published,
         ours=value("reproduced"),
@@ -78,12 +78,12 @@ def _claim(record: Mapping[object, object]) -> Claim:
     )
 
 
-def height_inches(claims: Sequence[Claim]) -> float:
+def height_inches(claims: Sequence[DrawnClaim]) -> float:
     """The height that the panel of these claims needs."""
     return 0.75 + 0.24 * len(claims)
 
 
-def draw_claims(ax: Axes, claims: Sequence[Claim]) -> None:
+def draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> None:
     """Draw each claim on a line: our value's relative error as a marker, and the numbers beside it."""
     several = len({claim.variant for claim in claims}) > 1
     columns = _columns(claims)
@@ -123,7 +123,7 @@ def draw_claims(ax: Axes, claims: Sequence[Claim]) -> None:
     ax.set_title("Published and ours", loc="left")
 
 
-def claim_handles(claims: Sequence[Claim]) -> list[Artist]:
+def claim_handles(claims: Sequence[DrawnClaim]) -> list[Artist]:
     """Legend entries of the roles other than predictions that the claims have."""
     found = {claim.role for claim in claims}
     return [
@@ -133,7 +133,7 @@ def claim_handles(claims: Sequence[Claim]) -> list[Artist]:
     ]
 
 
-def _cells(claim: Claim) -> dict[str, str]:
+def _cells(claim: DrawnClaim) -> dict[str, str]:
     """The texts beside a claim by their columns."""
     error = ""
     if claim.relative_error is not None:
@@ -143,7 +143,7 @@ def _cells(claim: Claim) -> dict[str, str]:
     return {"published": claim.text(claim.published), "ours": claim.text(claim.ours), "error": error}
 
 
-def _columns(claims: Sequence[Claim]) -> dict[str, float]:
+def _columns(claims: Sequence[DrawnClaim]) -> dict[str, float]:
     """Each column's distance from the axes to its right edge, in points, by its longest text."""
     edges, at = {}, 0.0
     for column in _cells(claims[0]):

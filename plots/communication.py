@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from pandas import DataFrame
 
 from spbench.plots.bars import bar_width, beside, mark_missing, name_places
-from spbench.plots.claims import Claim, claims_of
+from spbench.plots.claims import DrawnClaim, claims_of
 from spbench.plots.drawing import Drawing
 from spbench.plots.page import Page
 from spbench.plots.panel import lost_notes, value_axis
@@ -254,7 +254,7 @@ def _agreement(rows: Sequence[Row]) -> Iterator[str]:
         yield f"engine {name}: {exact} of {len(known)} cells send exactly the bytes of their closed form"
 
 
-def _exact(claims: Sequence[Claim]) -> Iterator[str]:
+def _exact(claims: Sequence[DrawnClaim]) -> Iterator[str]:
     """How many claims are exactly met, and how many have no number of ours."""
     if claims:
         met = sum(map(_met, claims))
@@ -263,7 +263,7 @@ def _exact(claims: Sequence[Claim]) -> Iterator[str]:
         yield f"{unknown} of {len(claims)} numbers of formulas not measured"
 
 
-def _met(claim: Claim) -> bool:
+def _met(claim: DrawnClaim) -> bool:
     return claim.relative_error is not None and abs(claim.relative_error) < _ROUNDING
 
 

@@ -10,11 +10,11 @@ from pandas import DataFrame
 from spbench.plots.along import GPUS, LENGTHS, length_text
 from spbench.plots.drawing import Drawing
 from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import Quantity, lines_of, measured
+from spbench.plots.lines import PlottedQuantity, lines_of, measured
 from spbench.plots.series import Row, by_model, gpu_counts, gpus, grouped, strategy
 from spbench.plots.style import looks
 
-_THROUGHPUT = Quantity(
+_THROUGHPUT = PlottedQuantity(
     "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
 )
 

@@ -4,9 +4,9 @@ from functools import partial
 
 from spbench.plots.drawing import Drawing
 from spbench.plots.dsp_videos import videos_figure
-from spbench.plots.lines import Quantity, measured
+from spbench.plots.lines import PlottedQuantity, measured
 
-THROUGHPUT = Quantity("throughput_samples_per_s", "Samples per second", measured("samples_per_s"))
+THROUGHPUT = PlottedQuantity("throughput_samples_per_s", "Samples per second", measured("samples_per_s"))
 
 draw = Drawing(
     __name__, partial(videos_figure, quantity=THROUGHPUT, default_title="Throughput by number of GPUs")

@@ -10,7 +10,7 @@ from pandas import DataFrame
 
 from spbench.plots.along import GPUS, LENGTHS
 from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import Line, Quantity, Value, lines_of
+from spbench.plots.lines import Line, PlottedQuantity, Value, lines_of
 from spbench.plots.series import Row, gpus, grouped, model, option, shared, strategy
 from spbench.plots.style import looks
 
@@ -21,7 +21,7 @@ _ALIKE = 1e-3
 
 
 def videos_figure(
-    rows: Sequence[Row], comparison: DataFrame, quantity: Quantity, default_title: str
+    rows: Sequence[Row], comparison: DataFrame, quantity: PlottedQuantity, default_title: str
 ) -> Figure:
     """A panel for each model and video, shorter ones first; a line for each strategy and dim that it splits.
 

@@ -12,9 +12,9 @@ from pandas import DataFrame
 
 from spbench.plots.along import GPUS
 from spbench.plots.bars import Bar, bar_width, draw_bars, name_places
-from spbench.plots.claims import Claim, claims_of
+from spbench.plots.claims import DrawnClaim, claims_of
 from spbench.plots.line_panels import Published, draw_lines, in_legend_order, missing_notes
-from spbench.plots.lines import Line, Quantity, measured
+from spbench.plots.lines import Line, PlottedQuantity, measured
 from spbench.plots.page import Page
 from spbench.plots.scaling import strategy_lines
 from spbench.plots.series import Row, by_model, gpu_counts, searches_for, shared, strategy, title
@@ -67,7 +67,7 @@ def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searche
         width_inches=PAGE_INCHES if claims or len(models) > 1 else COLUMN_INCHES,
     )
     axis_label, given = f"{searched.name.capitalize()} ({searched.unit})", _GIVEN[searched]
-    quantity = Quantity("largest", axis_label, _answer)
+    quantity = PlottedQuantity("largest", axis_label, _answer)
     handles: list[Artist] = []
     for index, some in enumerate(names):
         widths = [_BARS_WIDTH if stated[name] else 1.0 for name in some]
@@ -89,7 +89,7 @@ def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searche
     return page.finish(in_legend_order(handles, _IMPLIED), [row for row in lost if row["status"] != "ok"])
 
 
-def _implied(rows: Sequence[Row], claims: Sequence[Claim]) -> Published:
+def _implied(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> Published:
     """Where claims on these rows would be: a published ratio times our denominator, or a published value."""
     by_key = {row["key"]: row for row in rows}
     numbers = {}
@@ -103,7 +103,7 @@ def _implied(rows: Sequence[Row], claims: Sequence[Claim]) -> Published:
     return Published(numbers, name=_IMPLIED)
 
 
-def _stated_values(rows: Sequence[Row], claims: Sequence[Claim]) -> list[float]:
+def _stated_values(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> list[float]:
     """The published values of a model that was run on one number of GPUs; ratios are left out."""
     keys = {row["key"] for row in rows}
     stated = [claim.published for claim in claims if not claim.is_ratio and claim.numerator in keys]

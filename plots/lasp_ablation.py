@@ -14,7 +14,7 @@ from pandas import DataFrame
 from spbench.plots.along import length_text
 from spbench.plots.bars import draw_rows
 from spbench.plots.drawing import Drawing
-from spbench.plots.lines import Quantity, measured
+from spbench.plots.lines import PlottedQuantity, measured
 from spbench.plots.page import Page
 from spbench.plots.panel import lost_notes
 from spbench.plots.series import (
@@ -41,10 +41,10 @@ _COMBINATIONS = {
     (False, False): "neither",
 }
 _QUANTITIES = (
-    Quantity("memory", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),
-    Quantity("throughput", "Tokens per second", measured("tokens_per_s")),
+    PlottedQuantity("memory", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),
+    PlottedQuantity("throughput", "Tokens per second", measured("tokens_per_s")),
 )
-_LENGTH = Quantity("length", "Longest sequence\n(K tokens, K = 1024)", measured("answer", 1024))
+_LENGTH = PlottedQuantity("length", "Longest sequence\n(K tokens, K = 1024)", measured("answer", 1024))
 
 
 def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
@@ -77,7 +77,9 @@ def _combination(row: Row) -> str:
     return _COMBINATIONS[fusion, caching]
 
 
-def _draw_combinations(ax: Axes, rows: Sequence[Row], look: dict[str, Look], quantity: Quantity) -> None:
+def _draw_combinations(
+    ax: Axes, rows: Sequence[Row], look: dict[str, Look], quantity: PlottedQuantity
+) -> None:
     known = {_combination(row): row for row in rows}
     shown = {name: [known[name]] for name in _COMBINATIONS.values() if name in known}
     draw_rows(ax, shown, look, quantity.value, quantity.column)

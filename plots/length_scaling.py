@@ -10,13 +10,15 @@ from pandas import DataFrame
 
 from spbench.plots.along import LENGTHS
 from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import Line, Quantity, measured
+from spbench.plots.lines import Line, PlottedQuantity, measured
 from spbench.plots.series import Row, backend, by_model, gpu_counts, gpus, grouped
 from spbench.plots.style import MARKERS, Look, backend_name
 
 _QUANTITIES = (
-    Quantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),
-    Quantity("throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True),
+    PlottedQuantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),
+    PlottedQuantity(
+        "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
+    ),
 )
 
 

@@ -14,7 +14,7 @@ from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 from pandas import DataFrame, isna
 
 from spbench.plots.along import LENGTHS, Along
-from spbench.plots.lines import Line, Quantity
+from spbench.plots.lines import Line, PlottedQuantity
 from spbench.plots.page import Page
 from spbench.plots.panel import BAND, logarithmic_axis, reason_of, status_mark, value_axis
 from spbench.plots.series import Row, grouped, title
@@ -46,7 +46,7 @@ def published_of(comparison: DataFrame, column: str, name: str = "published") ->
 def line_panels(
     rows: Sequence[Row],
     panels: Mapping[str, Sequence[Line]],
-    quantities: Sequence[Quantity],
+    quantities: Sequence[PlottedQuantity],
     comparison: DataFrame,
     default_title: str,
     along: Along = LENGTHS,
@@ -91,7 +91,7 @@ def line_panels(
 def draw_lines(
     ax: Axes,
     lines: Sequence[Line],
-    quantity: Quantity,
+    quantity: PlottedQuantity,
     along: Along,
     published: Published,
     scaled_with: Sequence[Line] = (),
@@ -134,7 +134,7 @@ def draw_lines(
 _Points = Sequence[tuple[int, float]]
 
 
-def _ours(line: Line, quantity: Quantity, along: Along) -> _Points:
+def _ours(line: Line, quantity: PlottedQuantity, along: Along) -> _Points:
     return [(along.at(row), found) for row in line.rows if (found := quantity.value(row)) is not None]
 
 

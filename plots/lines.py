@@ -26,7 +26,7 @@ def measured(field: str, unit: float = 1) -> Value:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class PlottedQuantity:
     """What a y axis shows.
 
     Attributes:

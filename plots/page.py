@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpecFromSubplotSpec, SubplotSpec
 from matplotlib.transforms import blended_transform_factory
 
-from spbench.plots.claims import Claim, claim_handles, draw_claims, height_inches
+from spbench.plots.claims import DrawnClaim, claim_handles, draw_claims, height_inches
 from spbench.plots.panel import mark_handles
 from spbench.plots.series import Row
 from spbench.plots.style import GREY, PAGE_INCHES, add_legend, new_figure, shortened
@@ -35,7 +35,7 @@ class Page:
         heights: Sequence[float],
         columns: int = 1,
         notes: Sequence[str] = (),
-        claims: Sequence[Claim] = (),
+        claims: Sequence[DrawnClaim] = (),
         width_inches: float = PAGE_INCHES,
     ):
         self._notes = [

@@ -5,11 +5,11 @@ from functools import partial
 
 from spbench.plots.along import GPUS
 from spbench.plots.drawing import Drawing
-from spbench.plots.lines import Quantity, measured
+from spbench.plots.lines import PlottedQuantity, measured
 from spbench.plots.rsa_throughput import THROUGHPUT
 from spbench.plots.scaling import scaling_figure
 
-BATCH = Quantity("batch", "Largest batch (sequences)", measured("answer"))
+BATCH = PlottedQuantity("batch", "Largest batch (sequences)", measured("answer"))
 
 draw = Drawing(
     __name__,

@@ -10,15 +10,15 @@ from pandas import DataFrame
 from spbench.plots.along import GPUS
 from spbench.plots.drawing import Drawing
 from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import Quantity, measured
+from spbench.plots.lines import PlottedQuantity, measured
 from spbench.plots.scaling import strategy_lines
 from spbench.plots.series import Row, gpus, grouped, shared, strategy
 from spbench.plots.style import looks
 
 _GROWN = {"batch": "batch", "seq_len": "sequence length"}
 _QUANTITIES = (
-    Quantity("memory_mb", "Peak memory (MiB)", measured("peak_memory_bytes", 2**20)),
-    Quantity("throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s")),
+    PlottedQuantity("memory_mb", "Peak memory (MiB)", measured("peak_memory_bytes", 2**20)),
+    PlottedQuantity("throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s")),
 )
 
 

@@ -3,10 +3,10 @@
 from functools import partial
 
 from spbench.plots.drawing import Drawing
-from spbench.plots.lines import Quantity, measured
+from spbench.plots.lines import PlottedQuantity, measured
 from spbench.plots.scaling import scaling_figure
 
-THROUGHPUT = Quantity("throughput", "Tokens per second", measured("tokens_per_s"))
+THROUGHPUT = PlottedQuantity("throughput", "Tokens per second", measured("tokens_per_s"))
 
 draw = Drawing(
     __name__,

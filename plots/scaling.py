@@ -9,7 +9,7 @@ from pandas import DataFrame
 
 from spbench.plots.along import GPUS, Along
 from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import Line, Quantity, lines_of
+from spbench.plots.lines import Line, PlottedQuantity, lines_of
 from spbench.plots.series import Row, by_model, differing_settings, shared, strategy
 from spbench.plots.style import Look, looks
 
@@ -17,7 +17,7 @@ from spbench.plots.style import Look, looks
 def scaling_figure(
     rows: Sequence[Row],
     comparison: DataFrame,
-    quantities: Sequence[Quantity],
+    quantities: Sequence[PlottedQuantity],
     default_title: str,
     along: Along = GPUS,
 ) -> Figure:

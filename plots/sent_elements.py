@@ -9,7 +9,7 @@ from pandas import DataFrame, isna
 
 from spbench.plots.along import Along
 from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import Quantity, lines_of
+from spbench.plots.lines import PlottedQuantity, lines_of
 from spbench.plots.series import Row, engine, grouped, strategy
 from spbench.plots.style import looks
 
@@ -34,7 +34,7 @@ def sent_elements_figure(
     keys = {entry["cell"] for entry in known}
     with_formula = [row for row in rows if row["key"] in keys]
     look = looks(map(strategy, with_formula))
-    quantity = Quantity(
+    quantity = PlottedQuantity(
         _COLUMN,
         "Elements sent per GPU\nand layer, forward",
         lambda row: metered.get(row["key"]),  # what is sent is known of runs out of memory too

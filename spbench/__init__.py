@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from spbench.bench.search.search import Quantity
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
-    from spbench.impls.collectives import Traffic
     from spbench.impls.composition import ONE_STAGE, Stage
     from spbench.impls.models.blocks.decoder import DecoderModel
     from spbench.impls.models.model import Model, ModelPart
     from spbench.impls.options import Options
     from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard
     from spbench.impls.strategies.sequence_chunks import SequenceChunks
+    from spbench.impls.traffic import Traffic
 
 #: the modules in which the public names are, for :func:`__getattr__`; type checkers read the imports above
 _HOMES = {
@@ -74,7 +74,7 @@ _HOMES = {
     "spbench.impls.options": ("Options",),
     "spbench.impls.strategies.base": ("Shard", "Site", "Strategy", "Unsupported", "mark_shard"),
     "spbench.impls.strategies.sequence_chunks": ("SequenceChunks",),
-    "spbench.impls.collectives": ("Traffic",),
+    "spbench.impls.traffic": ("Traffic",),
 }
 
 __all__ = [

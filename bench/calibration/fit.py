@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.answers.tables import PublishedRow, Table
+from spbench.bench.comparison.answers.tables import PublishedRow, PublishedTable
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.errors import UserError, suggestion
@@ -76,7 +76,7 @@ class Known:
 
 
 def known_cells(
-    scenario: Scenario, table: Table, quantity: str, on_trace: Callable[[Cell], None]
+    scenario: Scenario, table: PublishedTable, quantity: str, on_trace: Callable[[Cell], None]
 ) -> list[Known]:
     """The cells of a published table that have a throughput, in tokens or in samples per second, traced on
     virtual ranks."""
@@ -175,7 +175,9 @@ class Residual:
     left_out: float | None
 
 
-def residuals(fits: Sequence[Fit], known: Sequence[Known], table: Table, quantity: str) -> list[Residual]:
+def residuals(
+    fits: Sequence[Fit], known: Sequence[Known], table: PublishedTable, quantity: str
+) -> list[Residual]:
     """Every known cell under the fitted calibration.
 
     Raises:

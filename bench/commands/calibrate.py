@@ -35,7 +35,7 @@ def command(scenario: str, table: str, quantity: str, fits: tuple[str, ...]) -> 
     import torch
 
     from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
-    from spbench.bench.comparison.answers.tables import Table as PublishedTable
+    from spbench.bench.comparison.answers.tables import PublishedTable
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.errors import UserError, suggestion
 

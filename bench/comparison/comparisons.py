@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.comparison.roles import decided_by
 from spbench.bench.config.answer import PublishedNumber, answer_kinds
 from spbench.bench.config.scenario import Scenario
-from spbench.bench.files.inference import Inference
+from spbench.bench.files.inferred import InferredSetting
 from spbench.bench.sweep.results import Row
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ScenarioResults:
     cells: Sequence[Cell]
     rows: Mapping[str, Row]
     folder: Path
-    inferences: Sequence[Inference] = ()
+    inferences: Sequence[InferredSetting] = ()
 
     def split(self) -> list[ScenarioResults]:
         """The results by variant, cluster and engine, in the order of the cells."""

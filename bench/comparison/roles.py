@@ -8,7 +8,7 @@ from typing import Literal
 from spbench.bench.cell import Cell
 from spbench.bench.config.answer import PublishedNumber
 from spbench.bench.files.cluster import load_cluster
-from spbench.bench.files.inference import Inference
+from spbench.bench.files.inferred import InferredSetting
 
 #: fields of a measurement that a cluster's scalars and rates change
 TIMED = ("step_time_s", "tokens_per_s", "samples_per_s")
@@ -18,7 +18,11 @@ CAPACITY_FIELD = "answer"
 
 
 def decided_by(
-    inferences: Sequence[Inference], answer: str, number: PublishedNumber, field: str, cells: Sequence[Cell]
+    inferences: Sequence[InferredSetting],
+    answer: str,
+    number: PublishedNumber,
+    field: str,
+    cells: Sequence[Cell],
 ) -> Literal["calibrated", "inferred", "predicted"]:
     """calibrated, where a scalar or figure of the cells' cluster was fitted on one of the cells; else
     inferred, where the number was looked at to choose a setting; else predicted.

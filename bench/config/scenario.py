@@ -19,7 +19,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.answer import Answer, Mistake, answer_kinds
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.errors import UserError
-from spbench.bench.files.inference import Inference, wrong_inference
+from spbench.bench.files.inferred import InferredSetting, wrong_inference
 from spbench.bench.files.yaml_files import find_file, read_yaml, validate
 
 PACKAGE = "spbench.scenarios"
@@ -45,7 +45,7 @@ class Document(BaseModel):
     defaults: dict[str, Any] = {}
     groups: list[dict[str, Any]] = Field(min_length=1)
     variants: dict[str, dict[str, Any]] = {}
-    inferred_from: list[Inference] = []
+    inferred_from: list[InferredSetting] = []
     not_reproduced: str = ""
     figure: str | None = None
 

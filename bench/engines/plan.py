@@ -18,11 +18,11 @@ from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.backends.registry import backend_class
-from spbench.impls.collectives import Traffic
 from spbench.impls.composition import ONE_STAGE, Stage, composed_traffic
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.traffic import Traffic
 from spbench.impls.training.step import PRECISIONS, training_sites
 
 

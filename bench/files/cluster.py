@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.files.inference import Inference
+from spbench.bench.files.inferred import InferredSetting
 from spbench.bench.files.yaml_files import find_file, merge, packaged, parse_yaml, read_file, validate
 
 PACKAGE = "spbench.scenarios.clusters"
@@ -49,7 +49,7 @@ class Figure(_Strict, Generic[Number]):
     source: str
     note: str = ""
     fitted_on: list[str] = []
-    inferred_from: list[Inference] = []
+    inferred_from: list[InferredSetting] = []
 
 
 class Device(_Strict):
@@ -93,7 +93,7 @@ class Network(Link):
     """
 
     nics_per_node: PositiveInt = 1
-    inferred_from: list[Inference] = []
+    inferred_from: list[InferredSetting] = []
 
 
 class Calibration(_Strict):
@@ -166,7 +166,7 @@ class Cluster(_Strict):
         return _figures(self, "")
 
     @property
-    def inferences(self) -> list[Inference]:
+    def inferences(self) -> list[InferredSetting]:
         """What of the cluster was chosen by looking at published numbers."""
         return [*self.network.inferred_from, *(i for _, f in self.figures() for i in f.inferred_from)]
 

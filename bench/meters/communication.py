@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from spbench.bench.meters.meter import Communication, Meter
-from spbench.impls.collectives import wire_bytes
+from spbench.impls.traffic import wire_bytes
 
 
 def _nbytes(tensors: Any) -> int:

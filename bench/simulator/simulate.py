@@ -58,7 +58,7 @@ class Simulator:
         """
         if calibration is None:
             calibration = self.cluster.calibration_of(self.precision)
-        return _Run(self.world, Costs(self.cluster, calibration, self.parameters)).timeline()
+        return _Simulation(self.world, Costs(self.cluster, calibration, self.parameters)).timeline()
 
 
 def simulate(
@@ -81,7 +81,7 @@ def step_time_of(
     return lambda calibration: simulator(calibration).step_time_s
 
 
-class _Run:
+class _Simulation:
     """One simulation. Arrays are [steps, ranks of the program]; nan: not yet."""
 
     def __init__(self, world: World, costs: Costs):

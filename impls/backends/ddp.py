@@ -13,7 +13,7 @@ from torch import Tensor
 from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.collectives import Traffic
+from spbench.impls.traffic import Traffic
 
 
 class DistributedDataParallel(Backend):

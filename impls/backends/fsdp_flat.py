@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.flat import FlatShard, padded
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.collectives import Traffic, all_gather_flat, reduce_scatter_flat
+from spbench.impls.collectives import all_gather_flat, reduce_scatter_flat
+from spbench.impls.traffic import Traffic
 
 
 class FlatFullySharded(Backend):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.collectives import Traffic
+from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo

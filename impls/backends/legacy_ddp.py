@@ -11,8 +11,8 @@ from torch import Tensor
 from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.gradients import ContiguousGradients, StaleGradients
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.collectives import Traffic
 from spbench.impls.options import Options
+from spbench.impls.traffic import Traffic
 
 
 @dataclass(frozen=True)

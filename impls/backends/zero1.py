@@ -17,7 +17,8 @@ from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.flat import FlatShard, padded
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.collectives import Traffic, all_gather_flat
+from spbench.impls.collectives import all_gather_flat
+from spbench.impls.traffic import Traffic
 
 
 class ShardedOptimizer(DistributedDataParallel):

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.axes import ALONE, COMPOSED_AXES, Place
-from spbench.impls.collectives import Traffic
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.layout import (
     MEETINGS,
@@ -33,6 +32,7 @@ from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.strategies.linear import GroupedLinear, Linear
+from spbench.impls.traffic import Traffic
 
 __all__ = [
     "MEETINGS",

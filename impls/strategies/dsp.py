@@ -24,10 +24,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from spbench.impls.collectives import Traffic, all_to_all, joined, start_all_gather, start_reduce_scatter
+from spbench.impls.collectives import all_to_all, joined, start_all_gather, start_reduce_scatter
 from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
 from spbench.impls.strategies.grid import Grid, grid_of, part_of
 from spbench.impls.strategies.sequence_chunks import GridChunks
+from spbench.impls.traffic import Traffic
 
 
 def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: int) -> int:

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.collectives import Traffic, exchange
+from spbench.impls.collectives import exchange
 from spbench.impls.kernels import linear_attention as kernels
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.traffic import Traffic
 
 
 class _Kernels:

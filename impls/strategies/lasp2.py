@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.impls.collectives import Traffic, start_all_gather
+from spbench.impls.collectives import start_all_gather
 from spbench.impls.kernels import linear_attention as kernels
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.traffic import Traffic
 
 
 class _Lasp2(torch.autograd.Function):

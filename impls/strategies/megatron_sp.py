@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.collectives import (
-    Traffic,
     joined,
     reduce_scatter,
     start_all_gather,
@@ -34,6 +33,7 @@ from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.linear import Linear
 from spbench.impls.strategies.sequence_chunks import GridChunks, SequenceChunks, refuse_masks_of_own_queries
 from spbench.impls.strategies.tensor_parallel import ColumnParallelLinear, TensorParallel
+from spbench.impls.traffic import Traffic
 
 
 class GatheredProjection(torch.autograd.Function):

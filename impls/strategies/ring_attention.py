@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.collectives import Ring, Traffic
+from spbench.impls.collectives import Ring
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions
+from spbench.impls.traffic import Traffic
 
 PLACEMENTS = ("contiguous", "striped", "zigzag")
 ALL = slice(None)

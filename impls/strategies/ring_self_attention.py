@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.collectives import Traffic, all_reduce, ring, sum_over_group
+from spbench.impls.collectives import all_reduce, ring, sum_over_group
 from spbench.impls.kernels.softmax import masked_softmax
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.traffic import Traffic
 
 
 class RingScores(torch.autograd.Function):

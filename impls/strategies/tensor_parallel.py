@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.collectives import Traffic, all_gather_flat, copy_to_group, reduce_from_group
+from spbench.impls.collectives import all_gather_flat, copy_to_group, reduce_from_group
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.linear import GroupedLinear, Linear
+from spbench.impls.traffic import Traffic
 
 
 class ColumnParallelLinear(Linear):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import spbench
-from spbench.bench.sweep.results import FILE
+from spbench.bench.sweep.results import RESULTS_FILE
 
 ROOT = Path(__file__).parents[2]
 SCENARIO = """
@@ -70,7 +70,7 @@ def test_an_output_folder_keeps_rows(tmp_path: Path) -> None:
     both = spbench.run([cell(), cell(batch=1)], output=tmp_path / "kept", jobs=0)
     assert first["elapsed_s"][0] == both["elapsed_s"][0]  # not measured again
     assert spbench.read_results(tmp_path / "kept").equals(both)
-    assert spbench.read_results(tmp_path / "kept" / FILE).equals(both)
+    assert spbench.read_results(tmp_path / "kept" / RESULTS_FILE).equals(both)
     spbench.run([cell()], output=tmp_path / "kept", fresh=True, jobs=0)
     assert len(spbench.read_results(tmp_path / "kept")) == 1
 
@@ -105,7 +105,7 @@ def test_errors_are_the_users(tmp_path: Path, scenario: Path) -> None:
 
 def test_lines_that_are_no_rows_are_warned_of(tmp_path: Path) -> None:
     spbench.run(cell(), output=tmp_path, jobs=0)
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / RESULTS_FILE).open("a") as file:
         file.write("{}\n")
     with pytest.warns(UserWarning, match=r"cells.jsonl:2: not a result row, skipped"):
         assert len(spbench.read_results(tmp_path)) == 1

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),
     pytest.mark.skipif(
         importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("pip") is None,
         reason="needs pip and setuptools, as nothing is downloaded",

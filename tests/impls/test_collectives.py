@@ -13,15 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.impls.collectives import (
-    WIRE_SHARE,
     all_reduce,
     all_to_all,
     copy_to_group,
     reduce_from_group,
     ring,
     sum_over_group,
-    wire_bytes,
 )
+from spbench.impls.traffic import WIRE_SHARE, wire_bytes
 
 N = 4
 

@@ -64,7 +64,7 @@ class TableFile(_Strict):
     file: str
 
 
-class Quantity(_Strict):
+class QuantityColumn(_Strict):
     """A column of numbers: ``field`` of our measurement, divided by ``unit``, is set beside it."""
 
     field: str
@@ -89,7 +89,7 @@ class PublishedRow:
         return float(text) if text else None
 
 
-class Table(Answer):
+class PublishedTable(Answer):
     """A published table; the module's text shows one."""
 
     name = "tables"
@@ -98,7 +98,7 @@ class Table(Answer):
     table: str
     published: TableFile
     match: dict[str, str] = Field(min_length=1)
-    quantities: dict[str, Quantity] = Field(min_length=1)
+    quantities: dict[str, QuantityColumn] = Field(min_length=1)
     status: str | None = None
     cells: dict[str, Scalar] = {}
     where: dict[str, list[Scalar]] = {}
@@ -225,7 +225,7 @@ def field_value(cell: Cell, field: str) -> Any:
 # -- what is wrong with a table --------------------------------------------------------------------------
 
 
-def _wrong_words(table: Table, folder: Path) -> Iterator[Mistake]:
+def _wrong_words(table: PublishedTable, folder: Path) -> Iterator[Mistake]:
     """What can be told from the table and the header of its file."""
     try:
         _, columns, _ = published_rows(table.published.file, folder)
@@ -250,7 +250,7 @@ def _wrong_words(table: Table, folder: Path) -> Iterator[Mistake]:
             yield ["quantities", column, "field"], f"unknown quantity {quantity.field!r}{hint}"
 
 
-def _wrong_rows(table: Table, rows: Sequence[PublishedRow]) -> Iterator[Mistake]:
+def _wrong_rows(table: PublishedTable, rows: Sequence[PublishedRow]) -> Iterator[Mistake]:
     """What is wrong with the rows of the file."""
     file = table.published.file
     if not rows:
@@ -267,7 +267,9 @@ def _wrong_rows(table: Table, rows: Sequence[PublishedRow]) -> Iterator[Mistake]
                 yield ["quantities", column], f"row {row.line} of {file} has no number there but {found!r}"
 
 
-def _wrong_matches(table: Table, rows: Sequence[PublishedRow], declared: Sequence[Cell]) -> Iterator[Mistake]:
+def _wrong_matches(
+    table: PublishedTable, rows: Sequence[PublishedRow], declared: Sequence[Cell]
+) -> Iterator[Mistake]:
     """Each row must speak of one cell on each cluster and engine, and no two rows of the same."""
     spoken_of: dict[str, int] = {}
     for row in rows:

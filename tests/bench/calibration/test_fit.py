@@ -10,7 +10,7 @@ import pytest
 
 from spbench.bench.calibration.fit import Fit, Known, chosen, fitted, residuals, summary
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.comparison.answers.tables import PublishedRow, Table
+from spbench.bench.comparison.answers.tables import PublishedRow, PublishedTable
 from spbench.bench.errors import UserError
 from spbench.bench.files.cluster import Calibration
 
@@ -33,7 +33,7 @@ def known(size: int, compute_s: float, network_s: float, published: Calibration,
 
 TRUTH = Calibration(compute_efficiency=0.4, link_efficiency=0.25)
 FITS = [Fit.parse("compute_efficiency:size=1"), Fit.parse("link_efficiency:size=2")]
-TABLE = Table.model_validate(
+TABLE = PublishedTable.model_validate(
     {
         "table": "made-up",
         "published": {"file": "none.csv"},

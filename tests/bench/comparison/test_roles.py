@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench.comparison.answers.tables import Table
+from spbench.bench.comparison.answers.tables import PublishedTable
 from spbench.bench.comparison.comparisons import Comparison, compare
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
@@ -198,7 +198,9 @@ def test_what_packaged_clusters_were_inferred_from_is_there() -> None:
     numbers = {}
     for name in packaged("spbench.scenarios"):
         scenario = load_scenario(name)
-        numbers |= {table.table: table.numbers(scenario.path.parent) for table in scenario.answers(Table)}
+        numbers |= {
+            table.table: table.numbers(scenario.path.parent) for table in scenario.answers(PublishedTable)
+        }
     for inference in inferences:
         for answer in inference.answers:
             assert any(inference.covers(answer, number, "") for number in numbers[answer]), inference

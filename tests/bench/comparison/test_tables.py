@@ -9,7 +9,7 @@ import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.commands.result_table import comparison_table
-from spbench.bench.comparison.answers.tables import Table
+from spbench.bench.comparison.answers.tables import PublishedTable
 from spbench.bench.comparison.comparisons import Comparison, as_frame, compare
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.scenario import Scenario, load_scenario
@@ -226,17 +226,17 @@ def test_short_rows_are_blank(tmp_path: Path) -> None:
 
 def test_tables_of_the_package_are_whole() -> None:
     """Every packaged scenario loads, so that each of its published rows has a cell."""
-    tables = {name: load_scenario(name).answers(Table) for name in packaged("spbench.scenarios")}
+    tables = {name: load_scenario(name).answers(PublishedTable) for name in packaged("spbench.scenarios")}
     for name in ("rsa_table4", "rsa_throughput", "rsa_pipeline"):
         assert [table.table for table in tables[name]] == [name.replace("_", "-")]
 
 
 def test_the_table_of_the_rsa_paper(tmp_path: Path) -> None:
-    """All 16 rows of Table 4, both weak scalings, each with a cell of its own."""
+    """All 16 rows of PublishedTable 4, both weak scalings, each with a cell of its own."""
     shapes = [(1, 64, 512), (2, 128, 512), (4, 256, 512), (8, 512, 512)]
     shapes += [(1, 64, 256), (2, 64, 512), (4, 64, 1024), (8, 64, 2048)]
     content = {
-        "title": "Table 4",
+        "title": "PublishedTable 4",
         "paper": "rsa",
         "defaults": {"model": "bert-large", "cluster": "piz-daint-p100", "precision": "fp16"},
         "groups": [

@@ -25,10 +25,10 @@ from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.collectives import Traffic
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
+from spbench.impls.traffic import Traffic
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 #: Gloo's thread lets go of a tensor a moment after a collective has ended, and on a busy machine later than
@@ -196,7 +196,12 @@ def test_formula_that_is_off_by_one_payload_is_reported(
     cell = cell_of(cls.name, 4)
     assert VirtualEngine().measure(cell).formula_difference == []
     monkeypatch.setattr(cls, "communication", planted)
-    (row,) = VirtualEngine().measure(cell).formula_difference
+    measured = VirtualEngine().measure(cell)
+    (row,) = measured.formula_difference
+    assert (measured.status, row["rank"]) == ("mismatch", 0)
+    assert measured.reason.startswith(
+        f"backward {row['collective']} on rank 0: {row['metered_bytes']} bytes, "
+    )
     assert row["phase"] == "backward"
     # TP: an all-reduce of BLH = 3 x 24 x 48 floats; RSA: a send of BZ(L/N)A = 3 x 12 x 6 x 4 floats
     more = {"all_reduce": 3 * 24 * 48 * 4 * 2 * 3 // 4, "send": 3 * 12 * 6 * 4 * 4}[row["collective"]]

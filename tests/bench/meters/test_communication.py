@@ -22,7 +22,8 @@ from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.meters.communication import CommunicationMeter, Operation, as_number
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.simulator.program import COLLECTIVE, WAIT
-from spbench.impls.collectives import WIRE_SHARE, Traffic, ring, wire_bytes
+from spbench.impls.collectives import ring
+from spbench.impls.traffic import WIRE_SHARE, Traffic, wire_bytes
 
 
 @pytest.fixture

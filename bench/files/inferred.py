@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spbench.bench.config.answer import Answer, Mistake, PublishedNumber
 
 
-class Inference(BaseModel):
+class InferredSetting(BaseModel):
     """A setting, and the published numbers that decided it; these numbers are not predictions any more.
 
     Attributes:
@@ -46,7 +46,7 @@ class Inference(BaseModel):
 
 
 def wrong_inference(
-    inference: Inference, answers: Sequence[Answer], variants: Sequence[str], folder: Path
+    inference: InferredSetting, answers: Sequence[Answer], variants: Sequence[str], folder: Path
 ) -> Iterator[Mistake]:
     """What in a scenario's inference names nothing that the scenario has, as (key path, message).
 

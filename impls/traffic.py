@@ -1,0 +1,49 @@
+"""The arithmetic of what ranks send: wire bytes of collectives, and the entries of closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+#: share of the payload that one rank sends, as a function of N, for ring algorithms
+#: (Thakur et al. 2005; nccl-tests PERFORMANCE.md). The payload is the whole tensor: the input of
+#: all_reduce, reduce_scatter, all_to_all and broadcast, the output of all_gather.
+WIRE_SHARE = {
+    "all_reduce": lambda n: Fraction(2 * (n - 1), n),
+    "all_gather": lambda n: Fraction(n - 1, n),
+    "reduce_scatter": lambda n: Fraction(n - 1, n),
+    "all_to_all": lambda n: Fraction(n - 1, n),
+    # mean over ranks: the payload passes along a chain of N-1 links
+    "broadcast": lambda n: Fraction(n - 1, n),
+    "reduce": lambda n: Fraction(n - 1, n),
+    "send": lambda n: Fraction(1),
+    "recv": lambda n: Fraction(0),
+    "barrier": lambda n: Fraction(0),
+}
+
+
+def wire_bytes(collective: str, payload_bytes: int, size: int) -> Fraction:
+    """Bytes that a rank sends (mean over the group) for one collective over ``size`` ranks."""
+    return payload_bytes * WIRE_SHARE[collective](size)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A closed-form entry: ``count`` collectives of ``payload_bytes`` each in one phase of a step.
+
+    ``phase`` is forward, backward, gradient_sync or optimizer; ``purpose`` is for the reader.
+    """
+
+    phase: str
+    purpose: str
+    collective: str
+    count: int
+    payload_bytes: int
+
+    def times(self, n: int) -> Traffic:
+        """The same, n times over."""
+        return replace(self, count=n * self.count)
+
+    def sent_bytes(self, size: int) -> Fraction:
+        """Bytes that one of ``size`` ranks sends for this entry."""
+        return self.count * wire_bytes(self.collective, self.payload_bytes, size)
