@@ -277,8 +277,8 @@ def test_numbers_of_several_commits_are_not_written(spbench: Run, monkeypatch: p
     code, _, err = spbench("reproduce", "rsa", "--write")
     assert code == 2
     assert re.fullmatch(
-        r"spbench: small: rows were made by commit (abc|def), others \(of small\) by (abc|def), so that "
-        "nothing is written; run again with --fresh",
+        "spbench: small: rows were made by commit (abc|def), those of small by (abc|def), "
+        "so that nothing is written; run again with --fresh",
         err.splitlines()[-1],
     )
     assert Path("REPRODUCE.md").read_text() == PAGE
@@ -288,7 +288,7 @@ def test_numbers_of_several_commits_are_not_written(spbench: Run, monkeypatch: p
 
 def test_scenarios_of_one_paper_must_be_of_one_commit() -> None:
     rows = {name: [{"provenance": {"commit": commit}}] for name, commit in (("a", "1"), ("b", "2"))}
-    with pytest.raises(UserError, match=r"^b: rows were made by commit 2, others \(of a\) by 1"):
+    with pytest.raises(UserError, match=r"^b: rows were made by commit 2, those of a by 1,"):
         check_same_code(rows)
     # an installed package is no checkout: its rows are of one unknown state
     check_same_code({"a": [{"provenance": {"commit": None}}, {}]})
