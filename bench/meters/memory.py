@@ -69,7 +69,7 @@ class MemoryLog:
         return self.marks[0][1] if self.marks else 0
 
     def born_before_step(self) -> list[bool]:
-        """Of each storage: whether set-up made it."""
+        """For each storage, in the order of their numbers: whether it was made before the first phase."""
         made = sum(event > 0 for event in self.events[: self.step_start])
         return [number < made for number in range(len(self.sizes))]
 

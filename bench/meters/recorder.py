@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """``UntypedStorage.resize_`` that also tells the memory meter."""
+        """``UntypedStorage.resize_``, noted by the memory meter too."""
         recorder, resize = self, self._resize
 
         def resize_and_see(storage: torch.UntypedStorage, nbytes: int) -> Any:
