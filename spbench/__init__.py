@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from spbench.bench.engines.engine import Engine
     from spbench.bench.engines.plan import plan
     from spbench.bench.errors import UserError
-    from spbench.bench.meters.meter import Communication, Meter
+    from spbench.bench.meters.meter import Call, Communication, Meter
     from spbench.bench.search.search import Quantity
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
@@ -65,7 +65,7 @@ _HOMES = {
     "spbench.bench.engines.engine": ("Engine",),
     "spbench.bench.engines.plan": ("plan",),
     "spbench.bench.errors": ("UserError",),
-    "spbench.bench.meters.meter": ("Communication", "Meter"),
+    "spbench.bench.meters.meter": ("Call", "Communication", "Meter"),
     "spbench.bench.search.search": ("Quantity",),
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
     "spbench.impls.composition": ("ONE_STAGE", "Stage"),
@@ -81,6 +81,7 @@ __all__ = [
     "ONE_STAGE",
     "Answer",
     "Backend",
+    "Call",
     "Cell",
     "Communication",
     "Comparison",

@@ -22,7 +22,7 @@ from spbench.bench.errors import UserError, suggestion
 Line = dict[str, Any]
 Record = Mapping[str, Any]
 NUMBERS = ("published", "reproduced", "relative_error")
-#: the roles of published numbers, in the order in which they are told
+#: the roles of published numbers, in the order in which they are listed
 ROLES = ("predicted", "inferred", "calibrated", "formula")
 assert set(ROLES) | {"curve"} == set(get_args(Role))
 
@@ -130,7 +130,7 @@ def distinct(records: Sequence[Record]) -> list[Record]:
 
 def errors_by_role(records: Sequence[Record]) -> str:
     """Of each role, how many numbers there are, and the median and the worst absolute error."""
-    told = []
+    parts = []
     for role in ROLES:
         rows = [r for r in records if r["role"] == role]
         numbers = distinct(rows)
@@ -139,13 +139,13 @@ def errors_by_role(records: Sequence[Record]) -> str:
         errors = [abs(r["relative_error"]) for r in compared if r["relative_error"] is not None]
         if numbers:
             text = f"{len(numbers)} {role}"
-            told.append(
+            parts.append(
                 f"{text}, median error {median(errors):.1%}, worst {max(errors):.1%}" if errors else text
             )
     gaps = [r["reproduced"] for r in records if r["quantity"] == "largest_deviation" and r["reproduced"]]
     if any(r["role"] == "curve" for r in records):
-        told.append(f"curves differ by at most {max(gaps):.0e}" if gaps else "curves")
-    return "; ".join(told) or "no published number at hand"
+        parts.append(f"curves differ by at most {max(gaps):.0e}" if gaps else "curves")
+    return "; ".join(parts) or "no published number at hand"
 
 
 def _statuses(records: Sequence[Record], before: str = "") -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from spbench.bench.meters.meter import Communication, Meter
+from spbench.bench.meters.meter import Call, Communication, Meter
 from spbench.impls.traffic import wire_bytes
 
 
@@ -138,14 +138,8 @@ class CommunicationMeter(Meter):
     def phase(self, name: str) -> None:
         self.current_phase = name
 
-    def see(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        communication: Communication | None,
-    ) -> None:
+    def see(self, call: Call) -> None:
+        communication = call.communication
         if communication is not None:
             axis = self.axes.get(communication.group.group_name, "world")
             size, nbytes = communication.group.size(), communication.payload_bytes

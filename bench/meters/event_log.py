@@ -5,7 +5,7 @@ It times nothing. :mod:`bench.simulator.simulate` turns what it wrote down into 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import flop_registry
 
-from spbench.bench.meters.meter import Communication, Meter
+from spbench.bench.meters.meter import Call, Communication, Meter
 from spbench.bench.simulator.program import (
     ATTENTION,
     KERNEL,
@@ -170,16 +170,10 @@ class EventLog(Meter):
         self._works.clear()
         return self.builder.program()
 
-    def see(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        communication: Communication | None,
-    ) -> None:
-        if not self.running or communication is not None:
+    def see(self, call: Call) -> None:
+        if not self.running or call.communication is not None:
             return
+        func, args, kwargs, result, _ = call
         if func is _WAIT_TENSOR:
             self._waited(self._functional.pop(args[0].untyped_storage()._cdata, -1))
             return

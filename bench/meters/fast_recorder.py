@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from spbench.bench.meters.communication import communicates
 from spbench.bench.meters.event_log import PostedWork
+from spbench.bench.meters.meter import Call
 from spbench.bench.meters.recorder import BETWEEN_TWO, PRIM_DEVICE, Recorder
 from spbench.bench.simulator.program import EventRow
 
@@ -50,8 +51,8 @@ _PLAIN_SCALARS = (
 
 
 @dataclass(frozen=True)
-class _New:
-    """A result with a storage of its own, contents unknown."""
+class _Made:
+    """The metadata of a result that the operator makes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -61,16 +62,16 @@ class _New:
 
 
 @dataclass(frozen=True)
-class _View:
+class _New(_Made):
+    """A result with a storage of its own, contents unknown."""
+
+
+@dataclass(frozen=True)
+class _View(_Made):
     """A result in the storage of an argument."""
 
     of: _Path
     offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    attributes: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class FastRecorder(Recorder):
                 rows.append(row)
             return
         written = len(rows)
-        self.events.see(func, args, kwargs, result, None)
+        self.events.see(Call(func, args, kwargs, result))
         self._rows[key] = rows[written] if len(rows) > written else None
 
     def _build(self, remembered: _Remembered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -248,7 +249,7 @@ def _remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         elif storage._cdata in storages:
             path = storages[storage._cdata]
             found.append(
-                _View(path, int(x.storage_offset()), shape, stride, x.dtype, x.fake_device, attributes)
+                _View(shape, stride, x.dtype, x.fake_device, attributes, path, int(x.storage_offset()))
             )
         elif x.storage_offset() == 0 and storage.nbytes() == _dense_bytes(x):
             found.append(_New(shape, stride, x.dtype, x.fake_device, attributes))

@@ -7,16 +7,15 @@ card's allocator makes of the same events is :mod:`bench.meters.allocator`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from spbench.bench.meters.meter import Communication, Meter
+from spbench.bench.meters.meter import Call, Meter
 
 #: the CUDA caching allocator hands out multiples of this many bytes
 GRANULE = 512
@@ -70,7 +69,7 @@ class MemoryLog:
         return self.marks[0][1] if self.marks else 0
 
     def born_before_step(self) -> list[bool]:
-        """Of each storage: whether set-up made it."""
+        """For each storage, in the order of their numbers: whether it was made before the first phase."""
         made = sum(event > 0 for event in self.events[: self.step_start])
         return [number < made for number in range(len(self.sizes))]
 
@@ -141,17 +140,12 @@ class MemoryMeter(Meter):
     def phase(self, name: str) -> None:
         self.log.marks.append((name, len(self.log.events)))
 
-    def see(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        communication: Communication | None,
-    ) -> None:
+    def see(self, call: Call) -> None:
+        result, communication = call.result, call.communication
         if communication is not None and not communication.returns_new:
-            if func._schema.name in _FILLED_FROM_OTHERS:
-                for tensors in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+            if call.func._schema.name in _FILLED_FROM_OTHERS:
+                filled = call.args[0]
+                for tensors in [filled] if isinstance(filled, Tensor) else filled:
                     nested = tensors if isinstance(tensors, (tuple, list)) else [tensors]
                     self.tag(nested, "communication_buffers", keep=True)
             return

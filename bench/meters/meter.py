@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +34,21 @@ class Communication:
     returns_new: bool = False
 
 
+class Call(NamedTuple):
+    """One call of an operator, after it has returned.
+
+    Attributes:
+        func: a ``torch._ops.OpOverload``.
+        communication: what it communicates; None where it does not.
+    """
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Any
+    communication: Communication | None = None
+
+
 class Meter:
     """Watches the operators of one rank's step. The defaults watch nothing.
 
@@ -50,17 +65,9 @@ class Meter:
     def phase(self, name: str) -> None:
         """A phase of the step begins: forward, backward, gradient_sync or optimizer."""
 
-    def see(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        communication: Communication | None,
-    ) -> None:
-        """An operator (``torch._ops.OpOverload``) has been called with these arguments and has returned
-        ``result``; ``communication`` describes it where it communicates. Also called before the first phase,
-        while the model and its inputs are made."""
+    def see(self, call: Call) -> None:
+        """An operator has been called. Also called before the first phase, while the model and its inputs are
+        made."""
 
     def found(self) -> Mapping[str, Any]:
         """What goes into the result row: plain data, units in the names."""

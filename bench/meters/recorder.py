@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spbench.bench.meters.communication import CommunicationMeter, communication_of
 from spbench.bench.meters.event_log import EventLog
 from spbench.bench.meters.memory import MemoryMeter
-from spbench.bench.meters.meter import Meter
+from spbench.bench.meters.meter import Call, Meter
 from spbench.impls.axes import MESH_AXES
 
 PRIM_DEVICE = torch.ops.prim.device.default
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """``UntypedStorage.resize_`` that also tells the memory meter."""
+        """``UntypedStorage.resize_``, noted by the memory meter too."""
         recorder, resize = self, self._resize
 
         def resize_and_see(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -127,8 +127,9 @@ class Recorder(TorchDispatchMode):
             self._unsettled = self.settle_s > 0
             if self.events is not None:
                 result = self.events.post(args, result, communication)
+        call = Call(func, args, kwargs, result, communication)
         for meter in self.meters:
-            meter.see(func, args, kwargs, result, communication)
+            meter.see(call)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

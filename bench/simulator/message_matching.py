@@ -1,4 +1,5 @@
-"""Who meets whom: pairs up, before any time is known, what the programs of a world post to each other.
+"""Matching of messages: pairs the sends, receives and collectives that the programs of a world post, before
+any time is known.
 
 Programs are static, so the k-th send from one rank to another meets the k-th receive there of that rank, and
 the k-th collective of a group on one member meets the k-th on the others, whenever each happens.
@@ -106,10 +107,12 @@ def _posts(steps: Steps) -> _Posts:
 
 
 class World:
-    """All programs with the ranks that run them, and who meets whom.
+    """All programs with the ranks that run them, and their sends, receives and collectives in pairs and
+    groups.
 
     Attributes:
-        meetings: by program and step of a send or receive.
+        meetings: by program and step of a send or receive, the steps of other programs that are its other
+            half.
         alike: by program and step of a collective, the step of every program of the same collective.
 
     Raises:

@@ -1,8 +1,8 @@
 """A step program: what one rank does in a training step, as arrays, ready to be timed.
 
-A program is traced on one rank and stands for all ranks that run the same one. So whom it talks to is
-kept relative to the mesh (dp, pp, tp, sp; row-major), not as rank numbers: a group by the coordinates of
-its members along the axes on which they differ, a peer by how far away it is along each axis.
+A program is traced on one rank and stands for all ranks that run the same one. So its groups and peers are
+kept relative to the mesh (dp, pp, tp, sp; row-major), not as rank numbers: a group by the coordinates of its
+members along the axes on which they differ, a peer by its distance along each axis.
 """
 
 from __future__ import annotations

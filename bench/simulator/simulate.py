@@ -20,6 +20,7 @@ import numpy as np
 from spbench.bench.files.cluster import Calibration, Cluster
 from spbench.bench.simulator.costs import Costs, check_rates
 from spbench.bench.simulator.message_matching import Deadlock, World
+from spbench.bench.simulator.process_groups import ProcessGroups
 from spbench.bench.simulator.program import COLLECTIVE, KERNEL, SEND, WAIT, Program
 from spbench.bench.simulator.timeline import Timeline
 
@@ -103,7 +104,7 @@ class _Simulation:
             self.kernel_s.append(seconds)
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
         self._transfer_costs: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._groups: dict[tuple[int, int], _Groups] = {}
+        self._groups: dict[tuple[int, int], ProcessGroups] = {}
         self._collective_costs: dict[tuple[int, int, str, float], np.ndarray] = {}
         self._channels: dict[tuple[int, int], np.ndarray] = {}
         #: (step, program) that some ranks, given as a mask, can go on from
@@ -261,13 +262,13 @@ class _Simulation:
                 if self._parked:
                     self._ended(p, alike[p], np.array([place]))
 
-    def _groups_of(self, number: int, step: int) -> _Groups:
+    def _groups_of(self, number: int, step: int) -> ProcessGroups:
         key = (number, self.steps[number].partners[step])
         if key not in self._groups:
-            self._groups[key] = _Groups(self.world, *key)
+            self._groups[key] = ProcessGroups(self.world, *key)
         return self._groups[key]
 
-    def _collective_cost(self, number: int, step: int, groups: _Groups) -> np.ndarray:
+    def _collective_cost(self, number: int, step: int, groups: ProcessGroups) -> np.ndarray:
         steps = self.steps[number]
         program, event = steps.program, int(steps.at[step])
         name, nbytes = program.names[program.name[event]], steps.nbytes[step]
@@ -281,29 +282,3 @@ def _among(ranks: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Which of the ranks are among the others; for these few, a table is faster than numpy's isin."""
     found: np.ndarray = (ranks[:, None] == others).any(1)
     return found
-
-
-class _Groups:
-    """The process groups of one kind that the ranks of a program belong to.
-
-    Attributes:
-        ranks: global ranks of each group.
-        of: the group of each of the program's ranks.
-        members: [groups, size] positions in the program, or None where other programs take part.
-        everywhere: (program, position) of each group's members.
-        free: when the last collective of each rank's group ended.
-    """
-
-    def __init__(self, world: World, number: int, group: int):
-        steps = world.steps[number]
-        kind, mesh = steps.program.groups[group], steps.program.mesh
-        found: dict[tuple[int, ...], int] = {}
-        of = [found.setdefault(kind.members(int(rank), mesh), len(found)) for rank in steps.ranks]
-        self.ranks = list(found)
-        self.of = np.array(of)
-        self.everywhere = [
-            [(int(world.program_of[r]), int(world.place_of[r])) for r in members] for members in self.ranks
-        ]
-        inside = all(p == number for members in self.everywhere for p, _ in members)
-        self.members = np.array([[place for _, place in m] for m in self.everywhere]) if inside else None
-        self.free = np.zeros(len(steps.ranks))

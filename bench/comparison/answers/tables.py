@@ -226,7 +226,7 @@ def field_value(cell: Cell, field: str) -> Any:
 
 
 def _wrong_words(table: PublishedTable, folder: Path) -> Iterator[Mistake]:
-    """What can be told from the table and the header of its file."""
+    """What is wrong with a table as far as its words and the header of its file show."""
     try:
         _, columns, _ = published_rows(table.published.file, folder)
     except UserError as error:

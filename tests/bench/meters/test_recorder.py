@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spbench.bench.meters.meter import Communication, Meter
+from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.recorder import Recorder
 
 
@@ -26,15 +26,8 @@ class Calls(Meter):
     def phase(self, name: str) -> None:
         self.current = name
 
-    def see(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        communication: Communication | None,
-    ) -> None:
-        self.counts[f"{self.current} {func._schema.name}"] += 1
+    def see(self, call: Call) -> None:
+        self.counts[f"{self.current} {call.func._schema.name}"] += 1
 
     def found(self) -> Mapping[str, Any]:
         return dict(self.counts)

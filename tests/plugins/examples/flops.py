@@ -22,10 +22,11 @@ class FlopMeter(spbench.Meter):
     def phase(self, name):
         self.begun = True
 
-    def see(self, func, args, kwargs, result, communication):
-        operator = getattr(func, "_overloadpacket", None)
+    def see(self, call):
+        operator = getattr(call.func, "_overloadpacket", None)
         if self.begun and operator in flop_registry:
-            self.counts[str(operator)] += flop_registry[operator](*args, **kwargs, out_val=result)
+            flops = flop_registry[operator](*call.args, **call.kwargs, out_val=call.result)
+            self.counts[str(operator)] += flops
 
     def found(self):
         return {"flops": self.counts.total(), "flops_by_operator": dict(self.counts)}

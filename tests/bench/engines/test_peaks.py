@@ -1,0 +1,81 @@
+"""Peak memory of virtual ranks is that of real ones, byte for byte, for every strategy, model and backend.
+
+Around reduce-scatters and all-gathers real ranks make and drop a few more tensors (2 to 3% more births and
+deaths), none of which lives at the peak of any of these combinations: none needs an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.engines.plan import plan
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.impls.backends.registry import backends
+from spbench.impls.models.model import models
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.registry import strategies
+from tests.bench.engines.test_virtual import ATTEMPTS, on_a_real_rank, seen
+
+#: sequence lengths that 2 and 4 ranks divide, of models whose positions lie on a grid
+LENGTHS = {"st-dit-tiny": 288, "transformer-2d-tiny": 576, "transformer-3d-tiny": 960}
+#: the combinations of the default run, one a strategy; all others are slow tests
+DEFAULT_MODELS = {
+    "lasp": "tnl-tiny",
+    "lasp2": "tnl-tiny",
+    "dsp": "st-dit-tiny",
+    "ring_attention": "causal-transformer-tiny",
+    "ulysses": "causal-transformer-tiny",
+    "megatron_sp": "causal-transformer-tiny",
+}
+
+
+def combination(strategy: str, model: str, backend: str, n: int) -> Cell:
+    sizes = dict.fromkeys(strategies()[strategy].axes, n)
+    settings: dict[str, Any] = {
+        "model": model,
+        "strategy": strategy,
+        "sizes": sizes if backend == "legacy_ddp" else {**sizes, "dp": 2},
+        "batch": 4,
+        "seq_len": LENGTHS.get(model, 48),
+        "precision": "bf16",
+        "training": {"backend": backend},
+    }
+    return Cell.model_validate(settings)
+
+
+def combinations() -> Iterator[Any]:
+    """Every strategy with every tiny model that it supports, and every backend around LASP."""
+    for strategy in strategies():
+        for model in (name for name in models() if "-tiny" in name):
+            for n in (2, 4):
+                cell = combination(strategy, model, "legacy_ddp", n)
+                try:
+                    plan(cell)
+                except Unsupported:
+                    continue
+                default = n == 2 and model == DEFAULT_MODELS.get(strategy, "bert-tiny")
+                yield pytest.param(
+                    cell, id=f"{strategy}-{model}-{n}", marks=[] if default else pytest.mark.slow
+                )
+                if strategy == "single":
+                    break
+    for backend in sorted(backends()):
+        cell = combination("lasp", "tnl-tiny", backend, 2)
+        yield pytest.param(cell, id=f"{backend}-around-lasp")
+
+
+@pytest.mark.parametrize("cell", [*combinations()])
+def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell) -> None:
+    virtually = [seen(virtual.trace(cell, rank)) for rank in range(cell.sizes.world)]
+    peaks = [found.peak for found in virtually]
+    lowest = [10**18] * len(peaks)
+    for attempt in range(ATTEMPTS):
+        really = pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.001 * 4**attempt)
+        lowest = [min(low, found.peak) for low, found in zip(lowest, really, strict=True)]
+        if lowest == peaks:
+            break
+    assert lowest == peaks
