@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell, Measurement
     from spbench.bench.commands.report import Report, Table
-    from spbench.bench.comparison.comparisons import Comparison
     from spbench.bench.comparison.published import PublishedPlace
     from spbench.bench.comparison.selector import Selector
-    from spbench.bench.config.answer import Answer, PublishedNumber
+    from spbench.bench.config.answer import Answer
+    from spbench.bench.config.compared import Comparison
     from spbench.bench.config.scenario import Scenario, load_scenario
     from spbench.bench.engines.engine import Engine
     from spbench.bench.engines.plan import plan
     from spbench.bench.errors import UserError
+    from spbench.bench.files.published_number import PublishedNumber
     from spbench.bench.meters.meter import Call, Communication, Meter
     from spbench.bench.search.search import Quantity
     from spbench.impls import collectives
@@ -57,10 +58,11 @@ _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
     "spbench.bench.commands.report": ("Report", "Table"),
-    "spbench.bench.comparison.comparisons": ("Comparison",),
+    "spbench.bench.config.compared": ("Comparison",),
     "spbench.bench.comparison.published": ("PublishedPlace",),
     "spbench.bench.comparison.selector": ("Selector",),
-    "spbench.bench.config.answer": ("Answer", "PublishedNumber"),
+    "spbench.bench.config.answer": ("Answer",),
+    "spbench.bench.files.published_number": ("PublishedNumber",),
     "spbench.bench.config.scenario": ("Scenario", "load_scenario"),
     "spbench.bench.engines.engine": ("Engine",),
     "spbench.bench.engines.plan": ("plan",),

@@ -20,7 +20,7 @@ from spbench.bench.commands.progress import message
 from spbench.bench.commands.report import Report
 
 if TYPE_CHECKING:
-    from spbench.bench.comparison.comparisons import Comparison
+    from spbench.bench.config.compared import Comparison
     from spbench.bench.sweep.results import Row
 
 FOLDER = Path("results", "baseline")

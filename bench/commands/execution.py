@@ -16,7 +16,7 @@ from spbench.bench.commands.progress import SweepProgress, message
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell
-    from spbench.bench.comparison.comparisons import Comparison
+    from spbench.bench.config.compared import Comparison
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
     from spbench.bench.sweep.crew import Crew

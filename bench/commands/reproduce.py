@@ -20,9 +20,9 @@ from spbench.bench.commands.options import fresh, jobs, output_folder, reported
 from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
-    from spbench.bench.comparison.comparisons import Comparison
     from spbench.bench.comparison.findings import Findings
     from spbench.bench.comparison.papers import Paper
+    from spbench.bench.config.compared import Comparison
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.sweep.crew import Crew
     from spbench.bench.sweep.results import Row

@@ -9,7 +9,7 @@ from spbench.bench.commands.report import Table
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell
-    from spbench.bench.comparison.comparisons import Comparison
+    from spbench.bench.config.compared import Comparison
     from spbench.bench.sweep.results import Row
 
 _GIB, _MIB = 2**30, 2**20

@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any, get_args
 
 from spbench.bench.comparison.answers.tables import UNSTATED
-from spbench.bench.comparison.comparisons import Role, number_or_status
+from spbench.bench.comparison.comparisons import number_or_status
+from spbench.bench.config.compared import Role
 from spbench.bench.config.scenario import Document
 from spbench.bench.errors import UserError, suggestion
 

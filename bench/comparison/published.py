@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from spbench.bench.config.answer import PublishedNumber
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.published_number import PublishedNumber
 
 PACKAGE = "spbench.results.papers"
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from spbench.bench.cell import Cell, Measurement
+from spbench.bench.config.compared import Comparison, ScenarioResults
+from spbench.bench.errors import suggestion
+from spbench.bench.files.inferred import InferredSetting
+from spbench.bench.files.published_number import PublishedNumber
 from spbench.impls.discovery import named_classes
-
-if TYPE_CHECKING:
-    from spbench.bench.comparison.comparisons import Comparison, ScenarioResults
 
 KINDS_PACKAGE = "spbench.bench.comparison.answers"
 
@@ -29,45 +30,9 @@ QUANTITIES = (
 )
 assert {f.name for f in fields(Measurement)} >= set(QUANTITIES)
 
-Scalar = str | int | float | bool
 KeyPath = Sequence[str | int]
 #: (key path, what is wrong there and how to mend it)
 Mistake = tuple[KeyPath, str]
-
-
-@dataclass(frozen=True)
-class PublishedNumber:
-    """One number that was published, or the place where a paper shows a run without one.
-
-    Attributes:
-        source: its identity, FILE:ROW:COLUMN, the same in every scenario that compares it.
-        quantity: what it is a number of, in the words of its answer (a column of a table, "ratio", ...).
-        value: None where no number was published.
-        text: the columns of its row, as they stand in the file.
-    """
-
-    source: str
-    quantity: str
-    value: float | None
-    text: Mapping[str, str] = field(default_factory=dict)
-
-    def has(self, selector: Mapping[str, Scalar]) -> bool:
-        """Whether the row has these values."""
-        return all(
-            column in self.text and stands_for(self.text[column], value) for column, value in selector.items()
-        )
-
-
-def stands_for(text: str, value: Any) -> bool:
-    """Whether a published word is a value of ours: 4 is "4" and "4.0", True is "true", None is ""."""
-    if isinstance(value, bool):
-        return text.lower() == str(value).lower()
-    if isinstance(value, int | float):
-        try:
-            return float(text) == value
-        except ValueError:
-            return False
-    return text == ("" if value is None else str(value))
 
 
 class Answer(BaseModel, ABC):
@@ -126,3 +91,30 @@ class Answer(BaseModel, ABC):
 def answer_kinds() -> Mapping[str, type[Answer]]:
     """The kinds of answers by the sections of a scenario file: the modules of the package, then plug-ins."""
     return named_classes(KINDS_PACKAGE, Answer, "spbench.answers")
+
+
+def wrong_inference(
+    inference: InferredSetting, answers: Sequence[Answer], variants: Sequence[str], folder: Path
+) -> Iterator[Mistake]:
+    """What in a scenario's inference names nothing that the scenario has, as (key path, message).
+
+    Args:
+        answers: all of the scenario's, checked.
+        folder: the scenario file's.
+    """
+    for index, variant in enumerate(inference.variants):
+        if variant not in variants:
+            yield ["variants", index], f"unknown variant {variant!r}{suggestion(variant, variants)}"
+    known = {answer.entry_name: answer for answer in answers}
+    for index, name in enumerate(inference.answers):
+        if name not in known:
+            yield ["answers", index], f"no answer is called {name!r}{suggestion(name, known)}"
+            return
+        numbers = known[name].numbers(folder)
+        quantities = dict.fromkeys(number.quantity for number in numbers)
+        for place, quantity in enumerate(inference.quantities):
+            if quantity not in quantities:
+                yield ["quantities", place], f"{name} has no {quantity!r}{suggestion(quantity, quantities)}"
+        for place, row in enumerate(inference.rows):
+            if not any(number.has(row) for number in numbers):
+                yield ["rows", place], f"no row of {name} is {row}"

@@ -28,12 +28,13 @@ def cell(ranks: int) -> Cell:
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])
-@pytest.mark.parametrize("timeline", [False, True], ids=["memory", "memory and time"])
-def test_trace(benchmark: Any, ranks: int, timeline: bool) -> None:
-    recorder = benchmark.pedantic(
-        virtual.trace, (cell(ranks),), {"timeline": timeline}, rounds=3, warmup_rounds=1
-    )
-    assert recorder.memory.log.peak().nbytes > 0
+@pytest.mark.parametrize("events", [False, True], ids=["memory", "memory and time"])
+@pytest.mark.parametrize("path", ["remembered", "plain"])
+def test_trace(benchmark: Any, monkeypatch: pytest.MonkeyPatch, path: str, events: bool, ranks: int) -> None:
+    """A trace in a process that has traced such a cell before, with operators remembered and without."""
+    monkeypatch.setenv(virtual.PLAIN_TRACE, "1" if path == "plain" else "")
+    trace = benchmark.pedantic(virtual.trace, (cell(ranks),), {"events": events}, rounds=3, warmup_rounds=1)
+    assert trace.memory.peak().nbytes > 0
 
 
 def test_replay_of_the_allocator(benchmark: Any) -> None:

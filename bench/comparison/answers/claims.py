@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.comparisons import Comparison, ScenarioResults, relative_error
 from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
-from spbench.bench.config.answer import QUANTITIES, Answer, Mistake, PublishedNumber
+from spbench.bench.config.answer import QUANTITIES, Answer, Mistake
+from spbench.bench.config.compared import Comparison, ScenarioResults, relative_error
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.published_number import PublishedNumber
 from spbench.bench.sweep.results import Row
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from pydantic import PositiveFloat
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.comparisons import Comparison, ScenarioResults
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import Answer, Mistake
+from spbench.bench.config.compared import Comparison, ScenarioResults
 from spbench.bench.sweep.results import Row
 
 Losses = Sequence[Mapping[str, float | None]]

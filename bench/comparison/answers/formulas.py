@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.comparisons import Comparison, ScenarioResults, relative_error
 from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import Answer, Mistake
+from spbench.bench.config.compared import Comparison, ScenarioResults, relative_error
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
 from spbench.impls.models.model import model_preset

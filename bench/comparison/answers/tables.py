@@ -27,17 +27,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.comparisons import Comparison, ScenarioResults, relative_error
 from spbench.bench.comparison.published import published_rows
-from spbench.bench.config.answer import (
-    QUANTITIES,
-    Answer,
-    Mistake,
-    PublishedNumber,
-    Scalar,
-    stands_for,
-)
+from spbench.bench.config.answer import QUANTITIES, Answer, Mistake
+from spbench.bench.config.compared import Comparison, ScenarioResults, relative_error
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.published_number import PublishedNumber, Scalar, stands_for
 from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.strategies.registry import strategies
 

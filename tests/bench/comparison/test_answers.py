@@ -18,7 +18,7 @@ from spbench.impls.discovery import _named_classes
 KIND = '''
 """Bounds: a number that a paper only says is not exceeded."""
 
-from spbench.bench.comparison.comparisons import Comparison
+from spbench.bench.config.compared import Comparison
 from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import Answer

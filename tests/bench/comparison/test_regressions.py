@@ -11,8 +11,9 @@ import pytest
 
 from spbench.bench.cli import exit_code
 from spbench.bench.commands.baseline import FOLDER
-from spbench.bench.comparison.comparisons import Comparison, write
+from spbench.bench.comparison.comparisons import write
 from spbench.bench.comparison.regressions import judge, read_results
+from spbench.bench.config.compared import Comparison
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
 from tests.bench.commands.test_cli import sweep_here

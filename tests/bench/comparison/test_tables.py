@@ -10,8 +10,9 @@ import yaml
 from spbench.bench.cell import Cell
 from spbench.bench.commands.result_table import comparison_table
 from spbench.bench.comparison.answers.tables import PublishedTable
-from spbench.bench.comparison.comparisons import Comparison, as_frame, compare
+from spbench.bench.comparison.comparisons import as_frame, compare
 from spbench.bench.comparison.published import published_rows
+from spbench.bench.config.compared import Comparison
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError

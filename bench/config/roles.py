@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.answer import PublishedNumber
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.files.inferred import InferredSetting
+from spbench.bench.files.published_number import PublishedNumber
 
 #: fields of a measurement that a cluster's scalars and rates change
 TIMED = ("step_time_s", "tokens_per_s", "samples_per_s")

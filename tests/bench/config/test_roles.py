@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from spbench.bench.comparison.answers.tables import PublishedTable
-from spbench.bench.comparison.comparisons import Comparison, compare
+from spbench.bench.comparison.comparisons import compare
+from spbench.bench.config.compared import Comparison
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.files.cluster import cluster_names, load_cluster
