@@ -118,6 +118,7 @@ def test_verify_returns_a_row_a_case() -> None:
     assert (table["error"] <= table["limit"]).all()
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     """Its workers and their ranks do not run it again."""
     (tmp_path / "script.py").write_text(SCRIPT)

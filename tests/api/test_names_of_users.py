@@ -38,6 +38,7 @@ def test_the_command_runs_among_them(user: UserFolder) -> None:
     assert statuses == [("virtual", "ok"), ("distributed", "ok"), ("virtual", "ok")], ran.stderr
 
 
+@pytest.mark.slow
 def test_a_suite_of_the_user_imports_spbench(user: UserFolder) -> None:
     done = user.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py")
     assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -56,7 +56,7 @@ NAMES = (
 Rows = dict[tuple[str, str, str], dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[as_plugins, as_files])
+@pytest.fixture(scope="module", params=[as_plugins, pytest.param(as_files, marks=pytest.mark.slow)])
 def installation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Installation:
     install: Callable[..., Installation] = request.param
     made = install(tmp_path_factory.mktemp(install.__name__))

@@ -63,13 +63,13 @@ MEGATRON = {"layers": 3, "hidden": 12, "heads": 3, "softmax": "megatron"}
         (64, SINGLE, 1, BATCH, {"precision": "fp32"}),
         slow(64, TP, 3, BATCH, {"seq_len": 256, "model_options": {"dropout": 0.1}}),
         slow(300, RSA, 3, BATCH, {"seq_len": 768}),
-        (300, TP, 2, LENGTH, {"batch": 8, "training": {"gradients": "stale", "moments": "later"}}),
+        slow(300, TP, 2, LENGTH, {"batch": 8, "training": {"gradients": "stale", "moments": "later"}}),
         slow(280, RSA, 4, LENGTH, {"batch": 12}),
         # less than one multiple of what fused kernels take fits
         (60, SINGLE, 1, BATCH, {"seq_len": 512, "model_options": {"layers": 3}}),
         # the kernel that Megatron-LM had takes batch x heads in fours only: here every fourth batch, with
         # half the memory of its neighbours; and queries in fours
-        (200, RSA, 2, BATCH, {"seq_len": 512, "model_options": MEGATRON}),
+        slow(200, RSA, 2, BATCH, {"seq_len": 512, "model_options": MEGATRON}),
         (256, RSA, 2, SearchRequest(quantity="seq_len", step=2), {"batch": 60, "model_options": MEGATRON}),
     ],
 )
@@ -89,6 +89,7 @@ def test_answer_is_what_trying_all_sizes_finds(
     assert len(found.proof) <= (3 if search.step % 4 == 0 else 6)
 
 
+@pytest.mark.slow
 def test_kernel_that_takes_2048_keys(tmp_path: Path) -> None:
     """Memory jumps there: the boundary is at the kernel's limit over a wide range of cards."""
     search = SearchRequest(quantity="seq_len", step=64)

@@ -199,6 +199,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", COMPILED, ids=[f"{x[0]}-{x[1]}-{'backward' if x[3] else 'forward'}" for x in COMPILED]
 )
