@@ -1,4 +1,4 @@
-"""Traces of a step on virtual ranks: one for each class of ranks that run the same program, and their sum."""
+"""Traces: what the meters saw of a rank's step, and of a cell's classes of ranks that run the same program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search may try: the values of its quantity, the cell at each of them, and whether that fits.
+"""What a search may try: the values of its quantity, and the cell at each of them.
 
 A quantity is found by being there: a class derived from :class:`Quantity`, with a name, in a module of this
     package
