@@ -1,4 +1,4 @@
-"""Traces: what the meters saw of a rank's step, and of a cell's classes of ranks that run the same program."""
+"""Traces: what the meters saw of a rank's step, and of all classes of ranks that run the same program."""
 
 from __future__ import annotations
 
