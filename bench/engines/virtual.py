@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spbench.bench.cell import Cell, Measurement, Sizes
+from spbench.bench.engines import trace_cache
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.setup import record_step
@@ -27,7 +28,8 @@ from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.impls.axes import device_mesh
 
-#: environment variable: if set and not empty, no operator is remembered (:class:`FastRecorder`)
+#: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, and
+#: no trace is read from disk
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 
@@ -86,6 +88,12 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
         Unsupported: the strategy cannot run these sizes.
     """
     plan(cell)
+    if cell.meters or os.environ.get(PLAIN_TRACE):
+        return _traced(cell, rank, events)
+    return trace_cache.kept(cell, rank, events, lambda: _traced(cell, rank, events))
+
+
+def _traced(cell: Cell, rank: int, events: bool) -> Trace:
     further = meter_classes(cell.meters)
     with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
         mode = FakeTensorMode()
