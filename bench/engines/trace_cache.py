@@ -15,14 +15,13 @@ import hashlib
 import json
 import os
 import platform
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.trace_files import from_bytes, to_bytes
+from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.files.disk_cache import DiskCache
 from spbench.bench.files.measuring_code import code_digest
@@ -75,7 +74,7 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
     try:
         return from_bytes(content, cell)
-    except (ValueError, KeyError, TypeError, zipfile.BadZipFile):  # a file that was damaged is made again
+    except DamagedTrace:  # it is made again
         return None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -19,6 +21,10 @@ from spbench.bench.simulator.program import Group, Program
 #: entry of the archive that is no array of numbers
 _REST = "rest"
 _PROGRAM = "program."
+
+
+class DamagedTrace(ValueError):
+    """The content of a file is not a trace."""
 
 
 def to_bytes(trace: Trace) -> bytes:
@@ -56,10 +62,16 @@ def from_bytes(content: bytes, cell: Cell) -> Trace:
     """The trace of :func:`to_bytes`, as one of ``cell``.
 
     Raises:
-        ValueError, KeyError, zipfile.BadZipFile: the content is not what was written.
+        DamagedTrace: the content is not what was written.
     """
-    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-        arrays = dict(archive)
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+            return _trace(dict(archive), cell)
+    except (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DamagedTrace(f"{type(error).__name__}: {error}") from error
+
+
+def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
     rest = json.loads(arrays.pop(_REST).tobytes())
     log = MemoryLog(
         arrays["sizes"].tolist(),

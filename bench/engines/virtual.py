@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,6 +31,20 @@ from spbench.impls.axes import device_mesh
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, and
 #: no trace is read from disk
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
+
+
+@contextmanager
+def only_plain_traces() -> Iterator[None]:
+    """Inside, this process and those that it starts take the plain path; see :data:`PLAIN_TRACE`."""
+    before = os.environ.get(PLAIN_TRACE)
+    os.environ[PLAIN_TRACE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PLAIN_TRACE]
+        else:
+            os.environ[PLAIN_TRACE] = before
 
 
 class VirtualEngine(Engine):
@@ -102,7 +116,7 @@ def _traced(cell: Cell, rank: int, events: bool) -> Trace:
             if further or os.environ.get(PLAIN_TRACE)
             else FastRecorder(mode, mesh, events=events)
         )
-        with mode, recorder:
+        with mode, recorder, disable_fake_tensor_cache(mode):
             record_step(cell, mesh, recorder)
         return Trace.of(cell, rank, recorder)
 
