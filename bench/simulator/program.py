@@ -26,11 +26,6 @@ def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
     return tuple(int(c) for c in np.unravel_index(rank, mesh))
 
 
-def rank_at(coords: Sequence[int], mesh: Mesh) -> int:
-    """The rank that lies there."""
-    return int(np.ravel_multi_index(tuple(coords), mesh))
-
-
 @dataclass(frozen=True)
 class Group:
     """A process group as any of its members sees it.
@@ -52,14 +47,16 @@ class Group:
 
     def members(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
         """Global ranks of the group of this kind that a rank belongs to."""
-        own = coordinates(rank, mesh)
-        found = []
-        for place in self.places:
-            coords = list(own)
-            for axis, c in zip(self.axes, place, strict=True):
-                coords[axis] = c
-            found.append(rank_at(coords, mesh))
-        return tuple(found)
+        return tuple(self.members_by_rank(np.array([rank]), mesh)[0].tolist())
+
+    def members_by_rank(self, ranks: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """[ranks, size]: global ranks of the group of this kind that each of the ranks belongs to."""
+        coords = list(np.unravel_index(ranks[:, None], mesh))
+        places = np.array(self.places, dtype=np.int64).reshape(len(self.places), len(self.axes))
+        for axis, along in zip(self.axes, places.T, strict=True):
+            coords[axis] = along[None]
+        members = np.ravel_multi_index(tuple(coords), mesh)
+        return np.broadcast_to(members, (len(ranks), len(self.places)))
 
 
 def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:
@@ -70,7 +67,15 @@ def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:
 
 def shifted(rank: int, by: Sequence[int], mesh: Mesh) -> int:
     """The rank that far away, round the end."""
-    return rank_at([(c + d) % n for c, d, n in zip(coordinates(rank, mesh), by, mesh, strict=True)], mesh)
+    return int(shifted_ranks(np.array(rank), by, mesh))
+
+
+def shifted_ranks(ranks: np.ndarray, by: Sequence[int], mesh: Mesh) -> np.ndarray:
+    """For each of the ranks, the one that far away, round the end."""
+    coords = np.unravel_index(ranks, mesh)
+    return np.asarray(
+        np.ravel_multi_index(tuple((c + d) % n for c, d, n in zip(coords, by, mesh, strict=True)), mesh)
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import numpy as np
 
 from spbench.bench.files.cluster import Calibration, Cluster
 from spbench.bench.simulator.costs import Costs, check_rates
-from spbench.bench.simulator.message_matching import Deadlock, World
+from spbench.bench.simulator.folding import smallest_shift
+from spbench.bench.simulator.message_matching import Deadlock, World, owners
 from spbench.bench.simulator.process_groups import ProcessGroups
 from spbench.bench.simulator.program import COLLECTIVE, KERNEL, SEND, WAIT, Program
 from spbench.bench.simulator.timeline import Timeline
@@ -33,9 +34,11 @@ class Simulator:
         ranks_of: global ranks that run each.
         precision: whose rates must be known, and whose calibration of the cluster is the default.
         parameters: of the whole model, which a calibration may charge for.
+        fold: simulate only ranks that a shift of the world does not map onto each other, where there is such
+            a shift. The timeline is the same.
 
     Raises:
-        Deadlock, ValueError: see :class:`World`.
+        Deadlock, ValueError: see :class:`World` and :func:`owners`.
         RatesUnknown: the profile lacks a figure.
     """
 
@@ -46,9 +49,12 @@ class Simulator:
         cluster: Cluster,
         precision: str = "fp32",
         parameters: int = 0,
+        fold: bool = True,
     ):
-        self.world = World(programs, ranks_of)
-        check_rates(cluster, precision, self.world.size)
+        program_of = owners(programs, ranks_of)
+        check_rates(cluster, precision, len(program_of))
+        shift = smallest_shift(programs, program_of, cluster) if fold else len(program_of)
+        self.world = World(programs, program_of, shift)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
@@ -219,9 +225,12 @@ class _Simulation:
         peer, batch = steps.partners[step], steps.batch[step]
         key = (number, peer, batch)
         if key not in self._transfer_costs:
-            self._transfer_costs[key] = self.costs.transfers(
-                steps.ranks.tolist(), steps.peers[peer].tolist(), batch
+            # those that are not simulated take their share of the network cards too
+            latency, per_byte = self.costs.transfers(
+                steps.all_ranks.tolist(), steps.peers(peer).tolist(), batch
             )
+            simulated = slice(len(steps.ranks))
+            self._transfer_costs[key] = latency[simulated], per_byte[simulated]
         latency, per_byte = self._transfer_costs[key]
         if (number, peer) not in self._channels:
             self._channels[number, peer] = np.zeros(len(steps.ranks))
@@ -274,7 +283,8 @@ class _Simulation:
         name, nbytes = program.names[program.name[event]], steps.nbytes[step]
         key = (number, steps.partners[step], name, nbytes)
         if key not in self._collective_costs:
-            self._collective_costs[key] = np.array(self.costs.collectives(name, nbytes, groups.ranks))
+            costs = np.array(self.costs.collectives(name, nbytes, groups.ranks))
+            self._collective_costs[key] = costs[groups.simulated]
         return self._collective_costs[key]
 
 

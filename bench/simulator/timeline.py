@@ -90,15 +90,15 @@ class Timeline:
             reached, left = self._reached[number][waits], self._left[number][waits]
             start, end = self._start[number][partners[waits]], self._end[number][partners[waits]]
             waited = left - reached
-            exposed = np.clip(end - np.maximum(start, reached), 0.0, waited).sum(0)
+            exposed = _sum(np.clip(end - np.maximum(start, reached), 0.0, waited))
             parts["compute"][ranks] = self._kernel_s[number].sum()
             kernels = int((steps.program.kind == KERNEL).sum())
             parts["overhead"][ranks] = kernels * self._costs.launch_s + step_overhead
             parts["exposed_communication"][ranks] = exposed
             tail = self.step_time_s - step_overhead - self._computed[number]
-            parts["bubble"][ranks] = waited.sum(0) - exposed + tail
+            parts["bubble"][ranks] = _sum(waited) - exposed + tail
             parts["hidden_communication"][ranks] = np.maximum(self._busy(number) - exposed, 0.0)
-        return parts
+        return {name: values[self._world.stands_for] for name, values in parts.items()}
 
     def _busy(self, number: int) -> np.ndarray:
         """Seconds in which each rank of a program communicates, whatever number of transfers at once."""
@@ -111,7 +111,7 @@ class Timeline:
         start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
         covered = np.fmax.accumulate(end, axis=0)
         earlier = np.vstack([np.zeros_like(covered[:1]), covered[:-1]])
-        return np.nansum(np.maximum(end - np.fmax(start, earlier), 0.0), axis=0)
+        return _sum(np.nan_to_num(np.maximum(end - np.fmax(start, earlier), 0.0), copy=False))
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -129,8 +129,10 @@ class Timeline:
         for number, steps in enumerate(self._world.steps):
             program = steps.program
             kernels = int((program.kind == KERNEL).sum())
-            total += len(steps.ranks) * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
-            seconds = (self._end[number] - self._start[number]).sum(1)
+            ranks = len(steps.all_ranks)
+            total += ranks * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
+            # each simulated rank stands for as many
+            seconds = (self._end[number] - self._start[number]).sum(1) * (ranks / len(steps.ranks))
             for step, kind in enumerate(steps.kinds):
                 if kind == SEND:  # its receive is the same transfer
                     total += float(seconds[step])
@@ -185,3 +187,12 @@ class Timeline:
         peer = shifted(rank, program.peers[partner], program.mesh)
         ends = (rank, peer) if program.kind[event] == SEND else (peer, rank)
         return {"source": ends[0], "destination": ends[1]}
+
+
+def _sum(values: np.ndarray) -> np.ndarray:
+    """Sums of the columns of [steps, ranks], from the first row to the last. numpy's own sum adds in another
+    order where there is one column, so that a rank's sum would depend on how many are simulated."""
+    if not len(values):
+        return np.zeros(values.shape[1])
+    sums: np.ndarray = np.cumsum(values, axis=0)[-1]
+    return sums
