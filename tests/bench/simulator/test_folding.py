@@ -175,12 +175,15 @@ def test_peers_and_groups_that_are_not_mapped_are_refused(
 
 
 def test_one_simulated_rank_adds_up_as_many_do() -> None:
-    """Sums of floats depend on their order; that of a rank's waits is the same however many are simulated."""
+    """Sums of floats depend on their order; that of a rank's waits is the same however many are simulated.
+    The waits grow, as those of equal length late in a step are whole multiples of one unit in the last place
+    and add up exactly."""
     b = ProgramBuilder((1, 1, 1, 4))
     b.phase("forward")
     for i in range(200):
-        works = [b.send(1 / (i + 3), (0, 0, 0, 1)), b.recv(1 / (i + 3), (0, 0, 0, -1))]
-        b.kernel("mm", flops=i % 7 / 1000)
+        nbytes = 1.05**i / 3
+        works = [b.send(nbytes, (0, 0, 0, 1)), b.recv(nbytes, (0, 0, 0, -1))]
+        b.kernel("mm", flops=nbytes / 7)
         for work in works:
             b.wait(work)
     world = [b.program()], [range(4)]
