@@ -179,7 +179,7 @@ def test_one_simulated_rank_adds_up_as_many_do() -> None:
     b = ProgramBuilder((1, 1, 1, 4))
     b.phase("forward")
     for i in range(1000):
-        nbytes = i * 37 % 101 / 7
+        nbytes = i * 37 % 101 / 7 + 0.001
         works = [b.send(nbytes, (0, 0, 0, 1)), b.recv(nbytes, (0, 0, 0, -1))]
         b.kernel("mm", flops=nbytes / 7)
         for work in works:
