@@ -8,7 +8,7 @@ the k-th collective of a group on one member meets the k-th on the others, whene
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,16 +68,15 @@ class Steps:
         return len(self.kinds)
 
     def _batches(self) -> list[int]:
-        batch = [1] * len(self.kinds)
-        start = 0
-        for step in range(len(self.kinds) + 1):
-            ends = step == len(self.kinds) or self.kinds[step] not in (SEND, RECV)
-            if ends or (step > start and self.at[step] != self.at[step - 1] + 1):
-                sends = [s for s in range(start, step) if self.kinds[s] == SEND]
-                for s in sends:
-                    batch[s] = len(sends)
-                start = step + 1 if ends else step
-        return batch
+        kinds = self.program.kind[self.at]
+        posts, sends = (kinds == SEND) | (kinds == RECV), kinds == SEND
+        # a batch goes on where a post follows another with no event between them
+        follows = np.diff(self.at, prepend=-2) == 1
+        follows[1:] &= posts[:-1]
+        number = np.cumsum(posts & ~follows)
+        batch = np.ones(len(kinds), dtype=np.int64)
+        batch[sends] = np.bincount(number[sends], minlength=1)[number[sends]]
+        return batch.tolist()
 
     def peers(self, peer: int) -> np.ndarray:
         """The global rank that a peer, by the program's index of it, is for each of ``all_ranks``."""
@@ -91,18 +90,22 @@ class Steps:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a send or receive of some ranks of a program meets its other half.
+    """Where the sends to a peer, or the receives from it, of some ranks of a program meet their other halves.
 
     Attributes:
-        program, step: the other half.
-        mine, theirs: positions of the ranks in their programs; ``everyone``: all of mine, in order.
+        program: the one of the other halves.
+        halves: by each of the steps, the other half's.
+        mine, theirs: positions of the ranks in their programs; ``everyone``: all of both programs, mine in
+            order.
+        back: where everyone meets, for each position of the other program the one of mine.
     """
 
     program: int
-    step: int
+    halves: dict[int, int]
     mine: np.ndarray
     theirs: np.ndarray
     everyone: bool
+    back: np.ndarray
 
 
 #: by SEND or RECV and the peer's offset, the steps that are that
@@ -110,11 +113,12 @@ _Posts = dict[tuple[int, tuple[int, ...]], list[int]]
 
 
 def _posts(steps: Steps) -> _Posts:
-    found: _Posts = defaultdict(list)
-    for step, kind in enumerate(steps.kinds):
-        if kind in (SEND, RECV):
-            found[kind, steps.program.peers[steps.partners[step]]].append(step)
-    return found
+    kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
+    return {
+        (kind, by): np.flatnonzero((kinds == kind) & (partners == peer)).tolist()
+        for peer, by in enumerate(steps.program.peers)
+        for kind in (SEND, RECV)
+    }
 
 
 def owners(programs: Sequence[Program], ranks_of: Sequence[Sequence[int]]) -> np.ndarray:
@@ -149,8 +153,7 @@ class World:
         stands_for: for each rank of the world, the simulated rank that does the same.
         program_of, place_of: for each rank of the world, its program, and the position in ``Steps.ranks`` of
             the simulated rank.
-        meetings: by program and step of a send or receive, the steps of other programs that are its other
-            half.
+        meetings: by program, and by (SEND or RECV, index of the peer), the other halves.
         alike: by program and step of a collective, the step of every program of the same collective.
 
     Raises:
@@ -170,43 +173,41 @@ class World:
             self.steps.append(Steps(program, ranks, simulated))
         self.place_of = places[self.stands_for]
         posts = [_posts(steps) for steps in self.steps]
-        self.meetings = [self._meet(i, posts) for i in range(len(self.steps))]
+        self.meetings = [
+            {
+                (kind, peer): list(self._meet(number, kind, peer, posts))
+                for kind in (SEND, RECV)
+                for peer, by in enumerate(steps.program.peers)
+                if posts[number][kind, by]
+            }
+            for number, steps in enumerate(self.steps)
+        ]
         self.alike = self._align()
 
-    def _meet(self, number: int, posts: list[_Posts]) -> dict[int, list[Meeting]]:
+    def _meet(self, number: int, kind: int, peer: int, posts: list[_Posts]) -> Iterator[Meeting]:
         steps = self.steps[number]
-        mesh = steps.program.mesh
-        found: dict[int, list[Meeting]] = {}
-        counts: dict[tuple[int, int], int] = defaultdict(int)
-        pairs: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
-        for peer in range(len(steps.program.peers)):
-            ranks = steps.peers(peer)[: len(steps.ranks)]
-            others = self.program_of[ranks]
-            pairs[peer] = [
-                (int(q), mine := np.flatnonzero(others == q), self.place_of[ranks[mine]])
-                for q in np.unique(others)
-            ]
-        for step, kind in enumerate(steps.kinds):
-            if kind not in (SEND, RECV):
-                continue
-            peer = steps.partners[step]
-            ordinal = counts[kind, peer]
-            counts[kind, peer] += 1
-            back = tuple(-d % n for d, n in zip(steps.program.peers[peer], mesh, strict=True))
-            found[step] = []
-            for q, mine, theirs in pairs[peer]:
-                halves = posts[q][RECV if kind == SEND else SEND, back]
-                if ordinal >= len(halves):
-                    what = "receive" if kind == SEND else "send"
-                    raise Deadlock(f"{steps.describe(step, int(mine[0]))}: there is no matching {what}")
-                other = halves[ordinal]
+        by = steps.program.peers[peer]
+        own = posts[number][kind, by]
+        back = tuple(-d % n for d, n in zip(by, steps.program.mesh, strict=True))
+        ranks = steps.peers(peer)[: len(steps.ranks)]
+        programs = self.program_of[ranks]
+        for q in np.unique(programs).tolist():
+            mine = np.flatnonzero(programs == q)
+            theirs = self.place_of[ranks[mine]]
+            halves = posts[q].get((RECV if kind == SEND else SEND, back), [])
+            if len(halves) < len(own):
+                what = "receive" if kind == SEND else "send"
+                raise Deadlock(
+                    f"{steps.describe(own[len(halves)], int(mine[0]))}: there is no matching {what}"
+                )
+            for step, other in zip(own, halves, strict=False):
                 if self.steps[q].nbytes[other] != steps.nbytes[step]:
                     raise ValueError(
                         f"{steps.describe(step, int(mine[0]))} meets "
                         f"{self.steps[q].describe(other, int(theirs[0]))}: different bytes"
                     )
-                found[step].append(Meeting(q, other, mine, theirs, len(mine) == len(steps.ranks)))
-        return found
+            everyone = len(steps.ranks) == len(mine) == len(self.steps[q].ranks)
+            yield Meeting(q, dict(zip(own, halves, strict=False)), mine, theirs, everyone, np.argsort(theirs))
 
     def _align(self) -> list[dict[int, dict[int, int]]]:
         by_group: list[dict[Group, list[int]]] = []

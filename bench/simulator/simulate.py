@@ -94,11 +94,13 @@ class _Simulation:
     def __init__(self, world: World, costs: Costs):
         self.world, self.costs, self.steps = world, costs, world.steps
         shapes = [(len(s), len(s.ranks)) for s in self.steps]
-        #: when the compute stream reaches a step and when it leaves it; when communication starts and ends
+        #: when the compute stream reaches a step, and leaves one that waits; when communication starts and
+        #: ends
         self.reached, self.left, self.start, self.end = (
             [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
         )
-        self.posted = [[0] * len(s) for s in self.steps]
+        #: of each step, how many ranks have posted it, and of how many it has an end
+        self.posted, self.ended = ([[0] * len(s) for s in self.steps] for _ in range(2))
         self.now = [np.zeros(len(s.ranks)) for s in self.steps]
         self.kernel_s: list[np.ndarray] = []
         self.before: list[list[float]] = []
@@ -109,7 +111,7 @@ class _Simulation:
             )
             self.kernel_s.append(seconds)
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
-        self._transfer_costs: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._transfer_costs: dict[tuple[int, int, int, float], tuple[np.ndarray, np.ndarray]] = {}
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
         self._collective_costs: dict[tuple[int, int, str, float], np.ndarray] = {}
         self._channels: dict[tuple[int, int], np.ndarray] = {}
@@ -147,40 +149,43 @@ class _Simulation:
 
     def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
         """Take some ranks of a program from a step as far as they get."""
-        steps, before = self.steps[number], self.before[number]
+        steps, before, posted = self.steps[number], self.before[number], self.posted[number]
         kinds, partners = steps.kinds, steps.partners
-        reached, left, end = self.reached[number], self.left[number], self.end[number]
+        reached, left = self.reached[number], self.left[number]
+        end, ended = self.end[number], self.ended[number]
         everyone = len(who) == len(steps.ranks)
         index = slice(None) if everyone else who
         now = self.now[number][index]
         for at in range(step, len(kinds)):
-            if before[at]:
-                now = now + before[at]
-            if kinds[at] == WAIT:
-                ended = end[partners[at]][index]
-                late = np.isnan(ended)
-                if late.any():
+            now = now + before[at]
+            kind = kinds[at]
+            if kind == WAIT:
+                partner = partners[at]
+                ends = end[partner][index]
+                if ended[partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
                     # those that can, go on from here later; the others when what they wait for has ended
                     self.now[number][index] = now - before[at]
                     if not late.all():
                         self._resume(number, at, who[~late])
-                    self._parked.setdefault((number, partners[at]), []).append((at, who[late]))
+                    self._parked.setdefault((number, partner), []).append((at, who[late]))
                     return
                 reached[at, index] = now
-                now = np.maximum(now, ended)
+                now = np.maximum(now, ends)
                 left[at, index] = now
                 continue
             reached[at, index] = now
-            left[at, index] = now
-            self.posted[number][at] += len(who)
-            if kinds[at] == COLLECTIVE:
+            posted[at] += len(who)
+            if kind == COLLECTIVE:
                 self._gather(number, at, who)
             else:
                 self._meet(number, at, who, everyone)
         self.now[number][index] = now + before[len(kinds)]
 
     def _ended(self, number: int, step: int, who: np.ndarray) -> None:
-        """Wake those that wait for it."""
+        """Wake those that wait for communication whose end is known now."""
+        self.ended[number][step] += len(who)
+        if not self._parked:
+            return
         waiting = self._parked.pop((number, step), None)
         for at, parked in waiting or ():
             ready = _among(parked, who)
@@ -192,9 +197,18 @@ class _Simulation:
 
     def _meet(self, number: int, step: int, who: np.ndarray, everyone: bool) -> None:
         """Start the transfers of some ranks whose other half is posted too."""
-        for meeting in self.world.meetings[number][step]:
-            other, other_step = meeting.program, meeting.step
-            if not self.posted[other][other_step]:
+        steps = self.steps[number]
+        kind = steps.kinds[step]
+        for meeting in self.world.meetings[number][kind, steps.partners[step]]:
+            other, other_step = meeting.program, meeting.halves[step]
+            posts = self.posted[other][other_step]
+            if not posts:
+                continue
+            if everyone and meeting.everyone and posts == len(meeting.theirs):
+                if kind == SEND:
+                    self._transfer_all(number, step, meeting.theirs, other, other_step, meeting.back)
+                else:
+                    self._transfer_all(other, other_step, meeting.back, number, step, meeting.theirs)
                 continue
             mine, theirs = meeting.mine, meeting.theirs
             if not everyone:
@@ -207,38 +221,59 @@ class _Simulation:
             if not len(mine):
                 continue
             both = np.maximum(self.reached[number][step][mine], posted)
-            if self.steps[number].kinds[step] == SEND:
-                sender, sending, senders = number, step, mine
+            if kind == SEND:
+                start, end = self._transfer(number, step, mine, both)
             else:
-                sender, sending, senders = other, other_step, theirs
-            start, end = self._transfer(sender, sending, senders, both)
+                start, end = self._transfer(other, other_step, theirs, both)
             for p, s, ranks in ((number, step, mine), (other, other_step, theirs)):
                 self.start[p][s, ranks] = start
                 self.end[p][s, ranks] = end
-                if self._parked:
-                    self._ended(p, s, ranks)
+                self._ended(p, s, ranks)
+
+    def _transfer_all(
+        self, sender: int, send: int, to: np.ndarray, receiver: int, recv: int, source: np.ndarray
+    ) -> None:
+        """The transfers of all ranks of a program at once; ``to`` and ``source`` are the positions of each
+        sender's receiver and of each receiver's sender. As :meth:`_transfer`, in place: rings spend their
+        time here."""
+        latency, seconds, channel = self._channel(sender, send)
+        start, end = self.start[sender][send], self.end[sender][send]
+        np.maximum(self.reached[sender][send], self.reached[receiver][recv][to], out=start)
+        np.maximum(start, channel, out=start)
+        np.add(start, latency, out=end)
+        np.add(end, seconds, out=end)
+        channel[:] = end
+        self.start[receiver][recv] = start[source]
+        self.end[receiver][recv] = end[source]
+        self._ended(sender, send, source)
+        self._ended(receiver, recv, to)
 
     def _transfer(
         self, number: int, step: int, who: np.ndarray, ready: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Start and end of what some ranks of a program send in a step, from when both halves are posted."""
+        latency, seconds, channel = self._channel(number, step)
+        start = np.maximum(ready, channel[who])
+        end = start + latency[who] + seconds[who]
+        channel[who] = end
+        return start, end
+
+    def _channel(self, number: int, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of a send, by rank of its program: latency and seconds of its bytes, and when the transfer before
+        it to the same peer has ended."""
         steps = self.steps[number]
-        peer, batch = steps.partners[step], steps.batch[step]
-        key = (number, peer, batch)
+        peer, batch, nbytes = steps.partners[step], steps.batch[step], steps.nbytes[step]
+        key = (number, peer, batch, nbytes)
         if key not in self._transfer_costs:
             # those that are not simulated take their share of the network cards too
             latency, per_byte = self.costs.transfers(
                 steps.all_ranks.tolist(), steps.peers(peer).tolist(), batch
             )
             simulated = slice(len(steps.ranks))
-            self._transfer_costs[key] = latency[simulated], per_byte[simulated]
-        latency, per_byte = self._transfer_costs[key]
+            self._transfer_costs[key] = latency[simulated], nbytes * per_byte[simulated]
         if (number, peer) not in self._channels:
             self._channels[number, peer] = np.zeros(len(steps.ranks))
-        channel = self._channels[number, peer]
-        start = np.maximum(ready, channel[who])
-        end = start + latency[who] + steps.nbytes[step] * per_byte[who]
-        channel[who] = end
-        return start, end
+        return *self._transfer_costs[key], self._channels[number, peer]
 
     # -- collectives -------------------------------------------------------------------------------------
 
@@ -252,8 +287,7 @@ class _Simulation:
             end = ready + cost
             self.start[number][step] = ready[groups.of]
             self.end[number][step] = groups.free = end[groups.of]
-            if self._parked:
-                self._ended(number, step, who)
+            self._ended(number, step, who)
             return
         alike = self.world.alike[number][step]
         for group in np.unique(groups.of[who]):
@@ -268,8 +302,7 @@ class _Simulation:
                 self.start[p][alike[p], place] = start_s
                 self.end[p][alike[p], place] = start_s + cost[group]
                 self._groups_of(p, alike[p]).free[place] = start_s + cost[group]
-                if self._parked:
-                    self._ended(p, alike[p], np.array([place]))
+                self._ended(p, alike[p], np.array([place]))
 
     def _groups_of(self, number: int, step: int) -> ProcessGroups:
         key = (number, self.steps[number].partners[step])

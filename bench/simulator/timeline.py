@@ -165,12 +165,12 @@ class Timeline:
                 yield Event(name, "compute", phase, now, seconds, details)
                 now += seconds + self._costs.launch_s
                 continue
-            reached, left = float(self._reached[number][step, place]), float(self._left[number][step, place])
-            now = left
+            reached = now = float(self._reached[number][step, place])
             if program.kind[event] == WAIT:
-                if left > reached:
+                now = float(self._left[number][step, place])
+                if now > reached:
                     waited_for = program.names[program.name[program.partner[event]]]
-                    yield Event(f"wait for {waited_for}", "compute", phase, reached, left - reached)
+                    yield Event(f"wait for {waited_for}", "compute", phase, reached, now - reached)
             else:
                 begun, ended = float(self._start[number][step, place]), float(self._end[number][step, place])
                 details = {"bytes": int(program.nbytes[event]), "posted_s": reached}
