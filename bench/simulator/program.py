@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
+from operator import itemgetter
 
 import numpy as np
 
@@ -222,21 +224,24 @@ class ProgramBuilder:
 
     def program(self) -> Program:
         """What has been written so far."""
-        columns = list(zip(*self.rows, strict=True)) or [()] * 9
-        kind, name, category, nbytes, flops, precision, shape, strided, partner = columns
+        shapes = chain.from_iterable(map(itemgetter(6), self.rows))
         return Program(
             mesh=self.mesh,
-            kind=np.array(kind, dtype=np.int8),
-            name=np.array(name, dtype=np.int32),
-            category=np.array(category, dtype=np.int8),
-            nbytes=np.array(nbytes, dtype=np.float64),
-            flops=np.array(flops, dtype=np.float64),
-            precision=np.array(precision, dtype=np.int8),
-            shape=np.array(shape, dtype=np.int64).reshape(-1, 4),
-            strided=np.array(strided, dtype=np.float64),
-            partner=np.array(partner, dtype=np.int64),
+            kind=self._column(0, np.int8),
+            name=self._column(1, np.int32),
+            category=self._column(2, np.int8),
+            nbytes=self._column(3, np.float64),
+            flops=self._column(4, np.float64),
+            precision=self._column(5, np.int8),
+            shape=np.fromiter(shapes, np.int64, 4 * len(self.rows)).reshape(-1, 4),
+            strided=self._column(7, np.float64),
+            partner=self._column(8, np.int64),
             names=tuple(self._names),
             groups=tuple(self._groups),
             peers=tuple(self._peers),
             marks=tuple(self.marks),
         )
+
+    def _column(self, index: int, dtype: type) -> np.ndarray:
+        """One field of all rows; without a list of them, for a large program has millions."""
+        return np.fromiter(map(itemgetter(index), self.rows), dtype, len(self.rows))

@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from spbench.bench.files.cluster import Calibration, Cluster
+from spbench.bench.simulator.channels import Channels
 from spbench.bench.simulator.costs import Costs, check_rates
 from spbench.bench.simulator.folding import smallest_shift
 from spbench.bench.simulator.message_matching import Deadlock, World, owners
@@ -111,10 +112,8 @@ class _Simulation:
             )
             self.kernel_s.append(seconds)
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
-        self._transfer_costs: dict[tuple[int, int, int, float], tuple[np.ndarray, np.ndarray]] = {}
+        self.channels = Channels(world, costs)
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
-        self._collective_costs: dict[tuple[int, int, str, float], np.ndarray] = {}
-        self._channels: dict[tuple[int, int], np.ndarray] = {}
         #: (step, program) that some ranks, given as a mask, can go on from
         self._heap: list[tuple[int, int]] = []
         self._runnable: dict[tuple[int, int], np.ndarray] = {}
@@ -236,13 +235,13 @@ class _Simulation:
         """The transfers of all ranks of a program at once; ``to`` and ``source`` are the positions of each
         sender's receiver and of each receiver's sender. As :meth:`_transfer`, in place: rings spend their
         time here."""
-        latency, seconds, channel = self._channel(sender, send)
+        latency, seconds, free = self.channels.of(sender, send)
         start, end = self.start[sender][send], self.end[sender][send]
         np.maximum(self.reached[sender][send], self.reached[receiver][recv][to], out=start)
-        np.maximum(start, channel, out=start)
+        np.maximum(start, free, out=start)
         np.add(start, latency, out=end)
         np.add(end, seconds, out=end)
-        channel[:] = end
+        free[:] = end
         self.start[receiver][recv] = start[source]
         self.end[receiver][recv] = end[source]
         self._ended(sender, send, source)
@@ -252,28 +251,11 @@ class _Simulation:
         self, number: int, step: int, who: np.ndarray, ready: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Start and end of what some ranks of a program send in a step, from when both halves are posted."""
-        latency, seconds, channel = self._channel(number, step)
-        start = np.maximum(ready, channel[who])
+        latency, seconds, free = self.channels.of(number, step)
+        start = np.maximum(ready, free[who])
         end = start + latency[who] + seconds[who]
-        channel[who] = end
+        free[who] = end
         return start, end
-
-    def _channel(self, number: int, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of a send, by rank of its program: latency and seconds of its bytes, and when the transfer before
-        it to the same peer has ended."""
-        steps = self.steps[number]
-        peer, batch, nbytes = steps.partners[step], steps.batch[step], steps.nbytes[step]
-        key = (number, peer, batch, nbytes)
-        if key not in self._transfer_costs:
-            # those that are not simulated take their share of the network cards too
-            latency, per_byte = self.costs.transfers(
-                steps.all_ranks.tolist(), steps.peers(peer).tolist(), batch
-            )
-            simulated = slice(len(steps.ranks))
-            self._transfer_costs[key] = latency[simulated], nbytes * per_byte[simulated]
-        if (number, peer) not in self._channels:
-            self._channels[number, peer] = np.zeros(len(steps.ranks))
-        return *self._transfer_costs[key], self._channels[number, peer]
 
     # -- collectives -------------------------------------------------------------------------------------
 
@@ -281,7 +263,8 @@ class _Simulation:
         """Start the collectives of some ranks whose members have all posted them."""
         steps = self.steps[number]
         groups = self._groups_of(number, step)
-        cost = self._collective_cost(number, step, groups)
+        program, event = steps.program, int(steps.at[step])
+        cost = groups.seconds(program.names[program.name[event]], steps.nbytes[step])
         if groups.members is not None and self.posted[number][step] == len(steps.ranks) == len(who):
             ready = np.maximum(self.reached[number][step], groups.free)[groups.members].max(1)
             end = ready + cost
@@ -307,18 +290,8 @@ class _Simulation:
     def _groups_of(self, number: int, step: int) -> ProcessGroups:
         key = (number, self.steps[number].partners[step])
         if key not in self._groups:
-            self._groups[key] = ProcessGroups(self.world, *key)
+            self._groups[key] = ProcessGroups(self.world, self.costs, *key)
         return self._groups[key]
-
-    def _collective_cost(self, number: int, step: int, groups: ProcessGroups) -> np.ndarray:
-        steps = self.steps[number]
-        program, event = steps.program, int(steps.at[step])
-        name, nbytes = program.names[program.name[event]], steps.nbytes[step]
-        key = (number, steps.partners[step], name, nbytes)
-        if key not in self._collective_costs:
-            costs = np.array(self.costs.collectives(name, nbytes, groups.ranks))
-            self._collective_costs[key] = costs[groups.simulated]
-        return self._collective_costs[key]
 
 
 def _among(ranks: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from spbench.bench.simulator.message_matching import World
 
 
+#: times of one kind that a breakdown copies at a time
+_AT_A_TIME = 2**19
+
+
 @dataclass(frozen=True)
 class Event:
     """One event of a rank, times in seconds from the start of the step.
@@ -84,34 +88,33 @@ class Timeline:
         }
         step_overhead = self._costs.step_overhead_s
         for number, steps in enumerate(self._world.steps):
-            ranks = steps.ranks
-            kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
-            waits = np.flatnonzero(kinds == WAIT)
-            reached, left = self._reached[number][waits], self._left[number][waits]
-            start, end = self._start[number][partners[waits]], self._end[number][partners[waits]]
-            waited = left - reached
-            exposed = _sum(np.clip(end - np.maximum(start, reached), 0.0, waited))
-            parts["compute"][ranks] = self._kernel_s[number].sum()
             kernels = int((steps.program.kind == KERNEL).sum())
-            parts["overhead"][ranks] = kernels * self._costs.launch_s + step_overhead
-            parts["exposed_communication"][ranks] = exposed
-            tail = self.step_time_s - step_overhead - self._computed[number]
-            parts["bubble"][ranks] = _sum(waited) - exposed + tail
-            parts["hidden_communication"][ranks] = np.maximum(self._busy(number) - exposed, 0.0)
+            parts["compute"][steps.ranks] = self._kernel_s[number].sum()
+            parts["overhead"][steps.ranks] = kernels * self._costs.launch_s + step_overhead
+            # some ranks at a time, for times are large arrays and are copied here
+            width = max(1, _AT_A_TIME // max(1, len(steps)))
+            for first in range(0, len(steps.ranks), width):
+                places = slice(first, first + width)
+                ranks = steps.ranks[places]
+                waited, exposed, busy = self._communication(number, places)
+                parts["exposed_communication"][ranks] = exposed
+                tail = self.step_time_s - step_overhead - self._computed[number][places]
+                parts["bubble"][ranks] = waited - exposed + tail
+                parts["hidden_communication"][ranks] = np.maximum(busy - exposed, 0.0)
         return {name: values[self._world.stands_for] for name, values in parts.items()}
 
-    def _busy(self, number: int) -> np.ndarray:
-        """Seconds in which each rank of a program communicates, whatever number of transfers at once."""
-        start, end = self._start[number], self._end[number]
-        rows = ~np.isnan(end).all(1) if len(end) else np.zeros(0, dtype=bool)
-        if not rows.any():
-            return np.zeros(len(self._world.steps[number].ranks))
-        start, end = start[rows], end[rows]
-        order = np.argsort(start, axis=0)
-        start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
-        covered = np.fmax.accumulate(end, axis=0)
-        earlier = np.vstack([np.zeros_like(covered[:1]), covered[:-1]])
-        return _sum(np.nan_to_num(np.maximum(end - np.fmax(start, earlier), 0.0), copy=False))
+    def _communication(self, number: int, places: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For some ranks of a program, seconds: of waits, of waits while the bytes move, and in which they
+        communicate, whatever number of transfers at once."""
+        steps = self._world.steps[number]
+        kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
+        waits, posts = np.flatnonzero(kinds == WAIT), np.flatnonzero(kinds != WAIT)
+        start, end = self._start[number][:, places], self._end[number][:, places]
+        reached = self._reached[number][:, places][waits]
+        waited = self._left[number][:, places][waits] - reached
+        moving = end[partners[waits]] - np.maximum(start[partners[waits]], reached)
+        exposed = np.clip(moving, 0.0, waited)
+        return _sum(waited), _sum(exposed), _covered(start[posts], end[posts])
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -187,6 +190,16 @@ class Timeline:
         peer = shifted(rank, program.peers[partner], program.mesh)
         ends = (rank, peer) if program.kind[event] == SEND else (peer, rank)
         return {"source": ends[0], "destination": ends[1]}
+
+
+def _covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Of each column of [events, ranks], the length of the union of its intervals."""
+    # nearly in order already, which a stable sort makes use of
+    order = np.argsort(start, axis=0, kind="stable")
+    start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
+    earlier = np.zeros_like(end)
+    np.maximum.accumulate(end[:-1], axis=0, out=earlier[1:])
+    return _sum(np.maximum(end - np.maximum(start, earlier), 0.0))
 
 
 def _sum(values: np.ndarray) -> np.ndarray:
