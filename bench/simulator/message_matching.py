@@ -97,6 +97,7 @@ class Meeting:
         halves: by each of the steps, the other half's.
         mine, theirs: positions of the ranks in their programs; ``everyone``: all of both programs, mine in
             order.
+        index: for each position of my program its index in ``mine``, or -1.
         back: where everyone meets, for each position of the other program the one of mine.
     """
 
@@ -105,6 +106,7 @@ class Meeting:
     mine: np.ndarray
     theirs: np.ndarray
     everyone: bool
+    index: np.ndarray
     back: np.ndarray
 
 
@@ -207,7 +209,10 @@ class World:
                         f"{self.steps[q].describe(other, int(theirs[0]))}: different bytes"
                     )
             everyone = len(steps.ranks) == len(mine) == len(self.steps[q].ranks)
-            yield Meeting(q, dict(zip(own, halves, strict=False)), mine, theirs, everyone, np.argsort(theirs))
+            index = np.full(len(steps.ranks), -1)
+            index[mine] = np.arange(len(mine))
+            matched = dict(zip(own, halves, strict=False))
+            yield Meeting(q, matched, mine, theirs, everyone, index, np.argsort(theirs))
 
     def _align(self) -> list[dict[int, dict[int, int]]]:
         by_group: list[dict[Group, list[int]]] = []

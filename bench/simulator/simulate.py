@@ -95,8 +95,7 @@ class _Simulation:
     def __init__(self, world: World, costs: Costs):
         self.world, self.costs, self.steps = world, costs, world.steps
         shapes = [(len(s), len(s.ranks)) for s in self.steps]
-        #: when the compute stream reaches a step, and leaves one that waits; when communication starts and
-        #: ends
+        #: when the compute stream reaches a step, and leaves a wait; when communication starts and ends
         self.reached, self.left, self.start, self.end = (
             [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
         )
@@ -211,7 +210,8 @@ class _Simulation:
                 continue
             mine, theirs = meeting.mine, meeting.theirs
             if not everyone:
-                among = _among(mine, who)
+                among = meeting.index[who]
+                among = among[among >= 0]
                 mine, theirs = mine[among], theirs[among]
             posted = self.reached[other][other_step][theirs]
             ready = ~np.isnan(posted)
