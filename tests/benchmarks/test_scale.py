@@ -10,6 +10,7 @@ of the bytes beyond those of 8 ranks. Nothing of it is judged here. It takes som
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -100,8 +101,10 @@ def traced_and_simulated(name: str, ranks: int) -> Scaled:
     traces.memory_measurement()
     simulator = traces.simulator()
     timeline = simulator()
-    assert sum(timeline.breakdown.values()) >= timeline.step_time_s
+    breakdown = dict(timeline.breakdown)
     ended = time.process_time()
+    del breakdown["hidden_communication_s"]
+    assert math.isclose(sum(breakdown.values()), timeline.step_time_s)
     return Scaled(
         ranks=ranks,
         simulated_ranks=sum(len(steps.ranks) for steps in simulator.world.steps),
