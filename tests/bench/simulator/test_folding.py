@@ -12,6 +12,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.files.cluster import Calibration
+from spbench.bench.simulator import message_matching
 from spbench.bench.simulator import simulate as simulation
 from spbench.bench.simulator.folding import smallest_shift
 from spbench.bench.simulator.message_matching import owners
@@ -187,6 +188,39 @@ def test_one_simulated_rank_adds_up_as_many_do() -> None:
     world = [b.program()], [range(4)]
     assert shift_of(*world, 4) == 1
     assert_equal(times(*world, 4, shift=1), times(*world, 4))
+
+
+def ring_of_pipelines() -> tuple[list[Program], list[list[int]]]:
+    """Two stages of six ranks, in each a ring whose ranks differ by their links."""
+    programs = []
+    for stage in range(2):
+        b = ProgramBuilder((1, 2, 1, 6))
+        b.phase("forward")
+        for i in range(5):
+            works = [b.recv(2, (0, 0, 0, -1)), b.send(2, (0, 0, 0, 1))]
+            b.kernel("mm", flops=1 + i % 3)
+            works.append(b.recv(3, (0, -1, 0, 0)) if stage else b.send(3, (0, 1, 0, 0)))
+            for work in works:
+                b.wait(work)
+        programs.append(b.program())
+    return programs, [list(range(6)), list(range(6, 12))]
+
+
+@pytest.mark.parametrize(
+    "world", [ring_of_pipelines(), ([ring(6, 1, 1, overlap=True)], [range(6)])], ids=["two stages", "one"]
+)
+def test_transfers_of_all_ranks_at_once_are_those_of_some(
+    world: tuple[list[Program], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that go together take a shorter way through the simulation, to the same times."""
+    together = times(*world, 4)
+    matched = message_matching.Meeting
+    monkeypatch.setattr(
+        message_matching, "Meeting", lambda *found: dataclasses.replace(matched(*found), everyone=False)
+    )
+    monkeypatch.delattr(simulation._Simulation, "_transfer_all")
+    assert_equal(times(*world, 4), together)
+    assert len(set(together.by_rank["exposed_communication"])) > 1
 
 
 def test_programs_that_are_not_mapped_are_refused() -> None:
