@@ -128,11 +128,16 @@ def can_time(cell: Cell) -> bool:
 
 @dataclass(frozen=True)
 class ClassTraces:
-    """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order."""
+    """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
+
+    Attributes:
+        fold: whether a simulation leaves out ranks that do as others do, see :class:`Simulator`.
+    """
 
     cell: Cell
     classes: Sequence[RankClass]
     traces: Sequence[Trace]
+    fold: bool = True
 
     @cached_property
     def by_class(self) -> list[Measurement]:
@@ -179,4 +184,5 @@ class ClassTraces:
             cluster or load_cluster(self.cell.cluster),
             self.cell.precision,
             model_parameters(self.cell),
+            self.fold,
         )

@@ -28,8 +28,8 @@ from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.impls.axes import device_mesh
 
-#: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, and
-#: no trace is read from disk
+#: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, no
+#: trace is read from disk, and every rank is simulated (:mod:`bench.simulator.folding`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 
@@ -94,6 +94,10 @@ def _no_cyclic_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _plain() -> bool:
+    return bool(os.environ.get(PLAIN_TRACE))
+
+
 def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
     """Run one training step of ``rank`` on fake tensors and return what the meters saw; with ``events`` also
     the order of operators and communication, which a step time needs.
@@ -102,7 +106,7 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
         Unsupported: the strategy cannot run these sizes.
     """
     plan(cell)
-    if cell.meters or os.environ.get(PLAIN_TRACE):
+    if cell.meters or _plain():
         return _traced(cell, rank, events)
     return trace_cache.kept(cell, rank, events, lambda: _traced(cell, rank, events))
 
@@ -113,7 +117,7 @@ def _traced(cell: Cell, rank: int, events: bool) -> Trace:
         mode = FakeTensorMode()
         recorder = (
             Recorder(mesh, events=events, further=further)
-            if further or os.environ.get(PLAIN_TRACE)
+            if further or _plain()
             else FastRecorder(mode, mesh, events=events)
         )
         with mode, recorder, disable_fake_tensor_cache(mode):
@@ -128,4 +132,5 @@ def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
         Unsupported: the strategy cannot run these sizes.
     """
     classes = rank_classes(cell)
-    return ClassTraces(cell, classes, [trace(cell, each.first, events=events) for each in classes])
+    traces = [trace(cell, each.first, events=events) for each in classes]
+    return ClassTraces(cell, classes, traces, fold=not _plain())

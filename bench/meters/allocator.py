@@ -84,10 +84,13 @@ class CachingAllocator:
         """Give back what :meth:`malloc` returned."""
         block = self._blocks[address]
         self.allocated -= block.size
-        for neighbour in (block.previous, block.next):
-            if neighbour is not None and neighbour.free:
-                self._remove_free(neighbour)
-                block = self._merge(*sorted((block, neighbour), key=lambda b: b.address))
+        before, after = block.previous, block.next
+        if before is not None and before.free:
+            self._remove_free(before)
+            block = self._merge(before, block)
+        if after is not None and after.free:
+            self._remove_free(after)
+            block = self._merge(block, after)
         self._add_free(block)
 
     def _take(self, size: int, small: bool) -> _Block | None:

@@ -78,13 +78,14 @@ class MemoryLog:
         live = np.cumsum(self.signed_bytes())
         start = self.step_start
         at = start + int(np.argmax(live[start:]))
+        events = np.asarray(self.events[: at + 1], dtype=np.int64)
         alive = np.zeros(len(self.sizes), dtype=bool)
-        for event in self.events[: at + 1]:
-            alive[abs(event) - 1] = event > 0
+        alive[events[events > 0] - 1] = True
+        alive[-events[events < 0] - 1] = False  # each storage is born once and dies once, after that
         held = dict.fromkeys(CATEGORIES, 0)
-        categories = self._categories()
-        for number in np.flatnonzero(alive):
-            held[categories[number]] += int(rounded(np.asarray(self.sizes[number])))
+        categories, nbytes = self._categories(), rounded(np.asarray(self.sizes, dtype=np.int64))
+        for number in np.flatnonzero(alive).tolist():
+            held[categories[number]] += int(nbytes[number])
         phase = next(name for name, first in reversed(self.marks) if first <= at)
         return Peak(int(live[at]), phase, held)
 

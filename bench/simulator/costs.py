@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -40,6 +41,14 @@ def check_rates(cluster: Cluster, precision: str, world: int) -> None:
         assert link is not None
         if link.latency_s.value is None or link.bandwidth_bytes_per_s.value is None:
             raise RatesUnknown(f"{cluster.name}: a link's latency or bandwidth is unknown")
+
+
+Ranks = TypeVar("Ranks", int, np.ndarray)
+
+
+def node_of(ranks: Ranks, cluster: Cluster) -> Ranks:
+    """The node of a rank, or of each of an array of them."""
+    return ranks // cluster.devices_per_node
 
 
 class Costs:
@@ -74,7 +83,7 @@ class Costs:
 
     def node(self, rank: int) -> int:
         """The node that a rank is on."""
-        return rank // self.cluster.devices_per_node
+        return node_of(rank, self.cluster)
 
     def kernels(self, program: Program) -> np.ndarray:
         """Seconds of each event that is a kernel, without launch overhead; 0 for the others."""

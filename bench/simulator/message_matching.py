@@ -8,12 +8,21 @@ the k-th collective of a group on one member meets the k-th on the others, whene
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from spbench.bench.simulator.program import COLLECTIVE, KERNEL, RECV, SEND, WAIT, Group, Program, shifted
+from spbench.bench.simulator.program import (
+    COLLECTIVE,
+    KERNEL,
+    RECV,
+    SEND,
+    WAIT,
+    Group,
+    Program,
+    shifted_ranks,
+)
 
 
 class Deadlock(ValueError):
@@ -25,21 +34,22 @@ class Steps:
     """A program without its kernels, and the ranks that run it.
 
     Attributes:
+        all_ranks: global ranks that run it, in ascending order.
+        ranks: those of them that are simulated, the first of ``all_ranks``.
         at: the program's event of each step; steps are what is not a kernel.
         kinds, partners: of each step; a wait's partner is the step that it waits for.
         nbytes: bytes of each step's payload.
         batch: of each send, how many of the sends posted with it (nothing between them but other posts).
-        peers: by the program's index of a peer, the global rank that it is for each rank.
     """
 
     program: Program
+    all_ranks: np.ndarray
     ranks: np.ndarray
     at: np.ndarray = field(init=False)
     kinds: list[int] = field(init=False)
     partners: list[int] = field(init=False)
     nbytes: list[float] = field(init=False)
     batch: list[int] = field(init=False)
-    peers: list[np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
         program = self.program
@@ -52,25 +62,25 @@ class Steps:
         partner[waits] = step_of[partner[waits]]
         self.partners = partner.tolist()
         self.nbytes = program.nbytes[self.at].tolist()
-        self.peers = [
-            np.array([shifted(int(rank), by, program.mesh) for rank in self.ranks]) for by in program.peers
-        ]
         self.batch = self._batches()
 
     def __len__(self) -> int:
         return len(self.kinds)
 
     def _batches(self) -> list[int]:
-        batch = [1] * len(self.kinds)
-        start = 0
-        for step in range(len(self.kinds) + 1):
-            ends = step == len(self.kinds) or self.kinds[step] not in (SEND, RECV)
-            if ends or (step > start and self.at[step] != self.at[step - 1] + 1):
-                sends = [s for s in range(start, step) if self.kinds[s] == SEND]
-                for s in sends:
-                    batch[s] = len(sends)
-                start = step + 1 if ends else step
-        return batch
+        kinds = self.program.kind[self.at]
+        posts, sends = (kinds == SEND) | (kinds == RECV), kinds == SEND
+        # a batch goes on where a post follows another with no event between them
+        follows = np.diff(self.at, prepend=-2) == 1
+        follows[1:] &= posts[:-1]
+        number = np.cumsum(posts & ~follows)
+        batch = np.ones(len(kinds), dtype=np.int64)
+        batch[sends] = np.bincount(number[sends], minlength=1)[number[sends]]
+        return batch.tolist()
+
+    def peers(self, peer: int) -> np.ndarray:
+        """The global rank that a peer, by the program's index of it, is for each of ``all_ranks``."""
+        return shifted_ranks(self.all_ranks, self.program.peers[peer], self.program.mesh)
 
     def describe(self, step: int, local: int) -> str:
         """A step in words, with the rank."""
@@ -80,18 +90,24 @@ class Steps:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a send or receive of some ranks of a program meets its other half.
+    """Where the sends to a peer, or the receives from it, of some ranks of a program meet their other halves.
 
     Attributes:
-        program, step: the other half.
-        mine, theirs: positions of the ranks in their programs; ``everyone``: all of mine, in order.
+        program: the one of the other halves.
+        halves: by each of the steps, the other half's.
+        mine, theirs: positions of the ranks in their programs; ``everyone``: all of both programs, mine in
+            order.
+        index: for each position of my program its index in ``mine``, or -1.
+        back: where everyone meets, for each position of the other program the one of mine.
     """
 
     program: int
-    step: int
+    halves: dict[int, int]
     mine: np.ndarray
     theirs: np.ndarray
     everyone: bool
+    index: np.ndarray
+    back: np.ndarray
 
 
 #: by SEND or RECV and the peer's offset, the steps that are that
@@ -99,10 +115,28 @@ _Posts = dict[tuple[int, tuple[int, ...]], list[int]]
 
 
 def _posts(steps: Steps) -> _Posts:
-    found: _Posts = defaultdict(list)
-    for step, kind in enumerate(steps.kinds):
-        if kind in (SEND, RECV):
-            found[kind, steps.program.peers[steps.partners[step]]].append(step)
+    kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
+    return {
+        (kind, by): np.flatnonzero((kinds == kind) & (partners == peer)).tolist()
+        for peer, by in enumerate(steps.program.peers)
+        for kind in (SEND, RECV)
+    }
+
+
+def owners(programs: Sequence[Program], ranks_of: Sequence[Sequence[int]]) -> np.ndarray:
+    """For each rank of the world, the index of the program that it runs.
+
+    Raises:
+        ValueError: the programs are of different meshes, or the ranks do not make up the mesh.
+    """
+    mesh, world = programs[0].mesh, programs[0].world
+    if any(p.mesh != mesh for p in programs):
+        raise ValueError(f"programs of different meshes: {', '.join(str(p.mesh) for p in programs)}")
+    if sorted(rank for ranks in ranks_of for rank in ranks) != list(range(world)):
+        raise ValueError(f"ranks_of must hold each rank of {world} once: {list(map(list, ranks_of))}")
+    found = np.zeros(world, dtype=np.int64)
+    for number, ranks in enumerate(ranks_of):
+        found[list(ranks)] = number
     return found
 
 
@@ -110,67 +144,75 @@ class World:
     """All programs with the ranks that run them, and their sends, receives and collectives in pairs and
     groups.
 
+    Args:
+        programs: each distinct one.
+        program_of: for each rank of the world, the index of its program (see :func:`owners`).
+        shift: only ranks below it are simulated; rank r does what rank r % shift does (see
+            :func:`smallest_shift`). The size of the world: all are simulated.
+
     Attributes:
-        meetings: by program and step of a send or receive, the steps of other programs that are its other
-            half.
+        size: ranks of the world, simulated or not.
+        stands_for: for each rank of the world, the simulated rank that does the same.
+        program_of, place_of: for each rank of the world, its program, and the position in ``Steps.ranks`` of
+            the simulated rank.
+        meetings: by program, and by (SEND or RECV, index of the peer), the other halves.
         alike: by program and step of a collective, the step of every program of the same collective.
 
     Raises:
         Deadlock: a send without its receive, or the reverse; the rank and event.
-        ValueError: the ranks do not make up the mesh, or two halves disagree about the bytes.
+        ValueError: two halves disagree about the bytes.
     """
 
-    def __init__(self, programs: Sequence[Program], ranks_of: Sequence[Sequence[int]]):
-        self.steps = [Steps(p, np.array(r)) for p, r in zip(programs, ranks_of, strict=True)]
-        mesh = programs[0].mesh
-        if any(p.mesh != mesh for p in programs):
-            raise ValueError(f"programs of different meshes: {', '.join(str(p.mesh) for p in programs)}")
-        world = programs[0].world
-        if sorted(rank for ranks in ranks_of for rank in ranks) != list(range(world)):
-            raise ValueError(f"ranks_of must hold each rank of {world} once: {list(map(list, ranks_of))}")
-        self.size = world
-        self.program_of = np.zeros(world, dtype=np.int64)
-        self.place_of = np.zeros(world, dtype=np.int64)
-        for number, steps in enumerate(self.steps):
-            self.program_of[steps.ranks] = number
-            self.place_of[steps.ranks] = np.arange(len(steps.ranks))
+    def __init__(self, programs: Sequence[Program], program_of: np.ndarray, shift: int):
+        self.size, self.program_of = len(program_of), program_of
+        self.stands_for = np.arange(self.size) % shift
+        self.steps = []
+        places = np.zeros(shift, dtype=np.int64)
+        for number, program in enumerate(programs):
+            ranks = np.flatnonzero(program_of == number)
+            simulated = ranks[ranks < shift]
+            places[simulated] = np.arange(len(simulated))
+            self.steps.append(Steps(program, ranks, simulated))
+        self.place_of = places[self.stands_for]
         posts = [_posts(steps) for steps in self.steps]
-        self.meetings = [self._meet(i, posts) for i in range(len(self.steps))]
+        self.meetings = [
+            {
+                (kind, peer): list(self._meet(number, kind, peer, posts))
+                for kind in (SEND, RECV)
+                for peer, by in enumerate(steps.program.peers)
+                if posts[number][kind, by]
+            }
+            for number, steps in enumerate(self.steps)
+        ]
         self.alike = self._align()
 
-    def _meet(self, number: int, posts: list[_Posts]) -> dict[int, list[Meeting]]:
+    def _meet(self, number: int, kind: int, peer: int, posts: list[_Posts]) -> Iterator[Meeting]:
         steps = self.steps[number]
-        mesh = steps.program.mesh
-        found: dict[int, list[Meeting]] = {}
-        counts: dict[tuple[int, int], int] = defaultdict(int)
-        pairs: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
-        for peer, ranks in enumerate(steps.peers):
-            owners = self.program_of[ranks]
-            pairs[peer] = [
-                (int(q), mine := np.flatnonzero(owners == q), self.place_of[ranks[mine]])
-                for q in np.unique(owners)
-            ]
-        for step, kind in enumerate(steps.kinds):
-            if kind not in (SEND, RECV):
-                continue
-            peer = steps.partners[step]
-            ordinal = counts[kind, peer]
-            counts[kind, peer] += 1
-            back = tuple(-d % n for d, n in zip(steps.program.peers[peer], mesh, strict=True))
-            found[step] = []
-            for q, mine, theirs in pairs[peer]:
-                others = posts[q][RECV if kind == SEND else SEND, back]
-                if ordinal >= len(others):
-                    what = "receive" if kind == SEND else "send"
-                    raise Deadlock(f"{steps.describe(step, int(mine[0]))}: there is no matching {what}")
-                other = others[ordinal]
+        by = steps.program.peers[peer]
+        own = posts[number][kind, by]
+        back = tuple(-d % n for d, n in zip(by, steps.program.mesh, strict=True))
+        ranks = steps.peers(peer)[: len(steps.ranks)]
+        programs = self.program_of[ranks]
+        for q in np.unique(programs).tolist():
+            mine = np.flatnonzero(programs == q)
+            theirs = self.place_of[ranks[mine]]
+            halves = posts[q].get((RECV if kind == SEND else SEND, back), [])
+            if len(halves) < len(own):
+                what = "receive" if kind == SEND else "send"
+                raise Deadlock(
+                    f"{steps.describe(own[len(halves)], int(mine[0]))}: there is no matching {what}"
+                )
+            for step, other in zip(own, halves, strict=False):
                 if self.steps[q].nbytes[other] != steps.nbytes[step]:
                     raise ValueError(
                         f"{steps.describe(step, int(mine[0]))} meets "
                         f"{self.steps[q].describe(other, int(theirs[0]))}: different bytes"
                     )
-                found[step].append(Meeting(q, other, mine, theirs, len(mine) == len(steps.ranks)))
-        return found
+            everyone = len(steps.ranks) == len(mine) == len(self.steps[q].ranks)
+            index = np.full(len(steps.ranks), -1)
+            index[mine] = np.arange(len(mine))
+            matched = dict(zip(own, halves, strict=False))
+            yield Meeting(q, matched, mine, theirs, everyone, index, np.argsort(theirs))
 
     def _align(self) -> list[dict[int, dict[int, int]]]:
         by_group: list[dict[Group, list[int]]] = []

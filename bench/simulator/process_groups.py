@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from spbench.bench.simulator.costs import Costs
 from spbench.bench.simulator.message_matching import World
 
 
@@ -11,23 +12,42 @@ class ProcessGroups:
     """The process groups of one kind that the ranks of a program belong to.
 
     Attributes:
-        ranks: global ranks of each group.
-        of: the group of each of the program's ranks.
-        members: [groups, size] positions in the program, or None where other programs take part.
-        everywhere: (program, position) of each group's members.
+        ranks: global ranks of each group, of all ranks that run the program.
+        simulated: for each group that is simulated, the one of ``ranks`` that it is.
+        of: the simulated group of each of the program's simulated ranks.
+        members: [simulated groups, size] positions in the program, or None where other programs take part or
+            sizes differ.
+        everywhere: (program, position) of each simulated group's members, each once.
         free: when the last collective of each rank's group ended.
     """
 
-    def __init__(self, world: World, number: int, group: int):
+    def __init__(self, world: World, costs: Costs, number: int, group: int):
+        self._costs, self._seconds = costs, dict[tuple[str, float], np.ndarray]()
         steps = world.steps[number]
-        kind, mesh = steps.program.groups[group], steps.program.mesh
-        found: dict[tuple[int, ...], int] = {}
-        of = [found.setdefault(kind.members(int(rank), mesh), len(found)) for rank in steps.ranks]
-        self.ranks = list(found)
-        self.of = np.array(of)
-        self.everywhere = [
-            [(int(world.program_of[r]), int(world.place_of[r])) for r in members] for members in self.ranks
-        ]
-        inside = all(p == number for members in self.everywhere for p, _ in members)
-        self.members = np.array([[place for _, place in m] for m in self.everywhere]) if inside else None
+        members = steps.program.groups[group].members_by_rank(steps.all_ranks, steps.program.mesh)
+        # groups of a kind have no rank in common, so that the first member tells them apart
+        _, first, of = np.unique(members[:, 0], return_index=True, return_inverse=True)
+        self.ranks: list[list[int]] = members[first].tolist()
+        found: dict[tuple[tuple[int, int], ...], int] = {}
+        simulated: list[int] = []
+        number_of = np.zeros(len(first), dtype=np.int64)
+        for one in np.unique(of[: len(steps.ranks)]).tolist():
+            stand = np.unique(world.stands_for[members[first[one]]])
+            places = tuple(zip(world.program_of[stand].tolist(), world.place_of[stand].tolist(), strict=True))
+            number_of[one] = found.setdefault(places, len(found))
+            if len(found) > len(simulated):
+                simulated.append(one)
+        self.of, self.simulated = number_of[of[: len(steps.ranks)]], np.array(simulated)
+        self.everywhere = list(found)
+        alike = all(p == number and len(m) == len(self.everywhere[0]) for m in self.everywhere for p, _ in m)
+        self.members = np.array([[place for _, place in m] for m in self.everywhere]) if alike else None
         self.free = np.zeros(len(steps.ranks))
+
+    def seconds(self, collective: str, nbytes: float) -> np.ndarray:
+        """Of one collective of all groups at once, in seconds by simulated group."""
+        key = (collective, nbytes)
+        if key not in self._seconds:
+            # groups that are not simulated take their share of the network cards too
+            seconds = self._costs.collectives(collective, nbytes, self.ranks)
+            self._seconds[key] = np.array(seconds)[self.simulated]
+        return self._seconds[key]

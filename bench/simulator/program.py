@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
+from operator import itemgetter
 
 import numpy as np
 
@@ -24,11 +26,6 @@ Mesh = tuple[int, ...]
 def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
     """Where a rank lies on the mesh."""
     return tuple(int(c) for c in np.unravel_index(rank, mesh))
-
-
-def rank_at(coords: Sequence[int], mesh: Mesh) -> int:
-    """The rank that lies there."""
-    return int(np.ravel_multi_index(tuple(coords), mesh))
 
 
 @dataclass(frozen=True)
@@ -52,14 +49,16 @@ class Group:
 
     def members(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
         """Global ranks of the group of this kind that a rank belongs to."""
-        own = coordinates(rank, mesh)
-        found = []
-        for place in self.places:
-            coords = list(own)
-            for axis, c in zip(self.axes, place, strict=True):
-                coords[axis] = c
-            found.append(rank_at(coords, mesh))
-        return tuple(found)
+        return tuple(self.members_by_rank(np.array([rank]), mesh)[0].tolist())
+
+    def members_by_rank(self, ranks: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """[ranks, size]: global ranks of the group of this kind that each of the ranks belongs to."""
+        coords = list(np.unravel_index(ranks[:, None], mesh))
+        places = np.array(self.places, dtype=np.int64).reshape(len(self.places), len(self.axes))
+        for axis, along in zip(self.axes, places.T, strict=True):
+            coords[axis] = along[None]
+        members = np.ravel_multi_index(tuple(coords), mesh)
+        return np.broadcast_to(members, (len(ranks), len(self.places)))
 
 
 def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:
@@ -70,7 +69,15 @@ def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:
 
 def shifted(rank: int, by: Sequence[int], mesh: Mesh) -> int:
     """The rank that far away, round the end."""
-    return rank_at([(c + d) % n for c, d, n in zip(coordinates(rank, mesh), by, mesh, strict=True)], mesh)
+    return int(shifted_ranks(np.array(rank), by, mesh))
+
+
+def shifted_ranks(ranks: np.ndarray, by: Sequence[int], mesh: Mesh) -> np.ndarray:
+    """For each of the ranks, the one that far away, round the end."""
+    coords = np.unravel_index(ranks, mesh)
+    return np.asarray(
+        np.ravel_multi_index(tuple((c + d) % n for c, d, n in zip(coords, by, mesh, strict=True)), mesh)
+    )
 
 
 @dataclass(frozen=True)
@@ -217,21 +224,24 @@ class ProgramBuilder:
 
     def program(self) -> Program:
         """What has been written so far."""
-        columns = list(zip(*self.rows, strict=True)) or [()] * 9
-        kind, name, category, nbytes, flops, precision, shape, strided, partner = columns
+        shapes = chain.from_iterable(map(itemgetter(6), self.rows))
         return Program(
             mesh=self.mesh,
-            kind=np.array(kind, dtype=np.int8),
-            name=np.array(name, dtype=np.int32),
-            category=np.array(category, dtype=np.int8),
-            nbytes=np.array(nbytes, dtype=np.float64),
-            flops=np.array(flops, dtype=np.float64),
-            precision=np.array(precision, dtype=np.int8),
-            shape=np.array(shape, dtype=np.int64).reshape(-1, 4),
-            strided=np.array(strided, dtype=np.float64),
-            partner=np.array(partner, dtype=np.int64),
+            kind=self._column(0, np.int8),
+            name=self._column(1, np.int32),
+            category=self._column(2, np.int8),
+            nbytes=self._column(3, np.float64),
+            flops=self._column(4, np.float64),
+            precision=self._column(5, np.int8),
+            shape=np.fromiter(shapes, np.int64, 4 * len(self.rows)).reshape(-1, 4),
+            strided=self._column(7, np.float64),
+            partner=self._column(8, np.int64),
             names=tuple(self._names),
             groups=tuple(self._groups),
             peers=tuple(self._peers),
             marks=tuple(self.marks),
         )
+
+    def _column(self, index: int, dtype: type) -> np.ndarray:
+        """One field of all rows; without a list of them, for a large program has millions."""
+        return np.fromiter(map(itemgetter(index), self.rows), dtype, len(self.rows))

@@ -7,7 +7,8 @@ group's collective before it. All times are thus sums and maxima of costs, so no
 take longer.
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
-on (a chain), they part, and meet again where the others have caught up.
+on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
+onto each other are simulated once (:mod:`bench.simulator.folding`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from heapq import heappop, heappush
 import numpy as np
 
 from spbench.bench.files.cluster import Calibration, Cluster
+from spbench.bench.simulator.channels import Channels
 from spbench.bench.simulator.costs import Costs, check_rates
-from spbench.bench.simulator.message_matching import Deadlock, World
+from spbench.bench.simulator.folding import smallest_shift
+from spbench.bench.simulator.message_matching import Deadlock, World, owners
 from spbench.bench.simulator.process_groups import ProcessGroups
 from spbench.bench.simulator.program import COLLECTIVE, KERNEL, SEND, WAIT, Program
 from spbench.bench.simulator.timeline import Timeline
@@ -33,9 +36,11 @@ class Simulator:
         ranks_of: global ranks that run each.
         precision: whose rates must be known, and whose calibration of the cluster is the default.
         parameters: of the whole model, which a calibration may charge for.
+        fold: simulate only ranks that a shift of the world does not map onto each other, where there is such
+            a shift. The timeline is the same.
 
     Raises:
-        Deadlock, ValueError: see :class:`World`.
+        Deadlock, ValueError: see :class:`World` and :func:`owners`.
         RatesUnknown: the profile lacks a figure.
     """
 
@@ -46,9 +51,12 @@ class Simulator:
         cluster: Cluster,
         precision: str = "fp32",
         parameters: int = 0,
+        fold: bool = True,
     ):
-        self.world = World(programs, ranks_of)
-        check_rates(cluster, precision, self.world.size)
+        program_of = owners(programs, ranks_of)
+        check_rates(cluster, precision, len(program_of))
+        shift = smallest_shift(programs, program_of, cluster) if fold else len(program_of)
+        self.world = World(programs, program_of, shift)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
@@ -88,11 +96,12 @@ class _Simulation:
     def __init__(self, world: World, costs: Costs):
         self.world, self.costs, self.steps = world, costs, world.steps
         shapes = [(len(s), len(s.ranks)) for s in self.steps]
-        #: when the compute stream reaches a step and when it leaves it; when communication starts and ends
+        #: when the compute stream reaches a step, and leaves a wait; when communication starts and ends
         self.reached, self.left, self.start, self.end = (
             [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
         )
-        self.posted = [[0] * len(s) for s in self.steps]
+        #: of each step, how many ranks have posted it, and of how many it has an end
+        self.posted, self.ended = ([[0] * len(s) for s in self.steps] for _ in range(2))
         self.now = [np.zeros(len(s.ranks)) for s in self.steps]
         self.kernel_s: list[np.ndarray] = []
         self.before: list[list[float]] = []
@@ -103,10 +112,8 @@ class _Simulation:
             )
             self.kernel_s.append(seconds)
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
-        self._transfer_costs: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self.channels = Channels(world, costs)
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
-        self._collective_costs: dict[tuple[int, int, str, float], np.ndarray] = {}
-        self._channels: dict[tuple[int, int], np.ndarray] = {}
         #: (step, program) that some ranks, given as a mask, can go on from
         self._heap: list[tuple[int, int]] = []
         self._runnable: dict[tuple[int, int], np.ndarray] = {}
@@ -141,40 +148,43 @@ class _Simulation:
 
     def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
         """Take some ranks of a program from a step as far as they get."""
-        steps, before = self.steps[number], self.before[number]
+        steps, before, posted = self.steps[number], self.before[number], self.posted[number]
         kinds, partners = steps.kinds, steps.partners
-        reached, left, end = self.reached[number], self.left[number], self.end[number]
+        reached, left = self.reached[number], self.left[number]
+        end, ended = self.end[number], self.ended[number]
         everyone = len(who) == len(steps.ranks)
         index = slice(None) if everyone else who
         now = self.now[number][index]
         for at in range(step, len(kinds)):
-            if before[at]:
-                now = now + before[at]
-            if kinds[at] == WAIT:
-                ended = end[partners[at]][index]
-                late = np.isnan(ended)
-                if late.any():
+            now = now + before[at]
+            kind = kinds[at]
+            if kind == WAIT:
+                partner = partners[at]
+                ends = end[partner][index]
+                if ended[partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
                     # those that can, go on from here later; the others when what they wait for has ended
                     self.now[number][index] = now - before[at]
                     if not late.all():
                         self._resume(number, at, who[~late])
-                    self._parked.setdefault((number, partners[at]), []).append((at, who[late]))
+                    self._parked.setdefault((number, partner), []).append((at, who[late]))
                     return
                 reached[at, index] = now
-                now = np.maximum(now, ended)
+                now = np.maximum(now, ends)
                 left[at, index] = now
                 continue
             reached[at, index] = now
-            left[at, index] = now
-            self.posted[number][at] += len(who)
-            if kinds[at] == COLLECTIVE:
+            posted[at] += len(who)
+            if kind == COLLECTIVE:
                 self._gather(number, at, who)
             else:
                 self._meet(number, at, who, everyone)
         self.now[number][index] = now + before[len(kinds)]
 
     def _ended(self, number: int, step: int, who: np.ndarray) -> None:
-        """Wake those that wait for it."""
+        """Wake those that wait for communication whose end is known now."""
+        self.ended[number][step] += len(who)
+        if not self._parked:
+            return
         waiting = self._parked.pop((number, step), None)
         for at, parked in waiting or ():
             ready = _among(parked, who)
@@ -186,13 +196,23 @@ class _Simulation:
 
     def _meet(self, number: int, step: int, who: np.ndarray, everyone: bool) -> None:
         """Start the transfers of some ranks whose other half is posted too."""
-        for meeting in self.world.meetings[number][step]:
-            other, other_step = meeting.program, meeting.step
-            if not self.posted[other][other_step]:
+        steps = self.steps[number]
+        kind = steps.kinds[step]
+        for meeting in self.world.meetings[number][kind, steps.partners[step]]:
+            other, other_step = meeting.program, meeting.halves[step]
+            posts = self.posted[other][other_step]
+            if not posts:
+                continue
+            if everyone and meeting.everyone and posts == len(meeting.theirs):
+                if kind == SEND:
+                    self._transfer_all(number, step, meeting.theirs, other, other_step, meeting.back)
+                else:
+                    self._transfer_all(other, other_step, meeting.back, number, step, meeting.theirs)
                 continue
             mine, theirs = meeting.mine, meeting.theirs
             if not everyone:
-                among = _among(mine, who)
+                among = meeting.index[who]
+                among = among[among >= 0]
                 mine, theirs = mine[among], theirs[among]
             posted = self.reached[other][other_step][theirs]
             ready = ~np.isnan(posted)
@@ -201,34 +221,41 @@ class _Simulation:
             if not len(mine):
                 continue
             both = np.maximum(self.reached[number][step][mine], posted)
-            if self.steps[number].kinds[step] == SEND:
-                sender, sending, senders = number, step, mine
+            if kind == SEND:
+                start, end = self._transfer(number, step, mine, both)
             else:
-                sender, sending, senders = other, other_step, theirs
-            start, end = self._transfer(sender, sending, senders, both)
+                start, end = self._transfer(other, other_step, theirs, both)
             for p, s, ranks in ((number, step, mine), (other, other_step, theirs)):
                 self.start[p][s, ranks] = start
                 self.end[p][s, ranks] = end
-                if self._parked:
-                    self._ended(p, s, ranks)
+                self._ended(p, s, ranks)
+
+    def _transfer_all(
+        self, sender: int, send: int, to: np.ndarray, receiver: int, recv: int, source: np.ndarray
+    ) -> None:
+        """The transfers of all ranks of a program at once; ``to`` and ``source`` are the positions of each
+        sender's receiver and of each receiver's sender. As :meth:`_transfer`, in place: rings spend their
+        time here."""
+        latency, seconds, free = self.channels.of(sender, send)
+        start, end = self.start[sender][send], self.end[sender][send]
+        np.maximum(self.reached[sender][send], self.reached[receiver][recv][to], out=start)
+        np.maximum(start, free, out=start)
+        np.add(start, latency, out=end)
+        np.add(end, seconds, out=end)
+        free[:] = end
+        self.start[receiver][recv] = start[source]
+        self.end[receiver][recv] = end[source]
+        self._ended(sender, send, source)
+        self._ended(receiver, recv, to)
 
     def _transfer(
         self, number: int, step: int, who: np.ndarray, ready: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        steps = self.steps[number]
-        peer, batch = steps.partners[step], steps.batch[step]
-        key = (number, peer, batch)
-        if key not in self._transfer_costs:
-            self._transfer_costs[key] = self.costs.transfers(
-                steps.ranks.tolist(), steps.peers[peer].tolist(), batch
-            )
-        latency, per_byte = self._transfer_costs[key]
-        if (number, peer) not in self._channels:
-            self._channels[number, peer] = np.zeros(len(steps.ranks))
-        channel = self._channels[number, peer]
-        start = np.maximum(ready, channel[who])
-        end = start + latency[who] + steps.nbytes[step] * per_byte[who]
-        channel[who] = end
+        """Start and end of what some ranks of a program send in a step, from when both halves are posted."""
+        latency, seconds, free = self.channels.of(number, step)
+        start = np.maximum(ready, free[who])
+        end = start + latency[who] + seconds[who]
+        free[who] = end
         return start, end
 
     # -- collectives -------------------------------------------------------------------------------------
@@ -237,14 +264,14 @@ class _Simulation:
         """Start the collectives of some ranks whose members have all posted them."""
         steps = self.steps[number]
         groups = self._groups_of(number, step)
-        cost = self._collective_cost(number, step, groups)
+        program, event = steps.program, int(steps.at[step])
+        cost = groups.seconds(program.names[program.name[event]], steps.nbytes[step])
         if groups.members is not None and self.posted[number][step] == len(steps.ranks) == len(who):
             ready = np.maximum(self.reached[number][step], groups.free)[groups.members].max(1)
             end = ready + cost
             self.start[number][step] = ready[groups.of]
             self.end[number][step] = groups.free = end[groups.of]
-            if self._parked:
-                self._ended(number, step, who)
+            self._ended(number, step, who)
             return
         alike = self.world.alike[number][step]
         for group in np.unique(groups.of[who]):
@@ -259,23 +286,13 @@ class _Simulation:
                 self.start[p][alike[p], place] = start_s
                 self.end[p][alike[p], place] = start_s + cost[group]
                 self._groups_of(p, alike[p]).free[place] = start_s + cost[group]
-                if self._parked:
-                    self._ended(p, alike[p], np.array([place]))
+                self._ended(p, alike[p], np.array([place]))
 
     def _groups_of(self, number: int, step: int) -> ProcessGroups:
         key = (number, self.steps[number].partners[step])
         if key not in self._groups:
-            self._groups[key] = ProcessGroups(self.world, *key)
+            self._groups[key] = ProcessGroups(self.world, self.costs, *key)
         return self._groups[key]
-
-    def _collective_cost(self, number: int, step: int, groups: ProcessGroups) -> np.ndarray:
-        steps = self.steps[number]
-        program, event = steps.program, int(steps.at[step])
-        name, nbytes = program.names[program.name[event]], steps.nbytes[step]
-        key = (number, steps.partners[step], name, nbytes)
-        if key not in self._collective_costs:
-            self._collective_costs[key] = np.array(self.costs.collectives(name, nbytes, groups.ranks))
-        return self._collective_costs[key]
 
 
 def _among(ranks: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from spbench.bench.simulator.message_matching import World
 
 
+#: times of one kind that a breakdown copies at a time
+_AT_A_TIME = 2**19
+
+
 @dataclass(frozen=True)
 class Event:
     """One event of a rank, times in seconds from the start of the step.
@@ -84,34 +88,33 @@ class Timeline:
         }
         step_overhead = self._costs.step_overhead_s
         for number, steps in enumerate(self._world.steps):
-            ranks = steps.ranks
-            kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
-            waits = np.flatnonzero(kinds == WAIT)
-            reached, left = self._reached[number][waits], self._left[number][waits]
-            start, end = self._start[number][partners[waits]], self._end[number][partners[waits]]
-            waited = left - reached
-            exposed = np.clip(end - np.maximum(start, reached), 0.0, waited).sum(0)
-            parts["compute"][ranks] = self._kernel_s[number].sum()
             kernels = int((steps.program.kind == KERNEL).sum())
-            parts["overhead"][ranks] = kernels * self._costs.launch_s + step_overhead
-            parts["exposed_communication"][ranks] = exposed
-            tail = self.step_time_s - step_overhead - self._computed[number]
-            parts["bubble"][ranks] = waited.sum(0) - exposed + tail
-            parts["hidden_communication"][ranks] = np.maximum(self._busy(number) - exposed, 0.0)
-        return parts
+            parts["compute"][steps.ranks] = self._kernel_s[number].sum()
+            parts["overhead"][steps.ranks] = kernels * self._costs.launch_s + step_overhead
+            # some ranks at a time, for times are large arrays and are copied here
+            width = max(1, _AT_A_TIME // max(1, len(steps)))
+            for first in range(0, len(steps.ranks), width):
+                places = slice(first, first + width)
+                ranks = steps.ranks[places]
+                waited, exposed, busy = self._communication(number, places)
+                parts["exposed_communication"][ranks] = exposed
+                tail = self.step_time_s - step_overhead - self._computed[number][places]
+                parts["bubble"][ranks] = waited - exposed + tail
+                parts["hidden_communication"][ranks] = np.maximum(busy - exposed, 0.0)
+        return {name: values[self._world.stands_for] for name, values in parts.items()}
 
-    def _busy(self, number: int) -> np.ndarray:
-        """Seconds in which each rank of a program communicates, whatever number of transfers at once."""
-        start, end = self._start[number], self._end[number]
-        rows = ~np.isnan(end).all(1) if len(end) else np.zeros(0, dtype=bool)
-        if not rows.any():
-            return np.zeros(len(self._world.steps[number].ranks))
-        start, end = start[rows], end[rows]
-        order = np.argsort(start, axis=0)
-        start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
-        covered = np.fmax.accumulate(end, axis=0)
-        earlier = np.vstack([np.zeros_like(covered[:1]), covered[:-1]])
-        return np.nansum(np.maximum(end - np.fmax(start, earlier), 0.0), axis=0)
+    def _communication(self, number: int, places: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For some ranks of a program, seconds: of waits, of waits while the bytes move, and in which they
+        communicate, whatever number of transfers at once."""
+        steps = self._world.steps[number]
+        kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
+        waits, posts = np.flatnonzero(kinds == WAIT), np.flatnonzero(kinds != WAIT)
+        start, end = self._start[number][:, places], self._end[number][:, places]
+        reached = self._reached[number][:, places][waits]
+        waited = self._left[number][:, places][waits] - reached
+        moving = end[partners[waits]] - np.maximum(start[partners[waits]], reached)
+        exposed = np.clip(moving, 0.0, waited)
+        return _sum(waited), _sum(exposed), _covered(start[posts], end[posts])
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -129,8 +132,10 @@ class Timeline:
         for number, steps in enumerate(self._world.steps):
             program = steps.program
             kernels = int((program.kind == KERNEL).sum())
-            total += len(steps.ranks) * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
-            seconds = (self._end[number] - self._start[number]).sum(1)
+            ranks = len(steps.all_ranks)
+            total += ranks * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
+            # each simulated rank stands for as many
+            seconds = (self._end[number] - self._start[number]).sum(1) * (ranks / len(steps.ranks))
             for step, kind in enumerate(steps.kinds):
                 if kind == SEND:  # its receive is the same transfer
                     total += float(seconds[step])
@@ -163,12 +168,12 @@ class Timeline:
                 yield Event(name, "compute", phase, now, seconds, details)
                 now += seconds + self._costs.launch_s
                 continue
-            reached, left = float(self._reached[number][step, place]), float(self._left[number][step, place])
-            now = left
+            reached = now = float(self._reached[number][step, place])
             if program.kind[event] == WAIT:
-                if left > reached:
+                now = float(self._left[number][step, place])
+                if now > reached:
                     waited_for = program.names[program.name[program.partner[event]]]
-                    yield Event(f"wait for {waited_for}", "compute", phase, reached, left - reached)
+                    yield Event(f"wait for {waited_for}", "compute", phase, reached, now - reached)
             else:
                 begun, ended = float(self._start[number][step, place]), float(self._end[number][step, place])
                 details = {"bytes": int(program.nbytes[event]), "posted_s": reached}
@@ -185,3 +190,22 @@ class Timeline:
         peer = shifted(rank, program.peers[partner], program.mesh)
         ends = (rank, peer) if program.kind[event] == SEND else (peer, rank)
         return {"source": ends[0], "destination": ends[1]}
+
+
+def _covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Of each column of [events, ranks], the length of the union of its intervals."""
+    # nearly in order already, which a stable sort makes use of
+    order = np.argsort(start, axis=0, kind="stable")
+    start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
+    earlier = np.zeros_like(end)
+    np.maximum.accumulate(end[:-1], axis=0, out=earlier[1:])
+    return _sum(np.maximum(end - np.maximum(start, earlier), 0.0))
+
+
+def _sum(values: np.ndarray) -> np.ndarray:
+    """Sums of the columns of [steps, ranks], from the first row to the last. numpy's own sum adds in another
+    order where there is one column, so that a rank's sum would depend on how many are simulated."""
+    if not len(values):
+        return np.zeros(values.shape[1])
+    sums: np.ndarray = np.cumsum(values, axis=0)[-1]
+    return sums

@@ -17,7 +17,6 @@ from spbench.bench.simulator.program import (
     ProgramBuilder,
     coordinates,
     offset,
-    rank_at,
     shifted,
 )
 from spbench.bench.simulator.simulate import simulate, step_time_of
@@ -37,7 +36,7 @@ def test_a_group_is_translated_to_other_ranks() -> None:
 
 def test_a_peer_is_translated_to_other_ranks() -> None:
     mesh = (2, 3, 1, 4)
-    assert rank_at(coordinates(17, mesh), mesh) == 17
+    assert coordinates(17, mesh) == (1, 1, 0, 1)
     assert shifted(7, offset(3, 0, mesh), mesh) == 4  # round the end of sp
 
 
