@@ -26,8 +26,10 @@ def differing_fields(ours: Any, theirs: Any) -> list[str]:
 
 
 def differences(ours: Trace, theirs: Trace) -> Sequence[str]:
-    """What is not the same in two traces: fields of the memory log and of the program, counts of
-    communication."""
+    """What is not the same in two traces: fields of the memory log, counts of communication, and fields of
+    the program, if there is one."""
     found = differing_fields(ours.memory, theirs.memory)
     found += ["counts"] * (ours.communication.counts != theirs.communication.counts)
+    if ours.program is None or theirs.program is None:
+        return found + ["program"] * (ours.program is not theirs.program)
     return found + differing_fields(ours.program, theirs.program)

@@ -22,7 +22,7 @@ from spbench.bench.engines.traces import Trace
 from spbench.bench.meters import repeated_steps
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.impls import collectives
-from spbench.impls.collectives import Ring, ring
+from spbench.impls.collectives import Ring, exchange, ring
 from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.strategies import ring_attention
@@ -232,19 +232,19 @@ def test_a_fault_in_what_is_written_is_seen(
 Body = Callable[[dist.ProcessGroup, Tensor], object]
 
 
-def trace_of(body: Body, grad: bool = False) -> Trace:
+def trace_of(body: Body, grad: bool = False, events: bool = True) -> Trace:
     """The trace of a function of a group of N ranks and a tensor [4, 4], run by rank N/2 in a phase."""
     with virtual.fake_mesh(Sizes(sp=N), N // 2) as mesh:
         mode = FakeTensorMode()
-        recorder = FastRecorder(mode, mesh, events=True)
+        recorder = FastRecorder(mode, mesh, events=events)
         with mode, recorder, recorder.phase("forward"), torch.set_grad_enabled(grad):
             left = body(mesh.get_group("sp"), torch.ones(4, 4, requires_grad=grad))
             del left
         return Trace.of(cell("ring_attention", "bert-tiny"), N // 2, recorder)
 
 
-def check_loops(body: Body, steps: Steps, *, grad: bool = False) -> None:
-    assert differences_of_loops(partial(trace_of, body, grad), steps) == []
+def check_loops(body: Body, steps: Steps, **how: bool) -> None:
+    assert differences_of_loops(partial(trace_of, body, **how), steps) == []
     assert steps.asked
 
 
@@ -312,7 +312,11 @@ def never_waits(group: dist.ProcessGroup, x: Tensor) -> None:
 
 
 def waits_for_what_was_posted_before(group: dist.ProcessGroup, x: Tensor) -> None:
-    works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(N)]
+    works = []
+    for _ in range(N):  # at the distance of the steps, which have six rows
+        works.append(dist.all_reduce(x, group=group, async_op=True))
+        for _ in range(5):
+            x.neg_()
     for _, block in ring(x, group):
         works.pop(0).wait()
         block.neg_()
@@ -325,7 +329,31 @@ def two_at_once(group: dist.ProcessGroup, x: Tensor) -> None:
 
 def other_sizes(group: dist.ProcessGroup, x: Tensor) -> None:
     for owner, _ in ring(x, group):
-        torch.ones(owner + 1, 512).neg_()
+        torch.empty(owner + 1, 512)
+
+
+def other_operators(group: dist.ProcessGroup, x: Tensor) -> None:
+    for owner, block in ring(x, group):
+        block.neg_() if owner % 2 else block.exp_()
+
+
+def another_order_of_deaths(group: dist.ProcessGroup, x: Tensor) -> None:
+    for owner, _ in ring(x, group):
+        made = [torch.empty(4), torch.empty(4)]
+        del made[owner % 2], made[0]
+
+
+def other_buffers(group: dist.ProcessGroup, x: Tensor) -> None:
+    for owner, _ in ring(x, group):
+        buffers = [torch.empty(4, 4), torch.empty(4, 4)]
+        exchange([], [(buffers[owner % 2], 0)], group)
+
+
+def fills_buffers_later(group: dist.ProcessGroup, x: Tensor) -> None:
+    buffers = [torch.empty(4, 4) for _ in range(3)]
+    for _ in ring(x, group):
+        buffers = [*buffers[1:], torch.empty(4, 4)]
+        exchange([], [(buffers[0], 0)], group)
 
 
 @pytest.mark.parametrize(
@@ -339,11 +367,34 @@ def other_sizes(group: dist.ProcessGroup, x: Tensor) -> None:
         waits_for_what_was_posted_before,
         two_at_once,
         other_sizes,
+        other_operators,
+        another_order_of_deaths,
+        other_buffers,
+        fills_buffers_later,
     ],
 )
 def test_a_loop_that_does_not_settle_is_run_in_full(body: Body, steps: Steps) -> None:
     check_loops(body, steps)
     assert steps.run == steps.asked > 0
+
+
+def other_messages(group: dist.ProcessGroup, x: Tensor) -> None:
+    for owner, block in ring(x, group):
+        if owner % 2:
+            dist.all_reduce(block, group=group)
+        else:
+            dist.broadcast(block, 0, group=group)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_a_loop_with_other_messages_is_run_in_full(events: bool, steps: Steps) -> None:
+    check_loops(other_messages, steps, events=events)
+    assert steps.run == steps.asked > 0
+
+
+def test_a_loop_is_shortened_without_events_too(steps: Steps) -> None:
+    check_loops(sums_while_it_sends, steps, events=False)
+    assert steps.run < steps.asked
 
 
 def saves_blocks(group: dist.ProcessGroup, x: Tensor) -> None:
@@ -372,7 +423,7 @@ def test_a_phase_that_begins_in_a_loop_has_it_run_in_full(steps: Steps) -> None:
         with virtual.fake_mesh(Sizes(sp=N), 0) as mesh:
             mode = FakeTensorMode()
             recorder = FastRecorder(mode, mesh, events=True)
-            with mode, recorder:
+            with mode, recorder, torch.no_grad():
                 for _, block in ring(torch.ones(2), mesh.get_group("sp")):
                     with recorder.phase("forward"):
                         block.neg_()
