@@ -6,12 +6,14 @@ it runs alike on NCCL, Gloo and the fake group, and a meter that observes the c1
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from spbench.impls.keyed_steps import Key, keyed_steps
 
 # renamed in torch 2.13
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,21 +117,43 @@ def all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGr
     return x if group is None or group.size() == 1 else _AllToAll.apply(x, split_dim, gather_dim, group)
 
 
-def ring(chunk: Tensor, group: dist.ProcessGroup | None) -> Iterator[tuple[int, Tensor]]:
+#: what the work on a block depends on of its owner's rank, beside what :func:`ring` knows already
+OwnerKey = Callable[[int], Hashable]
+
+
+def ring(
+    chunk: Tensor, group: dist.ProcessGroup | None, depends_on: OwnerKey | None = None
+) -> Iterator[tuple[int, Tensor]]:
     """Pass ``chunk`` around the ring: yields (owner, chunk of that owner), this rank's own first.
 
     After N steps every rank has seen every chunk and has sent N-1 of them. A chunk that is yielded
     may be read until the next one is asked for.
+
+    Args:
+        depends_on: of an owner, what the operators and shapes of the loop's body depend on. Whether it is
+            this rank, a lower or a higher one, and whether its chunk is the last, need not be said. Of the
+            steps that depend on the same, the virtual engine runs only some (:func:`keyed_steps`).
     """
     if group is None or group.size() == 1:
         yield 0, chunk
         return
     size, rank = group.size(), group.rank()
     current = chunk.contiguous()
-    for step in range(size):
+    for step in keyed_steps(size, _ring_key(size, rank, depends_on)):
         yield (rank - step) % size, current
         if step < size - 1:
             current = _shift(current, group)
+
+
+def _ring_key(size: int, rank: int, depends_on: OwnerKey | None) -> Key:
+    """What a step round the ring depends on: whether it is the first, which has the rank's own block, or the
+    last, which sends nothing; whether the owner is a lower rank, as causal masks do; ``depends_on``."""
+
+    def key(step: int) -> Hashable:
+        owner = (rank - step) % size
+        return step == 0, step == size - 1, owner < rank, depends_on and depends_on(owner)
+
+    return key
 
 
 def _shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -179,11 +203,14 @@ class Ring:
         self._sent, self._received, self._works = [], [], []
         return received
 
-    def round(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def round(
+        self, *tensors: Tensor, depends_on: OwnerKey | None = None
+    ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Pass tensors round the ring: yields (owner, tensors of that owner), this rank's own first, each set
-        while the next one is under way. After N steps every rank has seen all and has sent N-1 sets."""
+        while the next one is under way. After N steps every rank has seen all and has sent N-1 sets.
+        ``depends_on`` is that of :func:`ring`."""
         size, rank = self.group.size(), self.group.rank()
-        for step in range(size):
+        for step in keyed_steps(size, _ring_key(size, rank, depends_on)):
             if step < size - 1:
                 self.start(*tensors)
             yield (rank - step) % size, tensors

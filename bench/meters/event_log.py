@@ -5,8 +5,7 @@ It times nothing. :mod:`bench.simulator.simulate` turns what it wrote down into 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,14 +121,19 @@ def _strided_elements(x: Tensor) -> int:
 
 
 class PostedWork(dist.Work):
-    """Stands for a communication that has been posted; says when it is waited for."""
+    """Stands for a communication that has been posted; says when it is waited for.
 
-    def __init__(self, waited: Any):
+    Args:
+        waited: called with ``event`` at each wait.
+        event: the index of the communication in the program; -1: it is not in it.
+    """
+
+    def __init__(self, waited: Callable[[int], None], event: int):
         super().__init__()
-        self._waited = waited
+        self._waited, self.event = waited, event
 
     def wait(self, timeout: Any = None) -> bool:
-        self._waited()
+        self._waited(self.event)
         return True
 
     def is_completed(self) -> bool:
@@ -169,6 +173,16 @@ class EventLog(Meter):
         """What was seen so far; what was posted is forgotten, so that nothing keeps the meter alive."""
         self._works.clear()
         return self.builder.program()
+
+    def renumber_posts(self, first: int, by: int) -> None:
+        """Note that what was posted as event ``first`` or later now has a number larger by ``by``."""
+        for work in reversed(self._works):  # in the order of their events
+            if work.event < first:
+                break
+            work.event += by
+        for storage, event in self._functional.items():
+            if event >= first:
+                self._functional[storage] = event + by
 
     def see(self, call: Call) -> None:
         if not self.running or call.communication is not None:
@@ -217,7 +231,7 @@ class EventLog(Meter):
             for x in [result] if isinstance(result, Tensor) else result:
                 self._functional[x.untyped_storage()._cdata] = event
             return result
-        work = PostedWork(partial(self._waited, event))
+        work = PostedWork(self._waited, event)
         self._works.append(work)
         boxed = work.boxed()
         if isinstance(result, (tuple, list)):

@@ -22,7 +22,9 @@ from spbench.bench.meters.communication import communicates
 from spbench.bench.meters.event_log import PostedWork
 from spbench.bench.meters.meter import Call
 from spbench.bench.meters.recorder import BETWEEN_TWO, PRIM_DEVICE, Recorder
+from spbench.bench.meters.repeated_steps import RepeatedSteps
 from spbench.bench.simulator.program import EventRow
+from spbench.impls.keyed_steps import choosing_steps
 
 _Path = tuple[int | str, ...]
 _Key = tuple[Any, ...]
@@ -112,9 +114,19 @@ class FastRecorder(Recorder):
         super().__init__(mesh, events=events)
         self.mode = mode
         # a transfer between fake ranks has ended before it began
-        self._ended = PostedWork(lambda: None)
+        self._ended = PostedWork(lambda event: None, -1)
         #: what the event log writes for a call within the step; None: nothing
         self._rows: dict[_Key, EventRow | None] = {}
+
+    def __enter__(self) -> FastRecorder:
+        super().__enter__()
+        self._choosing = choosing_steps(RepeatedSteps(self.memory, self.communication, self.events))
+        self._choosing.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._choosing.__exit__(*error)
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

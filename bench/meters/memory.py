@@ -202,6 +202,12 @@ class MemoryMeter(Meter):
             if number is not None and not (keep and number in self.log.tags):
                 self.log.tags[number] = category
 
+    def renumber(self, first: int, by: int) -> None:
+        """Note that the living storages of number ``first`` or later now have numbers larger by ``by``."""
+        for storage, number in self._numbers.items():
+            if number >= first:
+                self._numbers[storage] = number + by
+
     def stop(self) -> MemoryLog:
         """End the record; later deaths are not noted."""
         self._watches.clear()

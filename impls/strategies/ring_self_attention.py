@@ -36,18 +36,16 @@ class RingScores(torch.autograd.Function):
         ctx.group = group
         heads, chunk, _ = q.shape
         scores = q.new_empty(heads, chunk, chunk * _size(group))
-        columns = scores.split(chunk, 2)
         for owner, keys in ring(k, group):
-            torch.bmm(q, keys.transpose(1, 2), out=columns[owner])
+            torch.bmm(q, keys.transpose(1, 2), out=_columns(scores, owner, chunk))
         return scores
 
     @staticmethod
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor, Tensor, None]:
         q, k = ctx.saved_tensors
         d_q = torch.zeros_like(q)
-        columns = d_scores.split(k.shape[1], 2)
         for owner, keys in ring(k, ctx.group):
-            d_q.baddbmm_(columns[owner], keys)
+            d_q.baddbmm_(_columns(d_scores, owner, k.shape[1]), keys)
         d_keys = torch.bmm(d_scores.transpose(1, 2), q)  # this rank's part of the sum, for all L keys
         return d_q, _own_rows(all_reduce(d_keys, ctx.group), ctx.group), None
 
@@ -60,9 +58,8 @@ class RingOutput(torch.autograd.Function):
         ctx.save_for_backward(p, v)
         ctx.group = group
         output = torch.zeros_like(v)
-        columns = p.split(v.shape[1], 2)
         for owner, values in ring(v, group):
-            output.baddbmm_(columns[owner], values)
+            output.baddbmm_(_columns(p, owner, v.shape[1]), values)
         return output
 
     @staticmethod
@@ -70,9 +67,8 @@ class RingOutput(torch.autograd.Function):
         p, v = ctx.saved_tensors
         d_output = d_output.contiguous()
         d_p = torch.empty_like(p)
-        columns = d_p.split(v.shape[1], 2)
         for owner, values in ring(v, ctx.group):
-            torch.bmm(d_output, values.transpose(1, 2), out=columns[owner])
+            torch.bmm(d_output, values.transpose(1, 2), out=_columns(d_p, owner, v.shape[1]))
         d_values = torch.bmm(p.transpose(1, 2), d_output)  # this rank's part of the sum, for all L values
         return d_p, _own_rows(all_reduce(d_values, ctx.group), ctx.group), None
 
@@ -81,12 +77,18 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
+def _columns(x: Tensor, owner: int, chunk: int) -> Tensor:
+    """The columns of x [BZ, L/N, L] that belong to the chunk of ``owner``, a view."""
+    return x.narrow(2, owner * chunk, chunk)
+
+
 def _own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's L/N rows of x [BZ, L, A], in memory of their own so that the rest can be freed."""
     if _size(group) == 1:
         return x
     assert group is not None
-    return x.chunk(group.size(), 1)[group.rank()].contiguous()
+    rows = x.shape[1] // group.size()
+    return x.narrow(1, group.rank() * rows, rows).contiguous()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +18,7 @@ from spbench.bench.meters import fast_recorder
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.impls.backends.registry import backends
 from spbench.impls.strategies.registry import strategies
+from tests.bench.meters.same_traces import differences
 
 #: the model that each strategy is traced on; the others run BERT
 MODELS = {
@@ -70,20 +70,6 @@ def plain(asked: Cell, rank: int, monkeypatch: pytest.MonkeyPatch) -> Trace:
     with monkeypatch.context() as patched:
         patched.setenv(virtual.PLAIN_TRACE, "1")
         return virtual.trace(asked, rank, events=True)
-
-
-def differences(ours: Trace, plain: Trace) -> list[str]:
-    """What is not the same in two traces."""
-    log = [f.name for f in dataclasses.fields(ours.memory)]
-    found = [name for name in log if getattr(ours.memory, name) != getattr(plain.memory, name)]
-    found += ["counts"] * (ours.communication.counts != plain.communication.counts)
-    assert ours.program is not None
-    assert plain.program is not None
-    for field in dataclasses.fields(ours.program):
-        a, b = getattr(ours.program, field.name), getattr(plain.program, field.name)
-        same = np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
-        found += [field.name] * (not same)
-    return found
 
 
 @pytest.mark.parametrize("name", CELLS)
