@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.impls.discovery import named_classes
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.layout import Unsupported
 
 
 class Engine(ABC):

@@ -13,21 +13,20 @@ The digest has five parts, which are kept apart so that a message can say which 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import cache
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.declarations import declared
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.sweep.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
-from spbench.impls.models.model import model_preset
+from spbench.impls.discovery import plugin_files
 from spbench.impls.strategies.registry import strategy_class
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
@@ -52,9 +51,6 @@ _ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from
 #: hexadecimal digits of a part
 _LENGTH = 16
 
-#: prefix of the groups of entry points in which other distributions offer strategies, models, ...
-_PLUGIN_GROUPS = "spbench."
-
 
 def digest(cell: Cell) -> dict[str, str]:
     """The digest of a cell as it would be measured now: a text for each of :data:`PARTS`.
@@ -63,16 +59,31 @@ def digest(cell: Cell) -> dict[str, str]:
         UserError: the cell's cluster file cannot be read.
         KeyError: an unknown model or strategy.
     """
-    model, strategy = model_preset(cell.model, cell.model_options), strategy_class(cell.strategy)
-    options = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
     cluster = load_cluster(cell.cluster).model_dump(mode="json")
     return {
         "cluster": _sha256(_without_texts(cluster)),
-        "model": _sha256([_path_of(type(model)), options, cell.model_dump(mode="json")]),
-        "strategy": _sha256([_path_of(strategy), asdict(strategy.options_type()) | cell.strategy_options]),
+        "model": _sha256([*_model(cell.model, cell.model_options), cell.model_dump(mode="json")]),
+        "strategy": _sha256(_strategy(cell.strategy, cell.strategy_options)),
         "code": code_digest(),
         "torch": installed_version("torch") or "",
     }
+
+
+@declared
+def _model(name: str, options: Mapping[str, Any]) -> list[Any]:
+    """The class of a model, and all of its options with some changed."""
+    from spbench.impls.models.model import model_preset
+
+    model = model_preset(name, options)
+    values = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
+    return _plain([_path_of(type(model)), values])
+
+
+@declared
+def _strategy(name: str, options: Mapping[str, Any]) -> list[Any]:
+    """The class of a strategy, and all of its options with some changed."""
+    strategy = strategy_class(name)
+    return _plain([_path_of(strategy), asdict(strategy.options_type()) | dict(options)])
 
 
 def changed_parts(cell: Cell, row: Row) -> list[str]:
@@ -118,7 +129,7 @@ def _spelled(parts: list[str]) -> str:
 def code_digest() -> str:
     """The part ``code`` of the digest, of the files as they are at the first call."""
     here = Path(__file__).resolve()
-    return digest_of_files(here.parents[2], [*measuring_files(here.parents[2]), *_plugin_files()])
+    return digest_of_files(here.parents[2], [*measuring_files(here.parents[2]), *plugin_files()])
 
 
 def measuring_files(root: Path) -> Iterator[Path]:
@@ -140,20 +151,6 @@ def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
     return found.hexdigest()[:_LENGTH]
 
 
-def _plugin_files() -> Iterator[Path]:
-    """The Python files of the packages that entry points of plug-ins lie in."""
-    entries = (entry for distribution in distributions() for entry in distribution.entry_points)
-    for package in {
-        entry.module.split(".")[0] for entry in entries if entry.group.startswith(_PLUGIN_GROUPS)
-    }:
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            for folder in spec.submodule_search_locations:
-                yield from Path(folder).rglob("*.py")
-        elif spec is not None and spec.origin is not None:
-            yield Path(spec.origin)
-
-
 def _without_texts(cluster: Any) -> Any:
     if isinstance(cluster, dict):
         return {key: _without_texts(value) for key, value in cluster.items() if key not in _ABOUT_FIGURES}
@@ -162,6 +159,11 @@ def _without_texts(cluster: Any) -> Any:
 
 def _path_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _plain(content: Any) -> Any:
+    """As JSON gives it back, which has the same digest."""
+    return json.loads(json.dumps(content, default=repr))
 
 
 def _sha256(content: Any) -> str:

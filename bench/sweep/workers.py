@@ -31,7 +31,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell, Measurement, Status
 from spbench.bench.processes import STACKS_FOLDER, main_module_hidden, write_stacks_on_signal
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.layout import Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
