@@ -32,8 +32,8 @@ START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "
 #: what the server imports
 _PRELOADED = "spbench.bench.engines.preloaded"
 
-#: the environment with which this process, or the server that it was forked from, has started
-_ENVIRONMENT_AT_START = dict(os.environ)
+#: the environment with which this process has started, or which the server had when it was forked
+_environment_at_start = dict(os.environ)
 
 
 def usable_cores() -> int:
@@ -85,6 +85,12 @@ def _environment_of_server() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def server_is_ready() -> None:
+    """For the server, after its imports: what they have set in the environment is no launcher's."""
+    global _environment_at_start
+    _environment_at_start = dict(os.environ)
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What a process has from the one that starts it, and one that is forked from a server would have from
@@ -97,7 +103,7 @@ class Surroundings:
     def take_on(self) -> None:
         """Give them to this process. What a launcher has put into its environment since it began stays."""
         of_launcher = {
-            name: value for name, value in os.environ.items() if _ENVIRONMENT_AT_START.get(name) != value
+            name: value for name, value in os.environ.items() if _environment_at_start.get(name) != value
         }
         os.environ.clear()
         os.environ.update(self.environment | of_launcher)

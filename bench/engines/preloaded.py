@@ -12,6 +12,8 @@ import signal
 import sys
 from contextlib import suppress
 
+from spbench.bench.processes import server_is_ready
+
 # the signal on which a worker and all that it has started write their stacks; the server has none to write
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -31,6 +33,7 @@ with suppress(Exception):
 
     FakeTensorMode()  # its first construction imports torch._dynamo and sympy, for more than a second
 
+server_is_ready()
 # what is buffered would be printed by each process that is forked
 sys.stdout.flush()
 sys.stderr.flush()
