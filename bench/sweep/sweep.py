@@ -25,7 +25,7 @@ def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
 
 def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
     """How many of these cells run at a time."""
-    together = [cell for cell in cells if not _runs_alone(cell.engine)]
+    together = [cell for cell in cells if not _runs_alone(cell)]
     return max(1, min(jobs or usable_cores(), len(together)))
 
 
@@ -59,8 +59,8 @@ def sweep(
     todo = sorted(unfinished(cells, results), key=_relative_cost, reverse=True)
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest(cell) for cell in todo}
-    alone = [cell for cell in todo if _runs_alone(cell.engine)]
-    together = [cell for cell in todo if not _runs_alone(cell.engine)]
+    alone = [cell for cell in todo if _runs_alone(cell)]
+    together = [cell for cell in todo if not _runs_alone(cell)]
 
     def keep(cell: Cell, outcome: Outcome) -> None:
         row = as_row(cell, outcome, made_by[cell.key])
@@ -129,7 +129,12 @@ def _layers(model: str, options: Mapping[str, Any]) -> int:
     return getattr(model_preset(model, options), "layers", 1)
 
 
+def _runs_alone(cell: Cell) -> bool:
+    """Whether nothing may run beside the cell. Losses are the same at any speed, and ranks that wait for one
+    another leave cores idle, so training runs share the cores."""
+    return cell.learning is None and _engine_runs_alone(cell.engine)
+
+
 @declared
-def _runs_alone(engine: str) -> bool:
-    """:attr:`Engine.runs_alone` of the engine of that name."""
+def _engine_runs_alone(engine: str) -> bool:
     return engine_class(engine).runs_alone
