@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from spbench.bench.declarations import declared
 from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
 
@@ -66,8 +67,8 @@ class TrainingOptions(BaseModel):
     def _leave_out_defaults(self) -> TrainingOptions:
         """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
         given = self.__pydantic_extra__
-        if given and self.backend in backends():
-            for name, default in asdict(backends()[self.backend].options_type()).items():
+        if given:
+            for name, default in _backend_defaults(self.backend).items():
                 if name in given and given[name] == default and type(given[name]) is type(default):
                     del given[name]
         return self
@@ -76,6 +77,12 @@ class TrainingOptions(BaseModel):
     def backend_options(self) -> Mapping[str, Any]:
         """The options of the backend that differ from their defaults, by name."""
         return self.__pydantic_extra__ or {}
+
+
+@declared
+def _backend_defaults(name: str) -> dict[str, Any]:
+    """The options of a backend as they are by default, by name; none if there is no such backend."""
+    return asdict(backends()[name].options_type()) if name in backends() else {}
 
 
 class SearchRequest(_Strict):

@@ -89,7 +89,11 @@ for _module in pkgutil.iter_modules(commands.__path__):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `spbench`."""
-    sys.exit(exit_code(arguments))
+    from spbench.bench.declarations import kept_on_disk
+
+    with kept_on_disk():
+        code = exit_code(arguments)
+    sys.exit(code)
 
 
 def exit_code(arguments: Sequence[str] | None) -> int:

@@ -1,6 +1,8 @@
 """The axes of the mesh of ranks, and the place of one rank on it.
 
 The mesh (dp, pp, tp, sp) is row-major: ranks that differ in sp alone have consecutive numbers.
+
+Cells are checked and named with these, so torch is imported only where there are process groups.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import _disable_current_modes
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: data parallel replicas, pipeline stages, tensor parallel and sequence parallel ranks, the last fastest
 MESH_AXES = ("dp", "pp", "tp", "sp")
@@ -43,12 +46,20 @@ def device_mesh(sizes: Sizes) -> DeviceMesh:
     Raises:
         ValueError: there is no such axis, or a size is not positive.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh("cpu", tuple(whole_mesh(sizes).values()), mesh_dim_names=MESH_AXES)
 
 
 def ranks_along(axes: Sequence[str], sizes: Sizes) -> int:
     """The number of ranks that these axes have together; 1 without axes."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def unused_axes(axes: Sequence[str], sizes: Sizes) -> list[str]:
+    """The axes that have more than one rank and belong to neither a strategy of these ``axes`` nor the
+    replicas and pipeline stages around it."""
+    return [axis for axis, size in sizes.items() if size > 1 and axis not in (*axes, *COMPOSED_AXES)]
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,8 @@ class Place:
         several = [axis for axis in axes if self.size(axis) > 1] or [*axes[:1]]
         if len(several) == 1:
             return self.mesh[several[0]]
+        from torch.utils._python_dispatch import _disable_current_modes
+
         name = "_".join(several)
         with _disable_current_modes():  # a mesh computes with real tensors, where a step has fake ones too
             flat = self.mesh[tuple(several)]._flatten(name)

@@ -7,15 +7,20 @@ no list names it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+#: prefix of the groups of entry points in which other distributions offer strategies, models, ...
+PLUGIN_GROUPS = "spbench."
 
 
 class DiscoveryError(Exception):
@@ -147,3 +152,20 @@ def _plugins(group: str) -> Iterator[tuple[str, Any]]:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise DiscoveryError(f"{label} cannot be loaded: {what}; mend or uninstall it") from error
+
+
+def plugin_entries() -> list[EntryPoint]:
+    """The entry points of all plug-ins, whatever they offer; nothing is imported."""
+    entries = (entry for distribution in distributions() for entry in distribution.entry_points)
+    return [entry for entry in entries if entry.group.startswith(PLUGIN_GROUPS)]
+
+
+def plugin_files() -> Iterator[Path]:
+    """The Python files of the packages in which the entry points of plug-ins lie; nothing is imported."""
+    for package in {entry.module.split(".")[0] for entry in plugin_entries()}:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.submodule_search_locations:
+            for folder in spec.submodule_search_locations:
+                yield from Path(folder).rglob("*.py")
+        elif spec is not None and spec.origin is not None:
+            yield Path(spec.origin)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 #: which dim of a tensor holds the positions: one, or several where they lie on a grid, of which a strategy
 #: may choose; None: it has none, or every rank needs all

@@ -1,4 +1,4 @@
-"""What all tests share: a pool of ranks, a cache of traces of their own, and one thread for torch."""
+"""What all tests share: a pool of ranks, a folder in place of the user's cache, and one thread for torch."""
 
 import os
 import tempfile
@@ -7,18 +7,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from spbench.bench.declarations import CACHE_FOLDER
 from spbench.bench.engines.rank_pool import RankPool
-from spbench.bench.engines.trace_cache import TRACE_CACHE
 
 torch.set_num_threads(1)  # as the ranks have
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the workers of sweeps keep their traces in a folder that ends with the tests, which the workers of
-    xdist share: they get the environment of the first process."""
+    """Keep traces and declarations in a folder that ends with the tests.
+
+    The workers of xdist share it, as they get the environment of the first process.
+    """
     if not hasattr(config, "workerinput"):
-        folder = tempfile.TemporaryDirectory(prefix="spbench-test-traces-", ignore_cleanup_errors=True)
-        os.environ[TRACE_CACHE] = folder.name
+        folder = tempfile.TemporaryDirectory(prefix="spbench-test-cache-", ignore_cleanup_errors=True)
+        os.environ[CACHE_FOLDER] = folder.name
         config.add_cleanup(folder.cleanup)
 
 

@@ -1,4 +1,8 @@
-"""`spbench list`: what there is to run and to ask for. Scenarios, clusters and forms need no torch."""
+"""`spbench list`: what there is to run and to ask for.
+
+Scenarios and clusters are read from their files. The rest is declared by code, which is imported, and torch
+with it, if it has changed since it was listed last (:mod:`bench.declarations`).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,12 @@ import click
 
 from spbench.bench.commands.options import reported
 from spbench.bench.commands.report import Report
+from spbench.bench.declarations import declared
 
 Entries = Iterator[tuple[str, str]]
 
 
-def _declared(package: str, key: str) -> Entries:
+def _from_files(package: str, key: str) -> Entries:
     from spbench.bench.errors import UserError
     from spbench.bench.files.yaml_files import packaged, read_yaml
 
@@ -27,11 +32,11 @@ def _declared(package: str, key: str) -> Entries:
 
 
 def _scenarios() -> Entries:
-    return _declared("spbench.scenarios", "title")
+    return _from_files("spbench.scenarios", "title")
 
 
 def _clusters() -> Entries:
-    return _declared("spbench.scenarios.clusters", "about")
+    return _from_files("spbench.scenarios.clusters", "about")
 
 
 def _strategies() -> Entries:
@@ -102,11 +107,10 @@ def _first_sentence(documented: object) -> str:
     return " ".join(paragraph.split()).split(". ")[0].rstrip(".")
 
 
-_ENTRIES = {
-    "scenarios": _scenarios,
+_OF_FILES = {"scenarios": _scenarios, "clusters": _clusters}
+_OF_CODE = {
     "strategies": _strategies,
     "models": _models,
-    "clusters": _clusters,
     "backends": _backends,
     "engines": _engines,
     "meters": _meters,
@@ -114,14 +118,26 @@ _ENTRIES = {
     "answers": _answers,
     "forms": _forms,
 }
+#: in the order in which they are printed
+_KINDS = ("scenarios", "strategies", "models", "clusters", *list(_OF_CODE)[2:])
+
+
+def _entries(kind: str) -> dict[str, str]:
+    """What there is of a kind by name, each with a line about it."""
+    return dict(_OF_FILES[kind]()) if kind in _OF_FILES else _declared_entries(kind)
+
+
+@declared
+def _declared_entries(kind: str) -> dict[str, str]:
+    return dict(_OF_CODE[kind]())
 
 
 @click.command("list")
-@click.argument("kind", type=click.Choice(list(_ENTRIES)), required=False)
+@click.argument("kind", type=click.Choice(_KINDS), required=False)
 @reported
 def command(kind: str | None) -> Report:
     """List what there is of a kind, or of every kind if none is named."""
-    found = {name: dict(_ENTRIES[name]()) for name in ([kind] if kind else _ENTRIES)}
+    found = {name: _entries(name) for name in ([kind] if kind else _KINDS)}
     return Report(
         [_paragraph(name, entries) for name, entries in found.items()],
         found,

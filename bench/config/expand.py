@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, get_type_hints
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.engines.engine import engines
+from spbench.bench.cell import Cell
+from spbench.bench.config.choices import names, option_mistakes, strategy_axes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.files.yaml_files import dotted, first_problem, merge
-from spbench.bench.meters.registry import meters
-from spbench.bench.search.search import quantities
-from spbench.impls.backends.registry import backends
-from spbench.impls.models.model import models
-from spbench.impls.strategies.registry import strategies
+from spbench.impls.axes import unused_axes
 
 #: keys of a group that may be lists; so may each axis of sizes
 MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
@@ -119,18 +114,18 @@ def _cell(content: Mapping[str, Any], layers: _Layers) -> Cell:
 def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is wrong with a cell, as (path in the cell, message); not what only a strategy can tell."""
     searched_for = [cell.search.quantity] if cell.search is not None else []
-    named: list[tuple[tuple[str, ...], str, list[str], Iterable[str]]] = [
-        (("model",), "model", [cell.model], sorted(models())),
-        (("strategy",), "strategy", [cell.strategy], sorted(strategies())),
-        (("engine",), "engine", [cell.engine], engines()),
-        (("meters",), "meter", cell.meters, meters()),
-        (("search", "quantity"), "quantity", searched_for, quantities()),
-        (("training", "backend"), "backend", [cell.training.backend], sorted(backends())),
+    named: list[tuple[tuple[str, ...], str, list[str]]] = [
+        (("model",), "model", [cell.model]),
+        (("strategy",), "strategy", [cell.strategy]),
+        (("engine",), "engine", [cell.engine]),
+        (("meters",), "meter", cell.meters),
+        (("search", "quantity"), "quantity", searched_for),
+        (("training", "backend"), "backend", [cell.training.backend]),
     ]
-    for path, kind, names, known in named:
-        for name in names:
-            if name not in known:
-                yield path, f"unknown {kind} {name!r}{suggestion(name, known)}"
+    for path, kind, wanted in named:
+        for name in wanted:
+            if name not in names(kind):
+                yield path, f"unknown {kind} {name!r}{suggestion(name, names(kind))}"
     try:
         load_cluster(cell.cluster)
     except UserError as error:
@@ -145,48 +140,18 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
             yield (quantity,), f"is what the search is to find; leave out {quantity} or the search"
         if not searched and not given:
             yield (quantity,), "is missing; give it, or a search for it"
-    yield from _impossible_options("model_options", cell.model_options, models()[cell.model])
-    of_strategy = strategies()[cell.strategy].options_type()
-    yield from _impossible_options("strategy_options", cell.strategy_options, of_strategy)
-    of_backend, settings = (
-        backends()[cell.training.backend].options_type(),
-        list(TrainingOptions.model_fields),
-    )
-    yield from _impossible_options("training", cell.training.backend_options, of_backend, settings)
+    for section, name, options in (
+        ("model_options", cell.model, cell.model_options),
+        ("strategy_options", cell.strategy, cell.strategy_options),
+        ("training", cell.training.backend, dict(cell.training.backend_options)),
+    ):
+        for below, message in option_mistakes(section, name, options) if options else ():
+            yield (section, *below), message
 
 
 def _impossible_sizes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
-    cls = strategies()[cell.strategy]
-    for axis in cls.unused_axes(cell.sizes.by_axis):
+    axes = strategy_axes(cell.strategy)
+    for axis in unused_axes(axes, cell.sizes.by_axis):
         n = cell.sizes.by_axis[axis]
-        mend = f"write sizes: {{{cls.axes[0]}: {n}}}" if cls.axes else "leave it out"
-        yield ("sizes", axis), f"{n}: the strategy {cls.name} does not use the axis {axis}; {mend}"
-
-
-def _impossible_options(
-    kind: str, given: Mapping[str, Any], defaults: Any, others: Sequence[str] = ()
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is wrong with the options given under the key ``kind``.
-
-    Args:
-        defaults: the options as they are by default, a frozen dataclass.
-        others: further keys that may stand there.
-    """
-    known, hints = [*others, *(f.name for f in fields(defaults))], get_type_hints(type(defaults))
-    for name, value in given.items():
-        if name not in known:
-            what = "unknown key" if others else "unknown option"
-            yield (kind, name), what + (suggestion(name, known) or "; there are none")
-        try:
-            TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
-        except ValidationError as error:
-            yield (kind, name), first_problem(BaseModel, error)[1]
-        if type(value) is int:
-            # a whole number is a count of something, and of none only where that is the default
-            least = 0 if getattr(defaults, name) == 0 else 1
-            if value < least:
-                yield (kind, name), f"must be at least {least}, not {value}"
-    try:
-        replace(defaults, **given)
-    except ValueError as error:
-        yield (kind,), str(error)
+        mend = f"write sizes: {{{axes[0]}: {n}}}" if axes else "leave it out"
+        yield ("sizes", axis), f"{n}: the strategy {cell.strategy} does not use the axis {axis}; {mend}"

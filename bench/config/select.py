@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.config.choices import names, strategy_axes
 from spbench.bench.config.scenario import Scenario
-from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files.cluster import load_cluster
 from spbench.impls.axes import COMPOSED_AXES, ranks_along
-from spbench.impls.models.model import models
-from spbench.impls.strategies.registry import strategies
 
 ALL = "all"
 
@@ -53,21 +51,21 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
     Raises:
         UserError: an unknown variant, cluster or engine.
     """
-    names = list(scenario.cells)
+    variants = list(scenario.cells)
     if narrowing.variant == ALL:
-        chosen = names
+        chosen = variants
     elif narrowing.variant is None:
-        chosen = names[:1]
-    elif narrowing.variant in names and narrowing.variant:
+        chosen = variants[:1]
+    elif narrowing.variant in variants and narrowing.variant:
         chosen = [narrowing.variant]
-    elif names == [""]:
+    elif variants == [""]:
         raise UserError(f"scenario {scenario.name} has no variants; leave out --variant")
     else:
-        hint = suggestion(narrowing.variant, [*names, ALL])
+        hint = suggestion(narrowing.variant, [*variants, ALL])
         raise UserError(f"scenario {scenario.name} has no variant {narrowing.variant!r}{hint}")
     for cluster in narrowing.clusters:
         load_cluster(cluster)
-    _known("engine", narrowing.engines, list(engines()))
+    _known("engine", narrowing.engines, names("engine"))
     cells = [cell for name in chosen for cell in scenario.cells[name]]
     for field, values in (("cluster", narrowing.clusters), ("engine", narrowing.engines)):
         if values:
@@ -83,8 +81,8 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
     """
     cells = declared_cells(scenario, narrowing)
     for field, values, known in (
-        ("strategy", narrowing.strategies, sorted(strategies())),
-        ("model", narrowing.models, sorted(models())),
+        ("strategy", narrowing.strategies, names("strategy")),
+        ("model", narrowing.models, names("model")),
     ):
         _known(field, values, known)
         has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
@@ -152,15 +150,14 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
         return declared
     made = []
     for cell in cells:
-        cls = strategies()[cell.strategy]
-        if cls.axes:
+        if axes := strategy_axes(cell.strategy):
             around = ranks_along(COMPOSED_AXES, cell.sizes.by_axis)
             if size % around:
                 raise UserError(
                     f"--world-size {size}: not divisible by the {cell.sizes.dp} replicas x {cell.sizes.pp} "
                     f"stages of {cell.key}; use {max(1, size // around) * around}"
                 )
-            sizes = cell.sizes.model_copy(update=dict.fromkeys(cls.axes, 1) | cls.sizes_for(size // around))
+            sizes = cell.sizes.model_copy(update=dict.fromkeys(axes, 1) | {axes[0]: size // around})
             made.append(cell.model_copy(update={"sizes": sizes}))
     return made
 

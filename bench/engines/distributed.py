@@ -26,7 +26,14 @@ from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
-from spbench.bench.processes import usable_cores, write_stacks_on_signal
+from spbench.bench.processes import (
+    START_METHOD,
+    Surroundings,
+    end_with_parent,
+    starting_context,
+    usable_cores,
+    write_stacks_on_signal,
+)
 from spbench.impls.axes import device_mesh
 
 #: of weights and data, the same for every strategy and size
@@ -83,12 +90,18 @@ def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
+        start_method=START_METHOD,
     )
-    return elastic_launch(config, _rank_main)(work, cell.model_dump())
+    starting_context()
+    return elastic_launch(config, _rank_main)(Surroundings(), work, cell.model_dump())
 
 
-def _rank_main(work: Callable[[DeviceMesh, Cell], Any], dumped: dict[str, Any]) -> Any:
+def _rank_main(
+    surroundings: Surroundings, work: Callable[[DeviceMesh, Cell], Any], dumped: dict[str, Any]
+) -> Any:
     """What each rank runs; the launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    end_with_parent()
+    surroundings.take_on()
     write_stacks_on_signal(f"rank {os.environ['RANK']}")
     cell = Cell.model_validate(dumped)
     # ranks share the cores; more threads than cores would make each other wait

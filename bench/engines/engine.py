@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.impls.discovery import named_classes
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.layout import Unsupported
 
 
 class Engine(ABC):
@@ -23,8 +23,8 @@ class Engine(ABC):
     name: ClassVar[str]
     #: one line for `spbench list engines`
     summary: ClassVar[str]
-    #: whether its cells run one at a time with nothing beside them, since it starts processes of its own or
-    #: times what it runs
+    #: whether its measurements run one at a time with nothing beside them, since it starts processes of its
+    #: own or times what it runs; training runs, of which only losses are kept, do not
     runs_alone: ClassVar[bool] = False
     #: whether its memory and times are the same in every run on any machine, so that they can be compared
     #: exactly

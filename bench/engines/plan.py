@@ -15,7 +15,7 @@ from torch import nn
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.meters.communication import CommunicationMeter, as_number
-from spbench.impls.axes import Place, global_ranks
+from spbench.impls.axes import Place, global_ranks, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.backends.registry import backend_class
 from spbench.impls.composition import ONE_STAGE, Stage, composed_traffic
@@ -120,7 +120,7 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
     cls = strategy_class(cell.strategy)
-    for axis in cls.unused_axes(cell.sizes.by_axis):
+    for axis in unused_axes(cls.axes, cell.sizes.by_axis):
         raise Unsupported(
             f"{cls.name} does not use the axis {axis}",
             f"give the ranks to {cls.axes[0]}" if cls.axes else "use one rank",

@@ -1,7 +1,6 @@
 """Real ranks on this machine: long-lived Gloo processes that run one job after another.
 
-Starting a Python process with torch takes seconds, a verification of a tiny model a fraction of one. So
-the processes are started once, and each job makes a process group of its own on as many as it needs.
+The processes are started once, and each job makes a process group of its own on as many as it needs.
 """
 
 from __future__ import annotations
@@ -9,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spbench.bench.processes import main_module_hidden
+from spbench.bench.processes import Surroundings, end_with_parent, main_module_hidden, starting_context
 from spbench.impls.axes import device_mesh, whole_mesh
 
 _HOST = "127.0.0.1"
@@ -148,10 +145,11 @@ class _Worker:
     """This process's end of one worker; ``busy`` while an answer is owed."""
 
     def __init__(self, port: int):
-        context = multiprocessing.get_context("spawn")
+        context = starting_context()
         self.connection, theirs = context.Pipe()
         # daemon: ended by multiprocessing when this process exits
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, port), daemon=True)
+        arguments = (Surroundings(), theirs, port)
+        self.process: BaseProcess = context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
         with main_module_hidden():
             self.process.start()
         theirs.close()  # so that the death of the worker reads as the end of the pipe
@@ -179,10 +177,11 @@ class _Worker:
         self.process.close()
 
 
-def _serve(connection: Connection, port: int) -> None:
+def _serve(surroundings: Surroundings, connection: Connection, port: int) -> None:
     """The life of a worker: jobs until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
+    surroundings.take_on()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(1)
     store = dist.TCPStore(_HOST, port, is_master=False)
@@ -215,10 +214,3 @@ def _run_job(
     mesh = device_mesh(sizes)
     function, args = pickle.loads(work)
     return function(mesh, *args)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

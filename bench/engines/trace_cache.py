@@ -5,29 +5,24 @@ differ in the cluster alone are timed from one trace, as are probes of searches 
 that several scenarios have. Only workers of sweeps use the cache (:func:`use`): these have their code
 from the files that the digest is made of, whereas an interactive session may have changed a class in memory.
 
-The folder is that of the environment variable ``SPBENCH_TRACE_CACHE``, or ``spbench/traces`` below
-``XDG_CACHE_HOME`` (``~/.cache``); the value "off" keeps no traces.
+The folder is ``traces`` in that of all that is kept (:func:`bench.declarations.cache_folder`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from spbench.bench.cell import Cell
+from spbench.bench.declarations import cache_folder
 from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.files.disk_cache import DiskCache
 from spbench.bench.files.measuring_code import code_digest
-
-#: environment variable: the folder of the cache, or "off"
-TRACE_CACHE = "SPBENCH_TRACE_CACHE"
 
 #: bytes of all traces; one of 64 ranks has some 50 kB, one of 1,024 some MB
 LIMIT_BYTES = 2 * 2**30
@@ -39,15 +34,10 @@ _cache: DiskCache | None = None
 
 
 def use() -> None:
-    """From now on this process keeps traces on disk, unless the environment says otherwise."""
+    """From now on this process keeps traces on disk, unless nothing is to be kept."""
     global _cache
-    folder = os.environ.get(TRACE_CACHE) or _default_folder()
-    _cache = None if folder == "off" else DiskCache(Path(folder), LIMIT_BYTES)
-
-
-def _default_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "spbench", "traces")
+    folder = cache_folder()
+    _cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
 
 
 def kept(cell: Cell, rank: int, events: bool, trace: Callable[[], Trace]) -> Trace:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib.metadata import distributions
 from pathlib import Path
+
+from spbench.impls.discovery import plugin_files
 
 #: rooms and modules of bench that no measurement runs through; a new room counts until it is named here
 NOT_MEASURING = frozenset(
@@ -26,9 +26,6 @@ NOT_MEASURING = frozenset(
 #: hexadecimal digits of a digest
 DIGEST_LENGTH = 16
 
-#: prefix of the groups of entry points in which other distributions offer strategies, models, ...
-_PLUGIN_GROUPS = "spbench."
-
 
 @cache
 def code_digest() -> str:
@@ -37,7 +34,7 @@ def code_digest() -> str:
     They are all of impls/, all of bench/ but :data:`NOT_MEASURING`, and all of installed plug-ins.
     """
     here = Path(__file__).resolve()
-    return digest_of_files(here.parents[2], [*measuring_files(here.parents[2]), *_plugin_files()])
+    return digest_of_files(here.parents[2], [*measuring_files(here.parents[2]), *plugin_files()])
 
 
 def measuring_files(root: Path) -> Iterator[Path]:
@@ -57,17 +54,3 @@ def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
         content = path.read_bytes()
         found.update(f"{name} {len(content)}\n".encode() + content)
     return found.hexdigest()[:DIGEST_LENGTH]
-
-
-def _plugin_files() -> Iterator[Path]:
-    """The Python files of the packages that entry points of plug-ins lie in."""
-    entries = (entry for distribution in distributions() for entry in distribution.entry_points)
-    for package in {
-        entry.module.split(".")[0] for entry in entries if entry.group.startswith(_PLUGIN_GROUPS)
-    }:
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            for folder in spec.submodule_search_locations:
-                yield from Path(folder).rglob("*.py")
-        elif spec is not None and spec.origin is not None:
-            yield Path(spec.origin)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from spbench.bench.meters.communication import CommunicationMeter
-from spbench.bench.meters.event_log import EventLog
-from spbench.bench.meters.memory import MemoryMeter
-from spbench.bench.meters.meter import Meter
 from spbench.impls.discovery import named_classes
 
-#: in every recorder already, so that nobody has to ask for them
-_ALWAYS = (MemoryMeter, CommunicationMeter, EventLog)
+if TYPE_CHECKING:
+    from spbench.bench.meters.meter import Meter
 
 
 def meters() -> Mapping[str, type[Meter]]:
     """The meters by name: those of this package, then the entry points ``spbench.meters``."""
+    from spbench.bench.meters.communication import CommunicationMeter
+    from spbench.bench.meters.event_log import EventLog
+    from spbench.bench.meters.memory import MemoryMeter
+    from spbench.bench.meters.meter import Meter
+
     found = named_classes("spbench.bench.meters", Meter, "spbench.meters")
-    return {name: cls for name, cls in found.items() if cls not in _ALWAYS}
+    always = (MemoryMeter, CommunicationMeter, EventLog)  # in every recorder already
+    return {name: cls for name, cls in found.items() if cls not in always}
 
 
 def meter_classes(names: Sequence[str]) -> list[type[Meter]]:

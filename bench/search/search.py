@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from spbench.bench.cell import Cell
 from spbench.impls.discovery import named_classes
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.layout import Unsupported
 
 
 class Quantity:

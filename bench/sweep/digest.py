@@ -20,11 +20,11 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.declarations import declared
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.files.measuring_code import DIGEST_LENGTH, code_digest
 from spbench.bench.sweep.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
-from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.registry import strategy_class
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
@@ -40,16 +40,31 @@ def digest(cell: Cell) -> dict[str, str]:
         UserError: the cell's cluster file cannot be read.
         KeyError: an unknown model or strategy.
     """
-    model, strategy = model_preset(cell.model, cell.model_options), strategy_class(cell.strategy)
-    options = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
     cluster = load_cluster(cell.cluster).model_dump(mode="json")
     return {
         "cluster": _sha256(_without_texts(cluster)),
-        "model": _sha256([_path_of(type(model)), options, cell.model_dump(mode="json")]),
-        "strategy": _sha256([_path_of(strategy), asdict(strategy.options_type()) | cell.strategy_options]),
+        "model": _sha256([*_model(cell.model, cell.model_options), cell.model_dump(mode="json")]),
+        "strategy": _sha256(_strategy(cell.strategy, cell.strategy_options)),
         "code": code_digest(),
         "torch": installed_version("torch") or "",
     }
+
+
+@declared
+def _model(name: str, options: Mapping[str, Any]) -> list[Any]:
+    """The class of a model, and all of its options with some changed."""
+    from spbench.impls.models.model import model_preset
+
+    model = model_preset(name, options)
+    values = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
+    return _plain([_path_of(type(model)), values])
+
+
+@declared
+def _strategy(name: str, options: Mapping[str, Any]) -> list[Any]:
+    """The class of a strategy, and all of its options with some changed."""
+    strategy = strategy_class(name)
+    return _plain([_path_of(strategy), asdict(strategy.options_type()) | dict(options)])
 
 
 def changed_parts(cell: Cell, row: Row) -> list[str]:
@@ -99,6 +114,11 @@ def _without_texts(cluster: Any) -> Any:
 
 def _path_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _plain(content: Any) -> Any:
+    """As JSON gives it back, which has the same digest."""
+    return json.loads(json.dumps(content, default=repr))
 
 
 def _sha256(content: Any) -> str:

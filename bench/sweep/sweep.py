@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.processes import usable_cores
@@ -14,7 +16,6 @@ from spbench.bench.sweep.digest import digest, is_final
 from spbench.bench.sweep.provenance import provenance
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.workers import Outcome, Run
-from spbench.impls.models.model import model_preset
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
@@ -24,7 +25,7 @@ def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
 
 def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
     """How many of these cells run at a time."""
-    together = [cell for cell in cells if not engine_class(cell.engine).runs_alone]
+    together = [cell for cell in cells if not _runs_alone(cell)]
     return max(1, min(jobs or usable_cores(), len(together)))
 
 
@@ -58,8 +59,8 @@ def sweep(
     todo = sorted(unfinished(cells, results), key=_relative_cost, reverse=True)
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest(cell) for cell in todo}
-    alone = [cell for cell in todo if engine_class(cell.engine).runs_alone]
-    together = [cell for cell in todo if not engine_class(cell.engine).runs_alone]
+    alone = [cell for cell in todo if _runs_alone(cell)]
+    together = [cell for cell in todo if not _runs_alone(cell)]
 
     def keep(cell: Cell, outcome: Outcome) -> None:
         row = as_row(cell, outcome, made_by[cell.key])
@@ -117,4 +118,23 @@ def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = Non
 
 def _relative_cost(cell: Cell) -> int:
     """An estimate of how long a cell takes, in no unit: a trace's operators grow with layers and ranks."""
-    return getattr(model_preset(cell.model, cell.model_options), "layers", 1) * cell.sizes.world
+    return _layers(cell.model, cell.model_options) * cell.sizes.world
+
+
+@declared
+def _layers(model: str, options: Mapping[str, Any]) -> int:
+    """The layers of a model with some options changed; 1 where it has no such option."""
+    from spbench.impls.models.model import model_preset
+
+    return getattr(model_preset(model, options), "layers", 1)
+
+
+def _runs_alone(cell: Cell) -> bool:
+    """Whether nothing may run beside the cell. Losses are the same at any speed, and ranks that wait for one
+    another leave cores idle, so training runs share the cores."""
+    return cell.learning is None and _engine_runs_alone(cell.engine)
+
+
+@declared
+def _engine_runs_alone(engine: str) -> bool:
+    return engine_class(engine).runs_alone

@@ -21,22 +21,28 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement, Status
-from spbench.bench.processes import STACKS_FOLDER, main_module_hidden, write_stacks_on_signal
-from spbench.impls.strategies.base import Unsupported
+from spbench.bench.processes import (
+    STACKS_FOLDER,
+    Surroundings,
+    interrupts_blocked,
+    main_module_hidden,
+    starting_context,
+    write_stacks_on_signal,
+)
+from spbench.impls.layout import Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
 
-#: seconds that a worker has to import torch and take its first cell, of which a cell's limit is no part
+#: seconds that a worker has to import what it runs and take a cell, of which the cell's limit is no part
 START_LIMIT_S = 300.0
 
 #: seconds in which the processes of a worker write their stacks, at most
@@ -105,13 +111,14 @@ class Worker:
     """
 
     def __init__(self, run: Run):
-        context = multiprocessing.get_context("spawn")
+        context = starting_context()
         self.connection, theirs = context.Pipe()
         self.folder = Path(tempfile.mkdtemp(prefix="spbench-worker-"))
         self._printed = 0
         # not a daemon: a cell of the distributed engine starts processes of its own
-        self.process = context.Process(target=_serve, args=(theirs, pickle.dumps(run), self.folder))
-        with _interrupts_blocked(), main_module_hidden():
+        arguments = (Surroundings(), theirs, pickle.dumps(run), self.folder)
+        self.process = context.Process(target=_serve, args=arguments)  # type: ignore[attr-defined]
+        with interrupts_blocked(), main_module_hidden():
             self.process.start()
         theirs.close()
         self.cell: Cell | None = None
@@ -227,20 +234,9 @@ def _fate(exitcode: int | None) -> str:
     return f"was killed by {name}{guess}"
 
 
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """A process started inside never sees Ctrl-C, which goes to all processes of a terminal; this process
-    gets it afterwards, and ends the other."""
-    resource_tracker.ensure_running()  # or else the first start does it, and unblocks signals behind our back
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _serve(connection: Connection, pickled_run: bytes, folder: Path) -> None:
+def _serve(surroundings: Surroundings, connection: Connection, pickled_run: bytes, folder: Path) -> None:
     """The life of a worker: for each cell that it is given it answers None as it begins, then the outcome."""
+    surroundings.take_on()
     os.setpgid(0, 0)  # the ranks that it starts are in its group
     printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(printed, 1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from spbench.impls.backends.backend import Backend
 from spbench.impls.discovery import looked_up, named_classes
+
+if TYPE_CHECKING:
+    from spbench.impls.backends.backend import Backend
 
 #: used where a cell names no backend
 DEFAULT_BACKEND = "legacy_ddp"
@@ -13,6 +16,8 @@ DEFAULT_BACKEND = "legacy_ddp"
 
 def backends() -> Mapping[str, type[Backend]]:
     """Every backend by name; plug-ins add theirs by entry points of the group `spbench.backends`."""
+    from spbench.impls.backends.backend import Backend
+
     return named_classes(__package__, Backend, "spbench.backends")
 
 

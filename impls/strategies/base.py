@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.axes import ALONE, COMPOSED_AXES, Place
+from spbench.impls.axes import ALONE, Place
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.layout import (
     MEETINGS,
@@ -113,13 +113,6 @@ class Strategy(AttentionHooks, GridHooks):
         if not cls.axes and size > 1:
             raise Unsupported(f"{cls.name} runs on one rank, not {size}", "use 1")
         return dict.fromkeys(cls.axes[:1], size)
-
-    @classmethod
-    def unused_axes(cls, sizes: Mapping[str, int]) -> list[str]:
-        """The axes that have more than one rank and belong to neither this strategy nor the replicas and
-        pipeline stages around it."""
-        used = {*cls.axes, *COMPOSED_AXES}
-        return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
 
     # -- can it run, and what does it send ---------------------------------------------------
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from spbench.impls.discovery import looked_up, named_classes
-from spbench.impls.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
 
 
 def strategies() -> Mapping[str, type[Strategy]]:
     """Every strategy by name; plug-ins add theirs by entry points of the group `spbench.strategies`."""
+    from spbench.impls.strategies.base import Strategy
+
     return named_classes(__package__, Strategy, "spbench.strategies")
 
 

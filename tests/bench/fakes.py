@@ -81,6 +81,17 @@ def logged(cell: Cell) -> Measurement:
     return answer(cell)
 
 
+def meeting(cell: Cell) -> Measurement:
+    """As :func:`answer`, once as many cells have begun as this one has ranks; fails if they do not come."""
+    _log(f"begin {cell.sizes.world}")
+    deadline = time.monotonic() + 60.0
+    while len(Path(os.environ[LOG]).read_text().splitlines()) < cell.sizes.world:
+        if time.monotonic() > deadline:
+            raise TimeoutError("it runs alone")
+        time.sleep(0.02)
+    return answer(cell)
+
+
 def hanging(cell: Cell) -> Measurement:
     """As :func:`answer`, but two ranks never end: on the engine virtual in Python, on the distributed one in
     a collective that rank 1 does not join. Writes the processes to LOG."""

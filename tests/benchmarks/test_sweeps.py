@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.engines import trace_cache
+from spbench.bench.declarations import CACHE_FOLDER
 
 
 def run(scenario: str, folder: Path) -> None:
@@ -25,7 +25,7 @@ def run(scenario: str, folder: Path) -> None:
 def test_scenario(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, traces: str
 ) -> None:
-    monkeypatch.setenv(trace_cache.TRACE_CACHE, str(tmp_path / "traces") if traces == "on disk" else "off")
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache") if traces == "on disk" else "off")
     warm = int(traces == "on disk")
     benchmark.pedantic(run, (scenario, tmp_path / "rows"), rounds=1, warmup_rounds=warm)
     assert (tmp_path / "rows" / "cells.jsonl").exists()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.engines.rank_pool import RankPool
-from spbench.impls.axes import ALONE, MESH_AXES, Place, global_ranks, ranks_along, whole_mesh
+from spbench.impls.axes import ALONE, MESH_AXES, Place, global_ranks, ranks_along, unused_axes, whole_mesh
 from spbench.impls.composition import Composition
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
@@ -79,7 +79,7 @@ def test_groups_are_those_of_the_mesh(pool: RankPool) -> None:
 
 
 def test_a_strategy_knows_the_axes_that_are_not_its_own() -> None:
-    assert Rows.unused_axes({"dp": 2, "tp": 2, "sp": 2}) == []
-    assert Strategy.unused_axes({"dp": 2, "tp": 2, "sp": 2}) == ["tp", "sp"]
+    assert unused_axes(Rows.axes, {"dp": 2, "tp": 2, "sp": 2}) == []
+    assert unused_axes(Strategy.axes, {"dp": 2, "tp": 2, "sp": 2}) == ["tp", "sp"]
     assert Rows.sizes_for(3) == {"tp": 3}
     assert (Rows.planned(3, 2).size, Rows.planned(3, 2).rank) == (3, 2)

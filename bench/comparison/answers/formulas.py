@@ -14,10 +14,9 @@ from spbench.bench.comparison.published import PublishedPlace
 from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.answer import Answer, Mistake
 from spbench.bench.config.compared import Comparison, ScenarioResults, relative_error
+from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import Row
-from spbench.impls.models.model import model_preset
-from spbench.impls.training.step import PRECISIONS
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -161,15 +160,22 @@ def evaluate(formula: str, letters: Mapping[str, float]) -> float:
 
 def letters(cell: Cell) -> dict[str, float]:
     """What LETTERS stand for at a cell."""
-    model: Any = model_preset(cell.model, cell.model_options)
-    head_size = model.hidden // model.heads
-    return dict(
-        zip(LETTERS, (*cell.shape, model.hidden, model.heads, head_size, cell.sizes.world), strict=True)
-    )
+    hidden, heads = _hidden_and_heads(cell.model, cell.model_options)
+    return dict(zip(LETTERS, (*cell.shape, hidden, heads, hidden // heads, cell.sizes.world), strict=True))
+
+
+@declared
+def _hidden_and_heads(model: str, options: Mapping[str, Any]) -> list[int]:
+    from spbench.impls.models.model import model_preset
+
+    made: Any = model_preset(model, options)
+    return [made.hidden, made.heads]
 
 
 def sent_elements(cell: Cell, row: Row, phases: Sequence[str]) -> float:
     """Elements that one rank sent in these phases, by the meter."""
+    from spbench.impls.training.step import PRECISIONS
+
     width = PRECISIONS[cell.precision].parameters.itemsize
     sent = sum(r["sent_bytes"] for r in row["measurement"]["communication"] if r["phase"] in phases)
     return sent / width

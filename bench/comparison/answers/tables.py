@@ -29,11 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.answer import QUANTITIES, Answer, Mistake
+from spbench.bench.config.choices import strategy_axes
 from spbench.bench.config.compared import Comparison, ScenarioResults, relative_error
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files.published_number import PublishedNumber, Scalar, stands_for
 from spbench.impls.axes import MESH_AXES, ranks_along
-from spbench.impls.strategies.registry import strategies
 
 #: what a column may be matched to; and, with a dot and a name, an option of SECTIONS
 FIELDS = (
@@ -204,7 +204,7 @@ class PublishedTable(Answer):
 def field_value(cell: Cell, field: str) -> Any:
     """A field of a cell as FIELDS and SECTIONS name it; None for an option that the cell does not set."""
     if field == "parallel":
-        return ranks_along(strategies()[cell.strategy].axes, cell.sizes.by_axis)
+        return ranks_along(strategy_axes(cell.strategy), cell.sizes.by_axis)
     if field == "world":
         return cell.sizes.world
     if field in MESH_AXES:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.engines import trace_cache, virtual
+from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.engines import virtual
 from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
@@ -36,7 +37,7 @@ def test_both_ways_measure_the_same(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.yaml").write_text(SCENARIO)
-    monkeypatch.setenv(trace_cache.TRACE_CACHE, str(tmp_path / "traces"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     both(command_line, str(tmp_path / "small.yaml"), tmp_path)
     assert virtual.PLAIN_TRACE not in os.environ
 
@@ -45,15 +46,15 @@ def test_a_plain_run_keeps_no_trace_and_no_earlier_result(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.yaml").write_text(SCENARIO)
-    monkeypatch.setenv(trace_cache.TRACE_CACHE, str(tmp_path / "traces"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     asked = ["run", "--scenario", str(tmp_path / "small.yaml"), "--strategy", "tensor_parallel"]
     for _ in range(2):
         code, _, messages = command_line(*asked, "--output", str(tmp_path / "plain"), "--plain-trace")
         assert code == 0
         assert "kept from before" not in messages
-    assert not (tmp_path / "traces").exists()
+    assert not (tmp_path / "cache" / "traces").exists()
     command_line(*asked, "--output", str(tmp_path / "quick"))
-    assert list((tmp_path / "traces").glob("??/*"))
+    assert list((tmp_path / "cache" / "traces").glob("??/*"))
 
 
 @pytest.mark.slow
@@ -61,5 +62,5 @@ def test_a_plain_run_keeps_no_trace_and_no_earlier_result(
 def test_both_ways_measure_the_same_in_whole_tables(
     command_line: Run, scenario: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(trace_cache.TRACE_CACHE, str(tmp_path / "traces"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     both(command_line, scenario, tmp_path)

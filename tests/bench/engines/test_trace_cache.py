@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
+from spbench.bench.declarations import CACHE_FOLDER
 from spbench.bench.engines import trace_cache, virtual
 from spbench.bench.engines.engine import run
 from spbench.bench.engines.trace_cache import trace_key
@@ -22,7 +23,7 @@ RSA = cell("ring_self_attention")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a cache that this process uses."""
-    monkeypatch.setenv(trace_cache.TRACE_CACHE, str(tmp_path / "traces"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
     monkeypatch.setattr(trace_cache, "_cache", None)
     trace_cache.use()
     return tmp_path / "traces"
@@ -132,15 +133,15 @@ def test_plain_traces_and_meters_of_others_read_nothing(
 
 def test_only_who_asks_keeps_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(trace_cache.TRACE_CACHE, raising=False)
+    monkeypatch.delenv(CACHE_FOLDER, raising=False)
     monkeypatch.setattr(trace_cache, "_cache", None)
     virtual.trace(RSA)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setenv(trace_cache.TRACE_CACHE, "off")
+    monkeypatch.setenv(CACHE_FOLDER, "off")
     trace_cache.use()
     virtual.trace(RSA)
     assert not list(tmp_path.iterdir())
-    monkeypatch.delenv(trace_cache.TRACE_CACHE)
+    monkeypatch.delenv(CACHE_FOLDER)
     trace_cache.use()
     virtual.trace(RSA)
     assert len(list((tmp_path / "spbench" / "traces").glob("??/*"))) == 1

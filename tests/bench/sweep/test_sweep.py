@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell, Learning, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
@@ -71,6 +71,17 @@ def test_cells_that_start_processes_run_alone(tmp_path: Path, monkeypatch: pytes
     with ResultsFile(tmp_path) as results:
         sweep(cells, results, run=fakes.logged, jobs=3)
     assert log.read_text().split("\n") == ["begin 1", "end 1", "begin 4", "end 4", "begin 2", "end 2", ""]
+
+
+def test_training_runs_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their losses are the same at any speed. Two of them meet; a measurement comes after them, alone."""
+    monkeypatch.setenv(fakes.LOG, str(tmp_path / "log"))
+    asked = Learning(steps=1)
+    runs = [cell(2, "distributed").model_copy(update={"learning": asked, "batch": b}) for b in (2, 4)]
+    with ResultsFile(tmp_path) as results:
+        rows = sweep([cell(1, "distributed"), *runs], results, run=fakes.meeting, jobs=2)
+    assert [row["status"] for row in rows] == ["ok", "ok", "ok"], [row["reason"] for row in rows]
+    assert (tmp_path / "log").read_text().splitlines() == ["begin 2", "begin 2", "begin 1"]
 
 
 def test_a_crew_stays_from_sweep_to_sweep(tmp_path: Path) -> None:

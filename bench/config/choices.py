@@ -1,0 +1,96 @@
+"""What cells may name, and what each of these takes, as plain data: known without torch where it is kept on
+disk (:mod:`bench.declarations`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from spbench.bench.cell import TrainingOptions
+from spbench.bench.declarations import declared
+from spbench.bench.engines.engine import engines
+from spbench.bench.errors import suggestion
+from spbench.bench.files.yaml_files import first_problem
+from spbench.bench.meters.registry import meters
+from spbench.bench.search.search import quantities
+from spbench.impls.backends.registry import backends
+from spbench.impls.strategies.registry import strategies
+
+
+@declared
+def names(kind: str) -> list[str]:
+    """The names of all models, strategies, engines, meters, quantities or backends."""
+    return list(_known(kind))
+
+
+def _known(kind: str) -> Iterable[str]:
+    if kind == "model":
+        from spbench.impls.models.model import models
+
+        return sorted(models())
+    if kind == "strategy":
+        return sorted(strategies())
+    if kind == "backend":
+        return sorted(backends())
+    return {"engine": engines, "meter": meters, "quantity": quantities}[kind]()
+
+
+@declared
+def strategy_axes(strategy: str) -> list[str]:
+    """:attr:`Strategy.axes` of the strategy of that name."""
+    return list(strategies()[strategy].axes)
+
+
+@declared
+def option_mistakes(section: str, name: str, given: Mapping[str, Any]) -> list[tuple[list[str], str]]:
+    """What is wrong with options, as (path below ``section``, message).
+
+    Args:
+        section: the key under which they stand in a cell: model_options, strategy_options or training.
+        name: of the model, strategy or backend whose options they are.
+    """
+    others: list[str] = []
+    defaults: Any
+    if section == "model_options":
+        from spbench.impls.models.model import models
+
+        defaults = models()[name]
+    elif section == "strategy_options":
+        defaults = strategies()[name].options_type()
+    else:
+        defaults, others = backends()[name].options_type(), list(TrainingOptions.model_fields)
+    return list(_mistakes(given, defaults, others))
+
+
+def _mistakes(
+    given: Mapping[str, Any], defaults: Any, others: Sequence[str]
+) -> Iterator[tuple[list[str], str]]:
+    """As :func:`option_mistakes`.
+
+    Args:
+        defaults: the options as they are by default, a frozen dataclass.
+        others: further keys that may stand there.
+    """
+    known, hints = [*others, *(f.name for f in fields(defaults))], get_type_hints(type(defaults))
+    for name, value in given.items():
+        if name not in known:
+            what = "unknown key" if others else "unknown option"
+            yield [name], what + (suggestion(name, known) or "; there are none")
+            continue
+        try:
+            TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            yield [name], first_problem(BaseModel, error)[1]
+        if type(value) is int:
+            # a whole number is a count of something, and of none only where that is the default
+            least = 0 if getattr(defaults, name) == 0 else 1
+            if value < least:
+                yield [name], f"must be at least {least}, not {value}"
+    if all(name in known for name in given):
+        try:
+            replace(defaults, **given)
+        except ValueError as error:
+            yield [], str(error)
