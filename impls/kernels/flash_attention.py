@@ -10,7 +10,7 @@ sees keys j <= i; M and L are then equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,50 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
     lse = scores.logsumexp(-1)
     o = scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)
     return o.to(q.dtype), lse
+
+
+#: torch's CPU operator multiplies its tiles of queries with this many keys at a time, hidden or not
+_KEYS_AT_A_TIME = 512
+
+
+def _cpu_flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's CPU operators compute this block: one head size, and a pair of a query and a key (an
+    empty one divides by zero there and kills the process)."""
+    return q.shape[3] == v.shape[3] and q.numel() > 0 and k.numel() > 0
+
+
+def _cpu_tiles(q: Tensor, causal: bool) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """The calls of torch's CPU operator that make up a block: (queries, keys, causal, mask added to scores).
+
+    A causal block of up to 512 positions is cut into two halves of its queries, of which the first meets half
+    of the keys: in one call every query would be multiplied with all of them.
+    """
+    length = q.shape[2]
+    if not causal or not _KEYS_AT_A_TIME // 2 < length <= _KEYS_AT_A_TIME:
+        yield slice(None), slice(None), causal, None
+        return
+    half = length // 2
+    mask = q.new_full((length - half, length), -torch.inf).triu_(half + 1)
+    yield slice(half), slice(half), True, None
+    yield slice(half, None), slice(None), False, mask
+
+
+def _with_adjacent_features(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with stride 1 in the last dim, which torch's CPU operators assume and do not check."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+@flash_attention.register_kernel("cpu")
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    if not _cpu_flash_takes(q, k, v):
+        return flash_attention._init_fn(q, k, v, scale, causal)
+    q, k, v = _with_adjacent_features(q, k, v)
+    o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+    for mine, theirs, top_left, mask in _cpu_tiles(q, causal):
+        o[:, :, mine], lse[:, :, mine] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[:, :, mine], k[:, :, theirs], v[:, :, theirs], 0.0, top_left, attn_mask=mask, scale=scale
+        )
+    return o, lse
 
 
 @flash_attention.register_kernel("cuda")
@@ -79,6 +123,33 @@ def flash_attention_backward(
     share = (d_out * o).sum(-1, keepdim=True)
     d_scores = (d_out @ values.mT).sub_(share).mul_(p).mul_(scale)
     return (d_scores @ keys).to(q.dtype), (d_scores.mT @ queries).to(k.dtype), d_v.to(v.dtype)
+
+
+@flash_attention_backward.register_kernel("cpu")
+def _(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _cpu_flash_takes(q, k, v):
+        return flash_attention_backward._init_fn(d_o, q, k, v, o, lse, scale, causal)
+    d_o, q, k, v, o = _with_adjacent_features(d_o, q, k, v, o)
+    d_q, d_k, d_v = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for mine, theirs, top_left, mask in _cpu_tiles(q, causal):
+        queries, d_keys, d_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_o[:, :, mine],
+            q[:, :, mine],
+            k[:, :, theirs],
+            v[:, :, theirs],
+            o[:, :, mine],
+            lse[:, :, mine],
+            0.0,
+            top_left,
+            attn_mask=mask,
+            scale=scale,
+        )
+        d_q[:, :, mine] = queries
+        d_k[:, :, theirs].add_(d_keys)
+        d_v[:, :, theirs].add_(d_values)
+    return d_q, d_k, d_v
 
 
 @flash_attention_backward.register_kernel("cuda")
