@@ -119,9 +119,7 @@ def contest(mesh: DeviceMesh, shape: Shape, dtype: torch.dtype, rounds: int) -> 
     parts = [[own.shard(x, POSITIONS).contiguous() for x in whole] for _, own, _ in entries]
     found = {}
     for (contender, own, attend), part in zip(entries, parts, strict=True):
-        mine, noisy = (
-            {n: own.shard(x.detach(), POSITIONS) for n, x in of.items()} for of in (exact, rough)
-        )
+        mine, noisy = ({n: own.shard(x.detach(), POSITIONS) for n, x in of.items()} for of in (exact, rough))
         got = results(attend, *part)
         found[contender] = Found(relative_errors(mine, got), relative_errors(mine, noisy), [], [])
     for turn in range(-1, rounds):

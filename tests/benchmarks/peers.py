@@ -1,8 +1,8 @@
 """The public ring and Ulysses attentions that ours are timed beside, on CPU: yunchang and ring-flash-attn.
 
 Both are written for FlashAttention's CUDA kernels, in float16 and bfloat16. Here they find in their place
-torch's CPU flash operators, which our own strategies call too: :func:`install` provides a module ``flash_attn``
-with the four functions that they import. Call it in a process that is used for nothing else.
+torch's CPU flash operators, which our own strategies call too: :func:`install` provides a module
+``flash_attn`` with the functions that they import. Call it in a process that is used for nothing else.
 
 In float32 both packages, as published, give wrong gradients: ``buffer.to(torch.float32)`` is then the buffer
 itself, which the next block overwrites while the sum that it has become travels on; and the contiguous ring

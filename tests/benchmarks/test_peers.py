@@ -58,6 +58,8 @@ def lines(ranks: int, by_rank: list[dict[Contender, Found]]) -> list[dict[str, A
         own, *others = (line for line in table if line["placement"] == placement)
         best = min((line["cpu_ms"] for line in others), default=None)
         own["of_best"] = best and own["cpu_ms"] / best
+        for line in others:
+            line["of_best"] = None
     return sorted(table, key=lambda line: [*by_rank[0]].index(Contender(line["placement"], "spbench")))
 
 
@@ -70,9 +72,9 @@ def test_attention_beside_the_peers(
     table = lines(ranks, by_rank)
     benchmark.extra_info["lines"] = table
     shown = [{k: f"{v:.3g}" if isinstance(v, float) else v for k, v in line.items()} for line in table]
+    title = f"Forward and backward on {ranks} ranks; peers: {', '.join(available()) or 'none installed'}"
     with capsys.disabled():
-        title = f"Forward and backward on {ranks} ranks; peers: {', '.join(available()) or 'none installed'}"
-        print("", drawn(Table(title, [{"of_best": None, **line} for line in shown]), terminal=False), sep="\n")
+        print("", drawn(Table(title, shown), terminal=False), sep="\n")
     if path := os.environ.get("SPBENCH_PEERS"):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)

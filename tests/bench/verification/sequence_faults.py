@@ -5,7 +5,7 @@ A module of its own, so that the ranks can import it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -47,8 +47,8 @@ class NormsNotReduced(MegatronSP):
 
 
 def _one_late(
-    group: dist.ProcessGroup, k: Tensor, v: Tensor, of_block: Callable[..., Any]
-) -> tuple[Tensor, Tensor]:
+    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., Any]
+) -> Sequence[Tensor]:
     """Every owner with the block of the owner before it; the first is right."""
     before: list[tuple[Tensor, Tensor]] = []
 
@@ -56,7 +56,7 @@ def _one_late(
         before.append((keys.clone(), values.clone()))
         return of_block(owner, *before[max(0, len(before) - 2)])
 
-    return _honest_round(group, k, v, late)
+    return _honest_round(group, block, late)
 
 
 _honest_round = ring_attention.gradients_round
