@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from tests.benchmarks.peers import Attend
 
 #: the dim of positions in [B, L, Z, A], the memory layout in which a projection leaves q, k and v
 POSITIONS = 1
+OURS = "spbench"
+PLACEMENTS = ("contiguous", "zigzag", "striped", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Contender:
-    """An attention in the contest.
-
-    Attributes:
-        placement: the algorithm, as in :class:`Peer`.
-        package: "spbench", or that of a peer; with "(mended)" for a peer's mended copy.
-    """
-
-    placement: str
-    package: str
-
-
-@dataclass(frozen=True)
 class Found:
-    """About one contender on one rank.
+    """About one package's attention on one rank.
 
     Attributes:
         errors: of the output and the gradients of q, k and v, relative, beside float64 on one device.
@@ -80,19 +70,15 @@ def ours(chosen: Strategy) -> Attend:
     return lambda q, k, v: chosen.causal_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
-def contenders(group: dist.ProcessGroup, place: Place) -> Iterator[tuple[Contender, Strategy, Attend]]:
-    """Ours first, with each algorithm; the strategy places the positions of its peers too."""
-    chosen = {p: strategy(p, place) for p in ("contiguous", "zigzag", "striped", "ulysses")}
-    for placement, own in chosen.items():
-        yield Contender(placement, "spbench"), own, ours(own)
+def contenders(placement: str, group: dist.ProcessGroup, own: Strategy) -> Iterator[tuple[str, Attend]]:
+    """(package, attention) of that placement: ours, and each peer's as published and mended."""
+    yield OURS, ours(own)
     installed = set(peers.available())
     for peer in peers.PEERS:
-        if peer.package not in installed:
-            continue
-        yield Contender(peer.placement, peer.package), chosen[peer.placement], peer.attend(group, False)
-        if peer.placement != "ulysses":
-            mended = Contender(peer.placement, f"{peer.package} (mended)")
-            yield mended, chosen[peer.placement], peer.attend(group, True)
+        if peer.placement == placement and peer.package in installed:
+            yield peer.package, peer.attend(group, False)
+            if placement != "ulysses":
+                yield f"{peer.package} (mended)", peer.attend(group, True)
 
 
 def results(attend: Attend, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor) -> dict[str, Tensor]:
@@ -108,28 +94,29 @@ def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def contest(mesh: DeviceMesh, shape: Shape, dtype: torch.dtype, rounds: int) -> dict[Contender, Found]:
-    """On this rank: every contender is checked, then all are timed in turns, each round in another order."""
+def contest(
+    mesh: DeviceMesh, placement: str, shape: Shape, dtype: torch.dtype, rounds: int
+) -> dict[str, Found]:
+    """What is found on this rank, by package: each is checked, then all are timed in turns, in each round in
+    another order."""
     peers.install()
     group = mesh.get_group("sp")
+    own = strategy(placement, Place.on(mesh))
     whole = shape.tensors(dtype)
-    exact = results(one_device, *(x.double() for x in whole))
-    rough = results(one_device, *whole)
-    entries = list(contenders(group, Place.on(mesh)))
-    parts = [[own.shard(x, POSITIONS).contiguous() for x in whole] for _, own, _ in entries]
-    found = {}
-    for (contender, own, attend), part in zip(entries, parts, strict=True):
-        mine, noisy = ({n: own.shard(x.detach(), POSITIONS) for n, x in of.items()} for of in (exact, rough))
-        got = results(attend, *part)
-        found[contender] = Found(relative_errors(mine, got), relative_errors(mine, noisy), [], [])
-    for turn in range(-1, rounds):
-        for i in range(len(entries)):
-            at = (i + turn) % len(entries)
-            contender, _, attend = entries[at]
-            cpu_ms, wall_ms = _milliseconds(attend, parts[at], group)
-            if turn >= 0:  # the first turn warms up
-                found[contender].cpu_ms.append(cpu_ms)
-                found[contender].wall_ms.append(wall_ms)
+    exact, rough = results(one_device, *(x.double() for x in whole)), results(one_device, *whole)
+    mine, noisy = ({n: own.shard(x, POSITIONS) for n, x in of.items()} for of in (exact, rough))
+    noise = relative_errors(mine, noisy)
+    part = [own.shard(x, POSITIONS).contiguous() for x in whole]
+    entries = dict(contenders(placement, group, own))
+    found = {
+        name: Found(relative_errors(mine, results(f, *part)), noise, [], []) for name, f in entries.items()
+    }
+    order = random.Random(0)  # the same on all ranks
+    for _ in range(rounds):
+        for name in order.sample(list(entries), len(entries)):
+            cpu_ms, wall_ms = _milliseconds(entries[name], part, group)
+            found[name].cpu_ms.append(cpu_ms)
+            found[name].wall_ms.append(wall_ms)
     return found
 
 
