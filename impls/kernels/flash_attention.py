@@ -31,7 +31,8 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return scores
 
 
-def _has_flash(q: Tensor) -> bool:
+def _is_half(q: Tensor) -> bool:
+    """Whether q is of a half precision, which alone FlashAttention's CUDA kernels take."""
     return q.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -50,6 +51,8 @@ def _forward_by_scores(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
 
 #: torch's CPU operators multiply a tile of queries with this many keys at a time, hidden or not
 _KEYS_AT_A_TIME = 512
+#: the fewest positions of a causal block that two calls compute faster; half precisions repack keys in each
+_LEAST_HALVED, _LEAST_HALVED_IN_HALF = 192, 384
 ALL = slice(None)
 
 
@@ -63,11 +66,12 @@ def _cpu_calls(q: Tensor, causal: bool) -> list[tuple[slice, slice, bool, Tensor
     """The calls of torch's CPU operators that make up a block: (queries, keys, causal, what is added to the
     scores). The last has all keys.
 
-    A causal block of 257 to 512 positions is two calls, for halves of the queries, of which the first meets
+    A causal block of up to 512 positions is two calls, for halves of the queries, of which the first meets
     half of the keys: in one call every query would be multiplied with all of them.
     """
     length = q.shape[2]
-    if not causal or not _KEYS_AT_A_TIME // 2 < length <= _KEYS_AT_A_TIME:
+    least = _LEAST_HALVED_IN_HALF if _is_half(q) else _LEAST_HALVED
+    if not causal or not least <= length <= _KEYS_AT_A_TIME:
         return [(ALL, ALL, causal, None)]
     half = length // 2
     hidden = q.new_full((length - half, length), -torch.inf).triu_(half + 1)
@@ -98,7 +102,7 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 
 
 def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    if not _has_flash(q):
+    if not _is_half(q):
         return _forward_by_scores(q, k, v, scale, causal)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(x.transpose(1, 2) for x in (q, k, v)),
@@ -153,7 +157,7 @@ def _backward_on_cpu(
 def _backward_on_cuda(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_flash(q):
+    if not _is_half(q):
         return _backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
     gradients = torch.ops.aten._flash_attention_backward(
@@ -183,8 +187,8 @@ _LIBRARY = torch.library.Library("spbench", "FRAGMENT")
 
 
 def _operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
-    """Define the operator of that schema, with a kernel for all devices and those of some; no result may be
-    an argument, and autograd does not look into it."""
+    """Define the operator of that schema, with a kernel for all devices and those of some. No result may be an
+    argument. It has no gradient: call it inside autograd functions."""
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, any_device, "CompositeExplicitAutograd")
