@@ -187,8 +187,8 @@ _LIBRARY = torch.library.Library("spbench", "FRAGMENT")
 
 
 def _operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
-    """Define the operator of that schema, with a kernel for all devices and those of some. No result may be an
-    argument. It has no gradient: call it inside autograd functions."""
+    """Define the operator of that schema, with a kernel for all devices and those of some. No result may be
+    an argument. It has no gradient: call it inside autograd functions."""
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, any_device, "CompositeExplicitAutograd")
