@@ -6,11 +6,13 @@ From the o and lse of several blocks the attention to all of their keys can be p
 scaled_dot_product_attention hides (FlashAttention, arXiv 2205.14135; blockwise: arXiv 2310.01889). Shapes: q
 [B, Z, M, A], k, v [B, Z, L, A]; lse [B, Z, M] in float32 for half precisions. ``causal`` means that query i
 sees keys j <= i; M and L are then equal.
+
+o and the gradients lie in memory as [B, M or L, Z, A], as the kernels of torch write them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,23 +31,79 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return scores
 
 
-def _has_flash(q: Tensor) -> bool:
+def _is_half(q: Tensor) -> bool:
+    """Whether q is of a half precision, which alone FlashAttention's CUDA kernels take."""
     return q.dtype in (torch.float16, torch.bfloat16)
 
 
-@torch.library.custom_op("spbench::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """(o [B, Z, M, A] of q's dtype, lse [B, Z, M])."""
+def _new_like(x: Tensor, size: int) -> Tensor:
+    """Memory for [B, Z, M, size] where x is [B, Z, M, A], laid out as [B, M, Z, size]."""
+    batch, heads, length, _ = x.shape
+    return x.new_empty(batch, length, heads, size).transpose(1, 2)
+
+
+def _forward_by_scores(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, scale, causal)
     lse = scores.logsumexp(-1)
-    o = scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)
-    return o.to(q.dtype), lse
+    o = _new_like(q, v.shape[3])
+    return o.copy_(scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)), lse
 
 
-@flash_attention.register_kernel("cuda")
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    if not _has_flash(q):
-        return flash_attention._init_fn(q, k, v, scale, causal)
+#: torch's CPU operators multiply a tile of queries with this many keys at a time, hidden or not
+_KEYS_AT_A_TIME = 512
+#: the fewest positions of a causal block that two calls compute faster; half precisions repack keys in each
+_LEAST_HALVED, _LEAST_HALVED_IN_HALF = 192, 384
+ALL = slice(None)
+
+
+def _cpu_flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's CPU operators compute this block: one head size, and a pair of a query and a key (an
+    empty one divides by zero there and kills the process)."""
+    return q.shape[3] == v.shape[3] and q.numel() > 0 and k.numel() > 0
+
+
+def _cpu_calls(q: Tensor, causal: bool) -> list[tuple[slice, slice, bool, Tensor | None]]:
+    """The calls of torch's CPU operators that make up a block: (queries, keys, causal, what is added to the
+    scores). The last has all keys.
+
+    A causal block of up to 512 positions is two calls, for halves of the queries, of which the first meets
+    half of the keys: in one call every query would be multiplied with all of them.
+    """
+    length = q.shape[2]
+    least = _LEAST_HALVED_IN_HALF if _is_half(q) else _LEAST_HALVED
+    if not causal or not least <= length <= _KEYS_AT_A_TIME:
+        return [(ALL, ALL, causal, None)]
+    half = length // 2
+    hidden = q.new_full((length - half, length), -torch.inf).triu_(half + 1)
+    return [(slice(half), slice(half), True, None), (slice(half, None), ALL, False, hidden)]
+
+
+def _with_adjacent_features(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with stride 1 in the last dim, which torch's CPU operators assume and do not check."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Parts [B, Z, m, ...] one after another along m, in memory as [B, M, Z, ...]."""
+    rows = [x.transpose(1, 2) for x in parts]
+    return (rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)).transpose(1, 2)
+
+
+def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    if not _cpu_flash_takes(q, k, v):
+        return _forward_by_scores(q, k, v, scale, causal)
+    q, k, v = _with_adjacent_features(q, k, v)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found = [
+        operator(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], 0.0, top, attn_mask=mask, scale=scale)
+        for mine, theirs, top, mask in _cpu_calls(q, causal)
+    ]
+    return _joined([o for o, _ in found]), _joined([lse for _, lse in found]).contiguous()
+
+
+def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    if not _is_half(q):
+        return _forward_by_scores(q, k, v, scale, causal)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(x.transpose(1, 2) for x in (q, k, v)),
         None,
@@ -57,36 +115,50 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tens
         False,
         scale=scale,
     )
-    return o.transpose(1, 2).contiguous(), lse
+    return o.transpose(1, 2), lse
 
 
-@flash_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return _new_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
-@torch.library.custom_op("spbench::flash_attention_backward", mutates_args=())
-def flash_attention_backward(
+def _backward_by_scores(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's parts of the gradients of q, k and v, of their dtype.
-
-    ``o`` and ``lse`` are those of the queries' attention to all their keys, in this block and in others.
-    """
     p = _scores(q, k, scale, causal).sub_(lse.unsqueeze(-1)).exp_()
     d_out, queries, keys, values = (x.to(p.dtype) for x in (d_o, q, k, v))
     d_v = p.mT @ d_out
     share = (d_out * o).sum(-1, keepdim=True)
     d_scores = (d_out @ values.mT).sub_(share).mul_(p).mul_(scale)
-    return (d_scores @ keys).to(q.dtype), (d_scores.mT @ queries).to(k.dtype), d_v.to(v.dtype)
+    gradients = d_scores @ keys, d_scores.mT @ queries, d_v
+    d_q, d_k, d_v = (_new_like(x, x.shape[3]).copy_(y) for x, y in zip((q, k, v), gradients, strict=True))
+    return d_q, d_k, d_v
 
 
-@flash_attention_backward.register_kernel("cuda")
-def _(
+def _backward_on_cpu(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_flash(q):
-        return flash_attention_backward._init_fn(d_o, q, k, v, o, lse, scale, causal)
+    if not _cpu_flash_takes(q, k, v):
+        return _backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
+    d_o, q, k, v, o = _with_adjacent_features(d_o, q, k, v, o)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    calls, found = _cpu_calls(q, causal), []
+    for mine, theirs, top, mask in calls:
+        of_queries, of_keys = [x[:, :, mine] for x in (d_o, q)], [x[:, :, theirs] for x in (k, v)]
+        results = (o[:, :, mine], lse[:, :, mine])
+        found.append(operator(*of_queries, *of_keys, *results, 0.0, top, attn_mask=mask, scale=scale))
+    _, d_k, d_v = found[-1]
+    for (_, theirs, *_), (_, d_keys, d_values) in zip(calls[:-1], found[:-1], strict=True):
+        d_k[:, :, theirs].add_(d_keys)
+        d_v[:, :, theirs].add_(d_values)
+    return _joined([d_q for d_q, _, _ in found]), d_k, d_v
+
+
+def _backward_on_cuda(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _is_half(q):
+        return _backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
     gradients = torch.ops.aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in (d_o, q, k, v, o)),
@@ -101,13 +173,49 @@ def _(
         unused,
         scale=scale,
     )
-    d_q, d_k, d_v = (x.transpose(1, 2).contiguous() for x in gradients)
+    d_q, d_k, d_v = (x.transpose(1, 2) for x in gradients)
     return d_q, d_k, d_v
 
 
-@flash_attention_backward.register_fake
-def _(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    d_q, d_k, d_v = (_new_like(x, x.shape[3]) for x in (q, k, v))
+    return d_q, d_k, d_v
+
+
+#: torch.library.custom_op makes the same operators, of which a call costs 50 us more, at every step of a ring
+_LIBRARY = torch.library.Library("spbench", "FRAGMENT")
+
+
+def _operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
+    """Define the operator of that schema, with a kernel for all devices and those of some. No result may be
+    an argument. It has no gradient: call it inside autograd functions."""
+    _LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, any_device, "CompositeExplicitAutograd")
+    for device, kernel in devices.items():
+        _LIBRARY.impl(name, kernel, device)
+    torch.library.register_fake(f"spbench::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.spbench, name).default
+
+
+#: (q, k, v, scale, causal) -> (o [B, Z, M, A] of q's dtype, lse [B, Z, M])
+flash_attention = _operator(
+    "flash_attention(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor, Tensor)",
+    _forward_by_scores,
+    _fake_forward,
+    CPU=_forward_on_cpu,
+    CUDA=_forward_on_cuda,
+)
+#: (d_o, q, k, v, o, lse, scale, causal) -> this block's parts of the gradients of q, k and v, of their dtype;
+#: o and lse are those of the queries' attention to all their keys, in this block and in others
+flash_attention_backward = _operator(
+    "flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float scale,"
+    " bool causal) -> (Tensor, Tensor, Tensor)",
+    _backward_by_scores,
+    _fake_backward,
+    CPU=_backward_on_cpu,
+    CUDA=_backward_on_cuda,
+)
 
 
 def _pairs(q: Sequence[int], k: Sequence[int], causal: bool) -> int:

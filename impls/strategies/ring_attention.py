@@ -57,30 +57,50 @@ def meeting(placement: str, rank: int, owner: int, length: int) -> tuple[slice, 
 
 def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
     """Make of the attention (o, lse) to some keys, in place, that to a block of further keys too."""
-    total = torch.logaddexp(lse, block_lse)
-    o.mul_((lse - total).exp().unsqueeze(-1))
-    o.add_(block_o * (block_lse - total).exp().unsqueeze(-1))
-    lse.copy_(total)
+    # exp(block_lse) / (exp(lse) + exp(block_lse)), the block's share of all weights
+    share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
+    o.lerp_(block_o.to(o.dtype), share)
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+#: gradients of an owner's keys and values, and the index of the part of both that they belong to
+BlockGradients = tuple[Tensor, Tensor, Any]
+
+
+def _keys_and_values(block: Sequence[Tensor]) -> Sequence[Tensor]:
+    """k and v of a block that travels as one tensor [2, ...] or as two."""
+    return block[0].unbind() if len(block) == 1 else block
 
 
 def gradients_round(
-    group: dist.ProcessGroup, k: Tensor, v: Tensor, of_block: Callable[..., tuple[Tensor, Tensor] | None]
-) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's k and v, to which every rank contributes ``of_block(owner, k, v)``.
+    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., BlockGradients | None]
+) -> Sequence[Tensor]:
+    """The gradients of this rank's k and v, to which every rank contributes ``of_block(owner, k, v)``, or
+    nothing where that is None; to its own it contributes those of all positions.
 
-    The sums travel behind the blocks, in at least float32, for they are added to N times.
+    ``block`` is (k, v), or the two in one tensor [2, ...], which makes one message a step of two. The sums
+    travel behind the blocks, in at least float32, for they are added to N times.
     """
-    precise, sums = state_dtype(k.dtype), Ring(group)
-    for owner, (keys, values) in Ring(group).round(k, v):
-        found = of_block(owner, keys, values)
-        first = owner == group.rank()
-        d_k, d_v = (x.new_zeros(x.shape, dtype=precise) for x in (k, v)) if first else sums.finish()
+    precise, ring = state_dtype(block[0].dtype), Ring(group)
+    for owner, passing in Ring(group).round(*block):
+        found = of_block(owner, *_keys_and_values(passing))
+        own = owner == group.rank()
+        sums = [x.new_empty(x.shape, dtype=precise) for x in block] if own else ring.finish()
         if found is not None:
-            d_k.add_(found[0])
-            d_v.add_(found[1])
-        sums.start(d_k, d_v)
-    d_k, d_v = sums.finish()
-    return d_k.to(k.dtype), d_v.to(v.dtype)
+            *gradients, part = found
+            for total, gradient in zip(_keys_and_values(sums), gradients, strict=True):
+                if own:
+                    total[part].copy_(gradient)
+                else:
+                    total[part].add_(gradient)
+        ring.start(*sums)
+    return [x.to(block[0].dtype) for x in _keys_and_values(ring.finish())]
+
+
+def _travelling(k: Tensor, v: Tensor) -> Tensor:
+    """k and v [B, Z, L/N, A] in one message [2, B, L/N, Z, A], as projections make them and flash attention
+    returns their gradients."""
+    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -91,16 +111,17 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, placement: str | None
     ) -> Tensor:
         scale, length = q.shape[-1] ** -0.5, q.shape[2]
-        o = v.new_zeros(v.shape, dtype=state_dtype(v.dtype))
-        lse = o.new_full(o.shape[:3], -torch.inf)
-        for owner, (keys, values) in Ring(group).round(k, v):
+        for owner, (block,) in Ring(group).round(_travelling(k, v)):
             seen = (ALL, ALL, False) if placement is None else meeting(placement, group.rank(), owner, length)
-            if seen is not None:
-                mine, theirs, causal = seen
-                block = flash_attention(
-                    q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, causal
-                )
-                merge(o[:, :, mine], lse[:, :, mine], *block)
+            if seen is None:
+                continue
+            mine, theirs, causal = seen
+            keys, values = block[:, :, theirs].transpose(2, 3)
+            block_o, block_lse = flash_attention(q[:, :, mine], keys, values, scale, causal)
+            if owner == group.rank():  # the first block, of all queries
+                o, lse = block_o.to(block_lse.dtype), block_lse
+            else:
+                merge(o[:, :, mine], lse[:, :, mine], block_o, block_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.group, ctx.placement = group, placement
@@ -110,31 +131,28 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         group, placement, scale, length = ctx.group, ctx.placement, q.shape[-1] ** -0.5, q.shape[2]
-        d_q = torch.zeros_like(q, dtype=lse.dtype)
+        d_q: Tensor | None = None
 
-        def of_block(owner: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        def of_block(owner: int, *block: Tensor) -> BlockGradients | None:
+            nonlocal d_q
             seen = (ALL, ALL, False) if placement is None else meeting(placement, group.rank(), owner, length)
             if seen is None:
                 return None
             mine, theirs, causal = seen
-            queries, block = (x[:, :, mine] for x in (d_o, q)), (x[:, :, theirs] for x in (keys, values))
+            queries = (x[:, :, mine] for x in (d_o, q))
+            keys, values = (x[:, theirs].transpose(1, 2) for x in block)
             d_queries, d_keys, d_values = flash_attention_backward(
-                *queries, *block, o[:, :, mine], lse[:, :, mine], scale, causal
+                *queries, keys, values, o[:, :, mine], lse[:, :, mine], scale, causal
             )
-            d_q[:, :, mine].add_(d_queries)
-            return _placed(d_keys, theirs, length), _placed(d_values, theirs, length)
+            if d_q is None:  # the first block, of all queries
+                d_q = d_queries.to(lse.dtype)
+            else:
+                d_q[:, :, mine].add_(d_queries)
+            return d_keys.transpose(1, 2), d_values.transpose(1, 2), (ALL, theirs)
 
-        d_k, d_v = gradients_round(group, k, v, of_block)
-        return d_q.to(q.dtype), d_k, d_v, None, None
-
-
-def _placed(x: Tensor, where: slice, length: int) -> Tensor:
-    """x [B, Z, n, A] at its places among ``length``, zeros elsewhere."""
-    if x.shape[2] == length:
-        return x
-    whole = x.new_zeros(*x.shape[:2], length, x.shape[3])
-    whole[:, :, where] = x
-    return whole
+        d_k, d_v = gradients_round(group, [_travelling(k, v)], of_block)
+        assert d_q is not None
+        return d_q.to(q.dtype), d_k.transpose(1, 2), d_v.transpose(1, 2), None, None
 
 
 class _RingLinearAttention(torch.autograd.Function):
@@ -157,15 +175,15 @@ class _RingLinearAttention(torch.autograd.Function):
         q, k, v, decay = ctx.saved_tensors
         d_q = torch.zeros_like(q, dtype=state_dtype(q.dtype))
 
-        def of_block(owner: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        def of_block(owner: int, keys: Tensor, values: Tensor) -> BlockGradients | None:
             if owner > ctx.group.rank():
                 return None
             powers = block_decay(decay, ctx.group.rank() - owner, q)
             d_scores = (d_o @ values.mT) * powers
             d_q.add_(d_scores @ keys)
-            return d_scores.mT @ q, ((q @ keys.mT) * powers).mT @ d_o
+            return d_scores.mT @ q, ((q @ keys.mT) * powers).mT @ d_o, ...
 
-        d_k, d_v = gradients_round(ctx.group, k, v, of_block)
+        d_k, d_v = gradients_round(ctx.group, [k, v], of_block)
         return d_q.to(q.dtype), d_k, d_v, None, None
 
 

@@ -5,7 +5,7 @@ A module of its own, so that the ranks can import it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -47,8 +47,8 @@ class NormsNotReduced(MegatronSP):
 
 
 def _one_late(
-    group: dist.ProcessGroup, k: Tensor, v: Tensor, of_block: Callable[..., Any]
-) -> tuple[Tensor, Tensor]:
+    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., Any]
+) -> Sequence[Tensor]:
     """Every owner with the block of the owner before it; the first is right."""
     before: list[tuple[Tensor, Tensor]] = []
 
@@ -56,11 +56,13 @@ def _one_late(
         before.append((keys.clone(), values.clone()))
         return of_block(owner, *before[max(0, len(before) - 2)])
 
-    return _honest_round(group, k, v, late)
+    return _honest_round(group, block, late)
 
 
 _honest_round = ring_attention.gradients_round
 _honest_decay = ring_attention.block_decay
+_honest_forward = ring_attention.flash_attention
+_honest_backward = ring_attention.flash_attention_backward
 
 
 class _StaleRing(ring_attention._RingAttention):
@@ -75,6 +77,35 @@ class StaleBlockInRingBackward(RingAttention):
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _StaleRing.apply(q, k, v, self.group, self.options.placement)
+
+
+def _of_block_alone(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *how: Any) -> Any:
+    return _honest_backward(d_o, q, k, v, *_honest_forward(q, k, v, *how), *how)
+
+
+class _RingOfBlocksAlone(ring_attention._RingAttention):
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        with mock.patch.object(ring_attention, "flash_attention_backward", _of_block_alone):
+            return ring_attention._RingAttention.backward(ctx, d_o)
+
+
+class BackwardOfBlocksAlone(RingAttention):
+    """Each block's gradients with the output and the log-sum-exp of that block, not of all keys."""
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _RingOfBlocksAlone.apply(q, k, v, self.group, self.options.placement)
+
+
+def _rounded(*arguments: Any) -> tuple[Tensor, Tensor]:
+    o, lse = _honest_forward(*arguments)
+    return o, lse.bfloat16().to(lse.dtype)
+
+
+class LogSumExpInHalfPrecision(RingAttention):
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with mock.patch.object(ring_attention, "flash_attention", _rounded):
+            return super().causal_attention(q, k, v)
 
 
 def _added(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:

@@ -52,6 +52,100 @@ def test_values_and_gradients_are_torchs(dtype: torch.dtype, causal: bool, m: in
         assert error(x, of.grad) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("m", "length", "causal"),
+    # one call and two, even and odd, on both sides of where torch's operator changes its way
+    [
+        (191, 191, True),
+        (192, 192, True),
+        (511, 511, True),
+        (512, 512, True),
+        (513, 513, True),
+        (300, 600, False),
+    ],
+)
+def test_torchs_cpu_operators_compute_a_part_of_the_whole(
+    dtype: torch.dtype, m: int, length: int, causal: bool
+) -> None:
+    """Backward gets o and lse of the attention to another block too; inputs are views of wider tensors."""
+    q, d_o, k, v = (x[:, :, 1:] for x in inputs(dtype, "cpu", m + 1, length + 1))
+    *_, more_k, more_v = inputs(dtype, "cpu", m, 40)
+    exact = [x.double().clone().requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].mT / 4
+    if causal:
+        scores = scores.masked_fill(torch.ones(m, length, dtype=torch.bool).triu(1), -torch.inf)
+    other = exact[0].detach() @ more_k.double().mT / 4
+    whole = torch.cat((scores, other), -1)
+    o = whole.softmax(-1) @ torch.cat((exact[2], more_v.double()), 2)
+    o.backward(d_o.double())
+
+    parts = flash_attention(q, k, v, 0.25, causal), flash_attention(q, more_k, more_v, 0.25, False)
+    (merged, lse), (block_o, block_lse) = parts
+    assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert error(lse, scores.detach().logsumexp(-1)) < (1e-12 if dtype is torch.float64 else 1e-5)
+    merged = merged.to(lse.dtype)
+    merge(merged, lse, block_o, block_lse)
+    assert error(merged, o.detach()) < TOLERANCE[dtype]
+    gradients = flash_attention_backward(d_o, q, k, v, merged.to(dtype), lse, 0.25, causal)
+    for x, of in zip(gradients, exact, strict=True):
+        assert of.grad is not None
+        assert error(x, of.grad) < TOLERANCE[dtype]
+
+
+def test_scores_are_not_materialised() -> None:
+    """Of 2,048 positions they would take 8 MiB a head, 48 MiB."""
+    q, d_o, k, v = inputs(torch.float32, "cpu", 2048, 2048)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        o, lse = flash_attention(q, k, v, 0.25, True)
+        flash_attention_backward(d_o, q, k, v, o, lse, 0.25, True)
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert 0 < largest < 2**24
+
+
+def test_features_that_are_not_adjacent() -> None:
+    """Torch's CPU operators read past them."""
+    q, d_o, k, v = inputs(torch.float64, "cpu")
+    strided = [x.mT.contiguous().mT for x in (q, d_o, k, v)]
+    expanded = torch.ones((), dtype=torch.float64).expand(d_o.shape)
+    for (a, d_a, b, c), (x, d_x, y, z) in (
+        (strided, (q, d_o, k, v)),
+        ((q, expanded, k, v), (q, expanded.contiguous(), k, v)),
+    ):
+        got, want = flash_attention(a, b, c, 0.25, True), flash_attention(x, y, z, 0.25, True)
+        got += flash_attention_backward(d_a, a, b, c, *got, 0.25, True)
+        want += flash_attention_backward(d_x, x, y, z, *want, 0.25, True)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("m", "length"), [(0, 4), (4, 0), (0, 0)])
+def test_empty_blocks(m: int, length: int) -> None:
+    """Torch's CPU operators divide by zero there, and the process dies."""
+    q, d_o, k, v = inputs(torch.float32, "cpu", m, length)
+    o, lse = flash_attention(q, k, v, 0.25, False)
+    assert not o.any()
+    assert (lse == -torch.inf).all()
+    gradients = flash_attention_backward(d_o, q, k, v, o, lse, 0.25, False)
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
+    assert not any(x.any() for x in gradients)
+
+
+def test_a_block_without_keys_merges_to_what_was_there() -> None:
+    q, _, k, v = inputs(torch.float64, "cpu")
+    o, lse = flash_attention(q, k, v, 0.25, False)
+    before = o.clone(), lse.clone()
+    merge(o, lse, *flash_attention(q, k[:, :, :0], v[:, :, :0], 0.25, False))
+    torch.testing.assert_close((o, lse), before)
+
+
+def test_values_of_another_head_size() -> None:
+    q, _, k, v = inputs(torch.float64, "cpu")
+    o, lse = flash_attention(q, k, v, 0.25, True)
+    narrow, same = flash_attention(q, k, v[..., :8], 0.25, True)
+    torch.testing.assert_close((narrow, same), (o[..., :8], lse), rtol=1e-12, atol=1e-12)
+
+
 def test_blocks_merge_to_the_whole() -> None:
     q, _, k, v = inputs(torch.float64, "cpu")
     o = torch.zeros_like(q)
