@@ -1,13 +1,25 @@
-"""What all tests share: a pool of ranks, and a single thread for torch, as the ranks have."""
+"""What all tests share: a pool of ranks, a cache of traces of their own, and one thread for torch."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.trace_cache import TRACE_CACHE
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # as the ranks have
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the workers of sweeps keep their traces in a folder that ends with the tests, which the workers of
+    xdist share: they get the environment of the first process."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="spbench-test-traces-", ignore_cleanup_errors=True)
+        os.environ[TRACE_CACHE] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="Give a cell up after this time, whatever the scenario says.",
 )
+@click.option(
+    "--plain-trace",
+    is_flag=True,
+    help="Ask torch about every operator, read no trace from disk and simulate every rank: slow, to check "
+    "that the quick way gives the same numbers. Implies --fresh.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @reported
 def command(
@@ -41,6 +48,7 @@ def command(
     output: Path | None,
     fresh: bool,
     timeout: float | None,
+    plain_trace: bool,
     dry_run: bool,
 ) -> Report:
     """Run a scenario's cells, and compare them with what was published.
@@ -54,10 +62,17 @@ def command(
     narrowing = dataclasses.replace(narrowing, engines=engine)
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:
-        return planned(loaded, narrowing, folder, fresh)
-    ran = run_cells(loaded, narrowing, folder, jobs, fresh, timeout_s=timeout)
+        return planned(loaded, narrowing, folder, fresh or plain_trace)
+    with _plain_traces() if plain_trace else nullcontext():
+        ran = run_cells(loaded, narrowing, folder, jobs, fresh or plain_trace, timeout_s=timeout)
     drawn, figure_failed = draw_figure(loaded, ran, folder)
     return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0)
+
+
+def _plain_traces() -> AbstractContextManager[None]:
+    from spbench.bench.engines.virtual import only_plain_traces  # imports torch
+
+    return only_plain_traces()
 
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Report:

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spbench.bench.cell import Cell, Measurement, Sizes
+from spbench.bench.engines import trace_cache
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.setup import record_step
@@ -27,9 +28,23 @@ from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.impls.axes import device_mesh
 
-#: environment variable: if set and not empty, no operator is remembered (:class:`FastRecorder`), and every
-#: rank is simulated (:mod:`bench.simulator.folding`)
+#: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, no
+#: trace is read from disk, and every rank is simulated (:mod:`bench.simulator.folding`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
+
+
+@contextmanager
+def only_plain_traces() -> Iterator[None]:
+    """Inside, this process and those that it starts take the plain path; see :data:`PLAIN_TRACE`."""
+    before = os.environ.get(PLAIN_TRACE)
+    os.environ[PLAIN_TRACE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PLAIN_TRACE]
+        else:
+            os.environ[PLAIN_TRACE] = before
 
 
 class VirtualEngine(Engine):
@@ -91,6 +106,12 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
         Unsupported: the strategy cannot run these sizes.
     """
     plan(cell)
+    if cell.meters or _plain():
+        return _traced(cell, rank, events)
+    return trace_cache.kept(cell, rank, events, lambda: _traced(cell, rank, events))
+
+
+def _traced(cell: Cell, rank: int, events: bool) -> Trace:
     further = meter_classes(cell.meters)
     with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
         mode = FakeTensorMode()
@@ -99,7 +120,7 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
             if further or _plain()
             else FastRecorder(mode, mesh, events=events)
         )
-        with mode, recorder:
+        with mode, recorder, disable_fake_tensor_cache(mode):
             record_step(cell, mesh, recorder)
         return Trace.of(cell, rank, recorder)
 

@@ -6,25 +6,22 @@ The digest has five parts, which are kept apart so that a message can say which 
 - ``model``, ``strategy``: class and options, the defaults included; ``model`` also has the cell's other
   settings with their defaults;
 - ``code``: the Python files that can change a measurement: all of impls/ and bench/ but what only chooses
-  cells or reads rows (:data:`NOT_MEASURING`), and all files of installed plug-ins;
+  cells or reads rows (:data:`bench.files.measuring_code.NOT_MEASURING`), and all files of installed plug-ins;
 - ``torch``: its version.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from functools import cache
-from importlib.metadata import distributions
-from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.files.cluster import load_cluster
+from spbench.bench.files.measuring_code import DIGEST_LENGTH, code_digest
 from spbench.bench.sweep.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
 from spbench.impls.models.model import model_preset
@@ -32,28 +29,8 @@ from spbench.impls.strategies.registry import strategy_class
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
 
-#: rooms and modules of bench that no measurement runs through; a new room counts until it is named here
-NOT_MEASURING = frozenset(
-    {
-        "calibration",
-        "commands",
-        "comparison",
-        "sweep",
-        "verification",
-        "atomic_write.py",
-        "cli.py",
-        "errors.py",
-    }
-)
-
 #: keys of a cluster file that say where a figure comes from
 _ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from")
-
-#: hexadecimal digits of a part
-_LENGTH = 16
-
-#: prefix of the groups of entry points in which other distributions offer strategies, models, ...
-_PLUGIN_GROUPS = "spbench."
 
 
 def digest(cell: Cell) -> dict[str, str]:
@@ -114,46 +91,6 @@ def _spelled(parts: list[str]) -> str:
     return "made by a version without digests" if len(parts) == len(PARTS) else " and ".join(parts)
 
 
-@cache
-def code_digest() -> str:
-    """The part ``code`` of the digest, of the files as they are at the first call."""
-    here = Path(__file__).resolve()
-    return digest_of_files(here.parents[2], [*measuring_files(here.parents[2]), *_plugin_files()])
-
-
-def measuring_files(root: Path) -> Iterator[Path]:
-    """The Python files below ``root``, which has the folders impls and bench, that a measurement may run."""
-    for path in (root / "impls").rglob("*.py"):
-        yield path
-    for path in (root / "bench").rglob("*.py"):
-        if path.relative_to(root / "bench").parts[0] not in NOT_MEASURING:
-            yield path
-
-
-def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
-    """A digest of names and contents of files; where ``root`` lies does not matter to it."""
-    found = hashlib.sha256()
-    for path in sorted(paths):
-        name = path.relative_to(root) if path.is_relative_to(root) else path.name
-        content = path.read_bytes()
-        found.update(f"{name} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:_LENGTH]
-
-
-def _plugin_files() -> Iterator[Path]:
-    """The Python files of the packages that entry points of plug-ins lie in."""
-    entries = (entry for distribution in distributions() for entry in distribution.entry_points)
-    for package in {
-        entry.module.split(".")[0] for entry in entries if entry.group.startswith(_PLUGIN_GROUPS)
-    }:
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            for folder in spec.submodule_search_locations:
-                yield from Path(folder).rglob("*.py")
-        elif spec is not None and spec.origin is not None:
-            yield Path(spec.origin)
-
-
 def _without_texts(cluster: Any) -> Any:
     if isinstance(cluster, dict):
         return {key: _without_texts(value) for key, value in cluster.items() if key not in _ABOUT_FIGURES}
@@ -166,4 +103,4 @@ def _path_of(cls: type) -> str:
 
 def _sha256(content: Any) -> str:
     text = json.dumps(content, sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]

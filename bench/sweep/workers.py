@@ -252,7 +252,10 @@ def _serve(connection: Connection, pickled_run: bytes, folder: Path) -> None:
     run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
     import torch
 
+    from spbench.bench.engines import trace_cache
+
     torch.set_num_threads(1)  # the workers share the cores
+    trace_cache.use()
     with suppress(EOFError, OSError):
         while True:
             cell = connection.recv()

@@ -15,15 +15,8 @@ from spbench.bench.cli import exit_code
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.files.cluster import load_cluster
-from spbench.bench.sweep.digest import (
-    NOT_MEASURING,
-    changed_parts,
-    code_digest,
-    digest_of_files,
-    is_final,
-    measuring_files,
-    outdated,
-)
+from spbench.bench.files.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
+from spbench.bench.sweep.digest import changed_parts, is_final, outdated
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.sweep import sweep as sweep_in_workers

@@ -1,0 +1,91 @@
+"""Traces on disk: what has been traced once by the same code is read instead.
+
+A trace depends on the cell without its cluster, on the rank, the code, torch and the processor; so cells that
+differ in the cluster alone are timed from one trace, as are probes of searches that are run again, and cells
+that several scenarios have. Only workers of sweeps use the cache (:func:`use`): these have their code
+from the files that the digest is made of, whereas an interactive session may have changed a class in memory.
+
+The folder is that of the environment variable ``SPBENCH_TRACE_CACHE``, or ``spbench/traces`` below
+``XDG_CACHE_HOME`` (``~/.cache``); the value "off" keeps no traces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
+from spbench.bench.engines.traces import Trace
+from spbench.bench.files.disk_cache import DiskCache
+from spbench.bench.files.measuring_code import code_digest
+
+#: environment variable: the folder of the cache, or "off"
+TRACE_CACHE = "SPBENCH_TRACE_CACHE"
+
+#: bytes of all traces; one of 64 ranks has some 50 kB, one of 1,024 some MB
+LIMIT_BYTES = 2 * 2**30
+
+#: fields of a cell that no trace depends on: what the trace is for, and on which cards it is timed
+_NOT_TRACED = frozenset({"cluster", "engine", "timing", "search", "learning", "meters", "variant"})
+
+_cache: DiskCache | None = None
+
+
+def use() -> None:
+    """From now on this process keeps traces on disk, unless the environment says otherwise."""
+    global _cache
+    folder = os.environ.get(TRACE_CACHE) or _default_folder()
+    _cache = None if folder == "off" else DiskCache(Path(folder), LIMIT_BYTES)
+
+
+def _default_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "spbench", "traces")
+
+
+def kept(cell: Cell, rank: int, events: bool, trace: Callable[[], Trace]) -> Trace:
+    """What ``trace`` returns, or has returned in an earlier run.
+
+    Args:
+        events: whether the trace has a program.
+        trace: makes the trace of that rank of the cell.
+    """
+    if _cache is None:
+        return trace()
+    key = trace_key(cell, rank, events)
+    with _cache.making(key):
+        if (found := _read(_cache, key, cell)) is not None:
+            return found
+        made = trace()
+        _cache.write(key, to_bytes(made))
+        return made
+
+
+def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
+    content = cache.read(key)
+    if content is None:
+        return None
+    try:
+        return from_bytes(content, cell)
+    except DamagedTrace:  # it is made again
+        return None
+
+
+def trace_key(cell: Cell, rank: int, events: bool) -> str:
+    """A digest of all that a trace depends on."""
+    content = {
+        "cell": cell.model_dump(mode="json", exclude=set(_NOT_TRACED)),
+        "rank": rank,
+        "events": events,
+        "code": code_digest(),
+        "torch": torch.__version__,
+        "processor": platform.machine(),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

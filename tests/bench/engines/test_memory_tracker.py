@@ -1,0 +1,36 @@
+"""Peaks are those of torch's own MemTracker, to the byte, for every strategy and backend.
+
+MemTracker hooks itself into every module. Where it refuses the hooks (a module that is called more than once,
+as in a pipeline), or they keep tensors alive that the step alone does not (with checkpointing, and at lengths
+where the peak lies in backward: up to 1% of it), there is nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spbench.bench.engines import virtual
+from spbench.bench.meters.memory import MemoryLog
+from tests.bench.engines.memory_tracker import tracked_peak
+from tests.bench.meters.test_fast_recorder import CELLS
+
+NAMES = CELLS.keys() - {"pipeline", "dropout and checkpointing"}
+
+
+def unrounded_peak(log: MemoryLog) -> int:
+    """The largest sum of bytes of live storages, without the granules of an allocator."""
+    events, sizes = np.asarray(log.events), np.asarray(log.sizes)
+    return int(np.cumsum(np.sign(events) * sizes[np.abs(events) - 1]).max())
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_the_peak_is_that_of_torchs_own_tracker(name: str) -> None:
+    assert unrounded_peak(virtual.trace(CELLS[name]).memory) == tracked_peak(CELLS[name])
+
+
+def test_a_storage_that_is_missed_is_seen() -> None:
+    log = virtual.trace(CELLS["ring_self_attention"]).memory
+    assert log.tags
+    log.sizes[next(iter(log.tags))] -= 4
+    assert unrounded_peak(log) == tracked_peak(CELLS["ring_self_attention"]) - 4
