@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 @click.option(
     "--plain-trace",
     is_flag=True,
-    help="Ask torch about every operator and read no trace from disk: slow, to check that the quick way "
-    "gives the same numbers. Implies --fresh.",
+    help="Ask torch about every operator, read no trace from disk and simulate every rank: slow, to check "
+    "that the quick way gives the same numbers. Implies --fresh.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @reported
