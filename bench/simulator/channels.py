@@ -35,12 +35,12 @@ class Channels:
     def of(self, number: int, step: int) -> Channel:
         """What the send finds that is this step of that program."""
         steps = self._world.steps[number]
-        peer, batch, nbytes = steps.partners[step], steps.batch[step], steps.nbytes[step]
-        key = (number, peer, batch, nbytes)
+        peer, at_once, nbytes = steps.partners[step], steps.at_once[step], steps.nbytes[step]
+        key = (number, peer, at_once, nbytes)
         if key not in self._found:
             # ranks that are not simulated take their share of the network cards too
             latency, per_byte = self._costs.transfers(
-                steps.all_ranks.tolist(), steps.peers(peer).tolist(), batch
+                steps.all_ranks.tolist(), steps.peers(peer).tolist(), at_once
             )
             simulated = slice(len(steps.ranks))
             free = self._free.setdefault((number, peer), np.zeros(len(steps.ranks)))

@@ -39,7 +39,8 @@ class Steps:
         at: the program's event of each step; steps are what is not a kernel.
         kinds, partners: of each step; a wait's partner is the step that it waits for.
         nbytes: bytes of each step's payload.
-        batch: of each send, how many of the sends posted with it (nothing between them but other posts).
+        at_once: of each send, to how many peers the sends go that are posted with it (nothing between them
+            but other posts). Those to the same peer go one after another.
     """
 
     program: Program
@@ -49,7 +50,7 @@ class Steps:
     kinds: list[int] = field(init=False)
     partners: list[int] = field(init=False)
     nbytes: list[float] = field(init=False)
-    batch: list[int] = field(init=False)
+    at_once: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         program = self.program
@@ -62,21 +63,23 @@ class Steps:
         partner[waits] = step_of[partner[waits]]
         self.partners = partner.tolist()
         self.nbytes = program.nbytes[self.at].tolist()
-        self.batch = self._batches()
+        self.at_once = self._peers_at_once()
 
     def __len__(self) -> int:
         return len(self.kinds)
 
-    def _batches(self) -> list[int]:
+    def _peers_at_once(self) -> list[int]:
         kinds = self.program.kind[self.at]
         posts, sends = (kinds == SEND) | (kinds == RECV), kinds == SEND
         # a batch goes on where a post follows another with no event between them
         follows = np.diff(self.at, prepend=-2) == 1
         follows[1:] &= posts[:-1]
-        number = np.cumsum(posts & ~follows)
-        batch = np.ones(len(kinds), dtype=np.int64)
-        batch[sends] = np.bincount(number[sends], minlength=1)[number[sends]]
-        return batch.tolist()
+        batch = np.cumsum(posts & ~follows)[sends]
+        partners = np.array(self.partners, dtype=np.int64)[sends]
+        different = np.unique(np.stack((batch, partners)), axis=1)[0]
+        at_once = np.ones(len(kinds), dtype=np.int64)
+        at_once[sends] = np.bincount(different, minlength=1)[batch]
+        return at_once.tolist()
 
     def peers(self, peer: int) -> np.ndarray:
         """The global rank that a peer, by the program's index of it, is for each of ``all_ranks``."""

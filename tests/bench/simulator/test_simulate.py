@@ -85,6 +85,17 @@ def test_a_ring_that_waits_later_hides_what_fits(compute: float) -> None:
     assert found.breakdown["hidden_communication_s"] == pytest.approx(7 * min(2, compute))
 
 
+@pytest.mark.parametrize(("second", "seconds"), [(1, 2 + 3), (2, 2 * 3)], ids=["one peer", "two peers"])
+def test_sends_of_one_batch_share_the_link_once(second: int, seconds: float) -> None:
+    """To one peer they go one after another; to two peers at half the speed each, until the longer ends."""
+    b = ProgramBuilder((1, 1, 1, 3))
+    works = [b.send(2, (0, 0, 0, 1)), b.send(3, (0, 0, 0, second))]
+    works += [b.recv(2, (0, 0, 0, 2)), b.recv(3, (0, 0, 0, 3 - second))]
+    for work in works:
+        b.wait(work)
+    assert timed([b.program()], [range(3)]).step_time_s == seconds
+
+
 def test_an_async_collective_is_hidden_until_it_is_waited_for() -> None:
     for late in (False, True):
         b = ProgramBuilder((1, 1, 1, 2))
