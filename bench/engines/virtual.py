@@ -27,7 +27,8 @@ from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.impls.axes import device_mesh
 
-#: environment variable: if set and not empty, no operator is remembered (:class:`FastRecorder`)
+#: environment variable: if set and not empty, no operator is remembered and every step of a ring is run
+#: (:class:`FastRecorder` does otherwise)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 
