@@ -103,7 +103,8 @@ _MOST_ENTRIES = 500_000
 
 
 class FastRecorder(Recorder):
-    """As :class:`Recorder`, on fake tensors of one mode.
+    """As :class:`Recorder`, on fake tensors of one mode; of the steps of a ring that are alike only some are
+    run (:class:`RepeatedSteps`).
 
     Args:
         mode: the mode that is entered around this one.
@@ -125,7 +126,7 @@ class FastRecorder(Recorder):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._choosing.__exit__(*error)
+        self._choosing.__exit__(None, None, None)
         super().__exit__(*error)
 
     def __torch_dispatch__(

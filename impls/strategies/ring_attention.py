@@ -31,7 +31,7 @@ from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, sta
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions
+from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, chunk_of
 from spbench.impls.traffic import Traffic
 
 PLACEMENTS = ("contiguous", "striped", "zigzag")
@@ -252,8 +252,8 @@ class RingAttention(GridChunks):
             return super().shard(x, dim)
         if self.options.placement == "striped":
             return x.unflatten(dim, (-1, self.size)).select(dim + 1, self.rank)
-        chunks = x.chunk(2 * self.size, dim)
-        return torch.cat((chunks[self.rank], chunks[2 * self.size - 1 - self.rank]), dim)
+        places, parts = (self.rank, 2 * self.size - 1 - self.rank), 2 * self.size
+        return torch.cat([chunk_of(x, dim, place, parts) for place in places], dim)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):

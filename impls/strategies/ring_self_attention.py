@@ -23,7 +23,7 @@ from spbench.impls.collectives import all_reduce, ring, sum_over_group
 from spbench.impls.kernels.softmax import masked_softmax
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site
-from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.strategies.sequence_chunks import SequenceChunks, chunk_of
 from spbench.impls.traffic import Traffic
 
 
@@ -37,7 +37,7 @@ class RingScores(torch.autograd.Function):
         heads, chunk, _ = q.shape
         scores = q.new_empty(heads, chunk, chunk * _size(group))
         for owner, keys in ring(k, group):
-            torch.bmm(q, keys.transpose(1, 2), out=_columns(scores, owner, chunk))
+            torch.bmm(q, keys.transpose(1, 2), out=chunk_of(scores, 2, owner, _size(group)))
         return scores
 
     @staticmethod
@@ -45,7 +45,7 @@ class RingScores(torch.autograd.Function):
         q, k = ctx.saved_tensors
         d_q = torch.zeros_like(q)
         for owner, keys in ring(k, ctx.group):
-            d_q.baddbmm_(_columns(d_scores, owner, k.shape[1]), keys)
+            d_q.baddbmm_(chunk_of(d_scores, 2, owner, _size(ctx.group)), keys)
         d_keys = torch.bmm(d_scores.transpose(1, 2), q)  # this rank's part of the sum, for all L keys
         return d_q, _own_rows(all_reduce(d_keys, ctx.group), ctx.group), None
 
@@ -59,7 +59,7 @@ class RingOutput(torch.autograd.Function):
         ctx.group = group
         output = torch.zeros_like(v)
         for owner, values in ring(v, group):
-            output.baddbmm_(_columns(p, owner, v.shape[1]), values)
+            output.baddbmm_(chunk_of(p, 2, owner, _size(group)), values)
         return output
 
     @staticmethod
@@ -68,7 +68,7 @@ class RingOutput(torch.autograd.Function):
         d_output = d_output.contiguous()
         d_p = torch.empty_like(p)
         for owner, values in ring(v, ctx.group):
-            torch.bmm(d_output, values.transpose(1, 2), out=_columns(d_p, owner, v.shape[1]))
+            torch.bmm(d_output, values.transpose(1, 2), out=chunk_of(d_p, 2, owner, _size(ctx.group)))
         d_values = torch.bmm(p.transpose(1, 2), d_output)  # this rank's part of the sum, for all L values
         return d_p, _own_rows(all_reduce(d_values, ctx.group), ctx.group), None
 
@@ -77,18 +77,12 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def _columns(x: Tensor, owner: int, chunk: int) -> Tensor:
-    """The columns of x [BZ, L/N, L] that belong to the chunk of ``owner``, a view."""
-    return x.narrow(2, owner * chunk, chunk)
-
-
 def _own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's L/N rows of x [BZ, L, A], in memory of their own so that the rest can be freed."""
     if _size(group) == 1:
         return x
     assert group is not None
-    rows = x.shape[1] // group.size()
-    return x.narrow(1, group.rank() * rows, rows).contiguous()
+    return chunk_of(x, 1, group.rank(), group.size()).contiguous()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,13 @@ from spbench.impls.strategies.base import (
 from spbench.impls.strategies.grid import Grid
 
 
+def chunk_of(x: Tensor, dim: int, number: int, parts: int) -> Tensor:
+    """Chunk ``number`` of x cut into ``parts`` equal ones along ``dim``, as a view; ``parts`` must divide the
+    dim. ``Tensor.chunk`` would make views of the others too, of which there are as many as ranks."""
+    length = x.shape[dim] // parts
+    return x.narrow(dim, number * length, length)
+
+
 class SequenceChunks(Strategy):
     """Positions are cut into N chunks; what acts on each position alone needs nothing else.
 
@@ -60,7 +67,7 @@ class SequenceChunks(Strategy):
     def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
         if isinstance(dim, tuple):
             dim = dim[self.grid_dim]
-        return x if dim is None else x.chunk(self.size, dim)[self.rank]
+        return x if dim is None else chunk_of(x, dim, self.rank, self.size)
 
     def grid(self, x: Tensor, sizes: Sequence[int]) -> Grid:
         if self.size == 1:

@@ -433,6 +433,16 @@ def test_a_phase_that_begins_in_a_loop_has_it_run_in_full(steps: Steps) -> None:
     assert len(loop()) == N == steps.run
 
 
+@pytest.mark.parametrize("name", ["striped", "RSA"])
+def test_a_shortened_trace_is_that_of_the_plain_path(
+    name: str, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shortened = virtual.trace(RINGS[name], N // 2, events=True)
+    assert steps.run < steps.asked
+    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
+    assert differences(shortened, virtual.trace(RINGS[name], N // 2, events=True)) == []
+
+
 def test_real_ranks_and_plain_traces_run_every_step(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(keyed_steps(N, lambda step: 0)) == list(range(N))
     monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
