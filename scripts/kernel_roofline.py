@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from spbench.bench.comparison.findings import Line, markdown
 from spbench.bench.files.cluster import load_cluster
 from spbench.impls.kernels import flash_attention  # noqa: F401  (defines its operators)
 from spbench.impls.kernels.linear_attention import BLOCK, OPS, TILE
@@ -137,11 +138,11 @@ def models() -> Iterator[tuple[str, list[Kernel]]]:
         yield f"causal-transformer-1b, Z {softmax_model.heads}, {what}", kernels
 
 
-def kernel_table() -> list[list[str]]:
-    """A line for each kernel of each model, under a header."""
+def kernel_table() -> list[Line]:
+    """A line for each kernel of each model."""
     cards = rates()
     heads = [f"{card} {what}" for card in cards for what in ("ms", "bound by", "of bf16 peak", "without L2")]
-    table = [["model", "kernel", "GFLOP", "MB", "FLOP/byte", "MB by programs", *heads]]
+    columns, table = ["model", "kernel", "GFLOP", "MB", "FLOP/byte", "MB by programs", *heads], []
     for model, kernels in models():
         for kernel in kernels:
             loaded = kernel.loaded_bytes
@@ -153,31 +154,24 @@ def kernel_table() -> list[list[str]]:
                 line += [f"{best * 1e3:.3f}", "memory" if by_memory else "products"]
                 line += [f"{kernel.flops / best / flop_rate:.0%}"]
                 line += [f"{best / kernel.roofline_s(flop_rate, byte_rate, loaded):.0%}" if loaded else ""]
-            table.append(line)
+            table.append(dict(zip(columns, line, strict=True)))
     return table
 
 
-def block_table() -> list[list[str]]:
+def block_table() -> list[Line]:
     """A line for each size of a block: the sums over a step of TNL-1B's attention."""
     cards = rates()
     model = LINEAR_MODELS["tnl-1b"]
-    table = [["block", "GFLOP", "MB", "MB kept in states", *(f"{card} ms" for card in cards)]]
+    columns, table = ["block", "GFLOP", "MB", "MB kept in states", *(f"{card} ms" for card in cards)], []
     for block in BLOCKS:
         kernels = [*linear_kernels(model.heads, model.hidden // model.heads, LENGTH, block)]
         states = model.heads * (LENGTH // block + 1) * (model.hidden // model.heads) ** 2 * 4
         line = [str(block), f"{sum(k.flops for k in kernels) / 1e9:.1f}"]
         line += [f"{sum(k.least_bytes for k in kernels) / 1e6:.0f}", f"{states / 1e6:.0f}"]
         line += [f"{sum(k.roofline_s(*rate) for k in kernels) * 1e3:.3f}" for rate in cards.values()]
-        table.append(line)
+        table.append(dict(zip(columns, line, strict=True)))
     return table
 
 
-def markdown(table: Sequence[Sequence[str]]) -> str:
-    """The table, whose first line is the header."""
-    header, *lines = table
-    rule = ["---"] * len(header)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
-
-
 if __name__ == "__main__":
-    print(markdown(kernel_table()), markdown(block_table()), sep="\n\n")
+    print(markdown(kernel_table()), markdown(block_table()), sep="\n")

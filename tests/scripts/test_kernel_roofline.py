@@ -18,7 +18,7 @@ def script() -> dict[str, Any]:
 @pytest.mark.parametrize(("marker", "table"), [("kernels", "kernel_table"), ("blocks", "block_table")])
 def test_the_page_has_what_is_printed(script: dict[str, Any], marker: str, table: str) -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
-    shown = page.partition(f"<!-- {marker} -->\n")[2].partition("\n<!-- end -->")[0]
+    shown = page.partition(f"<!-- {marker} -->\n")[2].partition("<!-- end -->")[0]
     assert shown == script["markdown"](script[table]())
 
 

@@ -1,0 +1,133 @@
+"""The tables of docs/performance.md, from what pytest-benchmark has written.
+
+    pytest tests/benchmarks --benchmark-only --benchmark-json results/benchmarks/performance.json
+    python scripts/performance_tables.py
+
+Prints each table under the marker that stands around it in the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.comparison.findings import Line, markdown
+
+FILE = Path(__file__).parents[1] / "results" / "benchmarks" / "performance.json"
+
+Benchmarks = Sequence[Mapping[str, Any]]
+
+
+def benchmarks(path: Path = FILE) -> Benchmarks:
+    """What was measured, in the order of the run."""
+    found: Benchmarks = json.loads(path.read_text())["benchmarks"]
+    return found
+
+
+def of(found: Benchmarks, test: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The benchmarks of a test function, each with what it was parametrized by ("" if by nothing)."""
+    for each in found:
+        name, _, parameters = each["name"].removesuffix("]").partition("[")
+        if name == test:
+            yield parameters, each
+
+
+def median(benchmark: Mapping[str, Any]) -> str:
+    """Seconds, or milliseconds below a tenth."""
+    seconds = benchmark["stats"]["median"]
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
+
+
+def scale(found: Benchmarks) -> list[Line]:
+    """CPU seconds and memory by the number of ranks, a line for each strategy."""
+    table = []
+    for name, each in of(found, "test_a_step_by_the_number_of_ranks"):
+        about = each["extra_info"]
+        by_ranks = {one["ranks"]: one for one in about["by_ranks"]}
+        seconds = {n: one["trace_cpu_s"] + one["simulation_cpu_s"] for n, one in by_ranks.items()}
+        table.append(
+            {
+                "strategy": name,
+                **{f"{n:,} ranks": f"{seconds[n]:.2f} s" for n in (64, 256, 1024)},
+                "exponent": f"{about['exponent_of_cpu_s']:.2f}",
+                "ranks simulated": by_ranks[1024]["simulated_ranks"],
+                "peak at 1,024": f"{by_ranks[1024]['peak_rss_bytes'] / 2**20:.0f} MiB",
+            }
+        )
+    return table
+
+
+def beside(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: tuple[str, str]) -> Line:
+    """Two medians and their ratio."""
+    ratio = theirs["stats"]["median"] / ours["stats"]["median"]
+    return {names[0]: median(ours), names[1]: median(theirs), "ratio": f"{ratio:.1f}"}
+
+
+def engine(found: Benchmarks) -> list[Line]:
+    """A trace with operators remembered and without."""
+    by_name = {tuple(name.split("-")): each for name, each in of(found, "test_trace")}
+    return [
+        {"ranks": ranks, "recorded": events}
+        | beside(by_name["remembered", events, ranks], by_name["plain", events, ranks], ("quick", "plain"))
+        for ranks in ("1", "8", "64")
+        for events in ("memory", "memory and time")
+    ]
+
+
+def operators(found: Benchmarks) -> list[Line]:
+    """Operators a second on fake tensors."""
+    return [
+        {"watched by": name, "operators a second": f"{each['extra_info']['operators_per_s']:,}"}
+        for name, each in of(found, "test_operators")
+    ]
+
+
+def trackers(found: Benchmarks) -> list[Line]:
+    """The peak of a rank beside MemTracker's."""
+    by_name = {tuple(name.split("-")): each for name, each in of(found, "test_peak")}
+    names = ("spbench", "MemTracker")
+    return [
+        {"ranks": ranks}
+        | beside(by_name["spbench", ranks], by_name["MemTracker", ranks], names)
+        | {f"{name}, bytes": f"{by_name[name, ranks]['extra_info']['peak_bytes']:,}" for name in names}
+        for ranks in ("1", "8", "64")
+    ]
+
+
+def times_of(*tests: str) -> Callable[[Benchmarks], list[Line]]:
+    """A table of the medians of tests, a line for each thing that they are parametrized by."""
+
+    def table(found: Benchmarks) -> list[Line]:
+        return [
+            {
+                "what": test.removeprefix("test_").replace("_", " "),
+                "of": parameters,
+                "median": median(each),
+            }
+            for test in tests
+            for parameters, each in of(found, test)
+        ]
+
+    return table
+
+
+#: by the marker around it in the page
+TABLES = {
+    "scale": scale,
+    "engine": engine,
+    "operators": operators,
+    "trackers": trackers,
+    "others": times_of("test_spbench", "test_tinygrad", "test_calculon"),
+    "sweeps": times_of("test_scenario"),
+    "start": times_of(
+        "test_a_command", "test_the_first_command_after_a_change_of_the_code", "test_a_worker", "test_ranks"
+    ),
+}
+
+
+if __name__ == "__main__":
+    measured = benchmarks()
+    for marker, make in TABLES.items():
+        print(f"<!-- {marker} -->\n{markdown(make(measured))}<!-- end -->\n")
