@@ -3,7 +3,8 @@
 Each is a new process, from its start to its answer, and says another amount: Calculon's is a formula's
 estimate of time and memory; tinygrad compiles the kernels of the step for a device that runs nothing; ours is
 the peak, the closed forms held to the traced bytes, and the simulated time. A tool that is not there is
-skipped: `pip install tinygrad`; SPBENCH_CALCULON names a checkout of Calculon.
+skipped: `pip install tinygrad`; SPBENCH_CALCULON names a checkout of Calculon,
+which needs psutil.
 """
 
 from __future__ import annotations
@@ -59,5 +60,6 @@ def test_calculon(benchmark: Any) -> None:
     folder = Path(CALCULON or "")
     example = folder / "examples" / "3072_t4_p64_d12_mbs4_full.json"
     files = [folder / "models" / "gpt3-175B.json", example, folder / "systems" / "a100_80g.json"]
-    command = (str(folder / "bin" / "calculon"), "llm", *map(str, files), os.devnull)
-    benchmark.pedantic(python, command, {"PYTHONPATH": str(folder)}, rounds=3, warmup_rounds=1)
+    command = (str(folder / "bin" / "calculon"), "llm", *map(str, files), "-")
+    path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    benchmark.pedantic(python, command, {"PYTHONPATH": path}, rounds=3, warmup_rounds=1)

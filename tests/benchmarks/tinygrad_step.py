@@ -3,9 +3,7 @@
 Only tinygrad is imported. Twelve layers, hidden 768, 12 heads, vocabulary 30522, 16 sequences of 512, Adam.
 """
 
-import sys
-
-from tinygrad import Tensor, nn
+from tinygrad import Context, Tensor, nn
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, BATCH, LENGTH = 12, 768, 12, 30522, 16, 512
 
@@ -40,7 +38,6 @@ class Bert:
 
 def step() -> None:
     """Forward, backward and update, once."""
-    Tensor.training = True
     model = Bert()
     optimizer = nn.optim.Adam(nn.state.get_parameters(model))
     tokens = Tensor.randint(BATCH, LENGTH, high=VOCABULARY)
@@ -51,4 +48,5 @@ def step() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(step())
+    with Context(TRAINING=1):
+        step()
