@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.declarations import CACHE_FOLDER
 from spbench.bench.engines import virtual
-from spbench.bench.sweep.results import RESULTS_FILE, read_rows
+from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
+from spbench.bench.sweep.sweep import as_row
+from spbench.bench.sweep.workers import Outcome
 from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
 
@@ -23,38 +27,33 @@ def measurements(folder: Path) -> dict[str, Any]:
     return {row["key"]: (row["status"], row["reason"], row["measurement"]) for row in rows}
 
 
-def both(command_line: Run, scenario: str, folder: Path) -> None:
+def both(command_line: Run, scenario: str, folder: Path, *narrowing: str) -> None:
     """Run a scenario in both ways, and compare all that was measured."""
-    for name, options in (("quick", ["--fresh"]), ("plain", ["--plain-trace"])):
-        code, _, messages = command_line(
-            "run", "--scenario", scenario, "--output", str(folder / name), *options
-        )
+    for name, way in (("plain", "--plain-trace"), ("quick", "--fresh")):
+        words = ["run", "--scenario", scenario, "--output", str(folder / name), *narrowing, way]
+        code, _, messages = command_line(*words)
         assert code == 0, messages
+        assert (folder / "cache" / "traces").exists() == (name == "quick")
     assert measurements(folder / "quick") == measurements(folder / "plain")
 
 
-def test_both_ways_measure_the_same(
+def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.yaml").write_text(SCENARIO)
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    both(command_line, str(tmp_path / "small.yaml"), tmp_path)
+    both(command_line, str(tmp_path / "small.yaml"), tmp_path, "--strategy", "tensor_parallel")
     assert virtual.PLAIN_TRACE not in os.environ
 
 
-def test_a_plain_run_keeps_no_trace_and_no_earlier_result(
-    command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_run_takes_no_earlier_result(command_line: Run, tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(SCENARIO)
-    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    asked = ["run", "--scenario", str(tmp_path / "small.yaml"), "--strategy", "tensor_parallel"]
-    for _ in range(2):
-        code, _, messages = command_line(*asked, "--output", str(tmp_path / "plain"), "--plain-trace")
-        assert code == 0
-        assert "kept from before" not in messages
-    assert not (tmp_path / "cache" / "traces").exists()
-    command_line(*asked, "--output", str(tmp_path / "quick"))
-    assert list((tmp_path / "cache" / "traces").glob("??/*"))
+    words = ["run", "--scenario", str(tmp_path / "small.yaml"), "--output", str(tmp_path), "--dry-run"]
+    (cell, *_) = narrowed_cells(load_scenario(str(tmp_path / "small.yaml")), Narrowing())
+    with ResultsFile(tmp_path) as results:
+        results.append(as_row(cell, Outcome("ok")))
+    assert "kept (ok)" in command_line(*words)[1]
+    assert "kept" not in command_line(*words, "--plain-trace")[1]
 
 
 @pytest.mark.slow
