@@ -20,7 +20,7 @@ from tests.bench import fakes
 
 ROOT = Path(__file__).parents[3]
 #: seconds after which a test gives up on another process
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 def cell(world: int, engine: str = "virtual") -> Cell:

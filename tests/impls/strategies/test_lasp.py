@@ -69,7 +69,7 @@ def test_other_attention_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("cls", "options"), WAYS, ids=str)
-@pytest.mark.parametrize("n", [2, 3, 4, 64])
+@pytest.mark.parametrize("n", [3, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_bytes_are_those_of_the_formula(
     pool: RankPool, n: int, cls: type[Strategy], options: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -75,7 +75,7 @@ def test_unknown_placement() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model", "placement"), CASES, ids=str)
-@pytest.mark.parametrize("n", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("n", [3, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))])
 def test_bytes_are_those_of_the_formula(
     pool: RankPool, n: int, model: AttentionModel, placement: str, dtype: torch.dtype
 ) -> None:

@@ -60,7 +60,7 @@ def test_masks_of_own_queries_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("n", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("n", [3, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))])
 def test_bytes_are_those_of_the_formula(
     pool: RankPool, n: int, model: AttentionModel, dtype: torch.dtype
 ) -> None:
