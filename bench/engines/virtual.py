@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -116,12 +116,14 @@ def _traced(cell: Cell, rank: int, events: bool) -> Trace:
     further = meter_classes(cell.meters)
     with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
         mode = FakeTensorMode()
-        recorder = (
-            Recorder(mesh, events=events, further=further)
-            if further or _plain()
-            else FastRecorder(mode, mesh, events=events)
-        )
-        with mode, recorder, disable_fake_tensor_cache(mode):
+        recorder: Recorder
+        cache: AbstractContextManager[None]
+        if further or _plain():
+            recorder, cache = Recorder(mesh, events=events, further=further), nullcontext()
+        else:
+            # what it remembers stands before the mode's own cache, which would only cost its entries
+            recorder, cache = FastRecorder(mode, mesh, events=events), disable_fake_tensor_cache(mode)
+        with mode, recorder, cache:
             record_step(cell, mesh, recorder)
         return Trace.of(cell, rank, recorder)
 

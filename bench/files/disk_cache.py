@@ -2,7 +2,7 @@
 
 Own code rather than diskcache, the library for this, whose database is one file that all processes lock: home
 folders of clusters are often on NFS, where SQLite must not be used. Here a value is a file that is made whole
-or not at all, and a lock is held by one key alone.
+or not at all, and only keys with the same first two digits share a lock.
 """
 
 from __future__ import annotations
