@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,17 @@ def device_mesh(sizes: Sizes) -> DeviceMesh:
 def ranks_along(axes: Sequence[str], sizes: Sizes) -> int:
     """The number of ranks that these axes have together; 1 without axes."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def union(axes: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Axes and others, each once."""
+    return tuple(dict.fromkeys([*axes, *others]))
+
+
+def group_name(axes: Sequence[str], sizes: Sizes) -> str:
+    """The name of the group of ranks along these axes, as meters and closed forms have it: those with more
+    than one rank, in the order of the mesh, as "dp_sp"."""
+    return "_".join(axis for axis in sizes if axis in axes and sizes[axis] > 1)
 
 
 def unused_axes(axes: Sequence[str], sizes: Sizes) -> list[str]:

@@ -111,37 +111,37 @@ def by_partial_axes(
 
 def composed_traffic(
     sites: list[Site], strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
-) -> Iterator[tuple[Traffic, int]]:
-    """Closed form of what a rank of a stage sends in a step, with the size of the group it goes to; without
-    what a backend sends to sum gradients (:meth:`Backend.traffic`).
+) -> Iterator[Traffic]:
+    """Closed form of what a rank of a stage sends in a step; without what a backend sends to sum gradients (:meth:`Backend.traffic`).
 
     Args:
         sites: what one micro-batch asks of this stage, and (parameters, flags) the step itself.
     """
-    for t in strategy.communication(sites, element_bytes):
+    for t in strategy.traffic(sites, element_bytes):
         once = t.phase in ("gradient_sync", "optimizer")
-        yield (t if once else t.times(micro_batches)), strategy.size
+        yield t if once else t.times(micro_batches)
     for site in sites:
         if site.kind == "stage_boundary":
             payload = strategy.wire_elements(site) * element_bytes
             if not stage.last:
-                yield Traffic("forward", "to the next stage", "send", micro_batches, payload), stage.count
+                yield Traffic("forward", "to the next stage", "send", micro_batches, payload, ("pp",))
             if not stage.first:
-                yield Traffic("backward", "to the stage before", "send", micro_batches, payload), stage.count
+                yield Traffic("backward", "to the stage before", "send", micro_batches, payload, ("pp",))
             yield from _gathers(site, strategy, stage, micro_batches, element_bytes)
         elif site.kind == "tied_embedding" and stage.tied:
             payload = strategy.held_elements(site) * element_bytes
-            yield Traffic("gradient_sync", "tied embedding", "send", 1, payload), stage.count
+            yield Traffic("gradient_sync", "tied embedding", "send", 1, payload, ("pp",))
         elif site.kind == "overflow_flag":
-            yield Traffic("optimizer", "overflow over stages", "all_reduce", 1, 4), stage.count
+            yield Traffic("optimizer", "overflow over stages", "all_reduce", 1, 4, ("pp",))
 
 
 def _gathers(
     site: Site, strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
-) -> Iterator[tuple[Traffic, int]]:
+) -> Iterator[Traffic]:
     """What a strategy gathers of what comes from another stage, if each rank was sent a part only."""
-    whole = site.dims["B"] * site.dims["L"] * site.dims["H"] * element_bytes
+    whole = strategy.wire_elements(site) * strategy.wire_parts * element_bytes
     sources = [("forward", "stage before", stage.first), ("backward", "next stage", stage.last)]
     for phase, source, none in sources:
         if strategy.wire_parts > 1 and not none:
-            yield Traffic(phase, f"from the {source}", "all_gather", micro_batches, whole), strategy.size
+            purpose = f"from the {source}"
+            yield Traffic(phase, purpose, "all_gather", micro_batches, whole, strategy.wire_axes)

@@ -31,7 +31,8 @@ def wire_bytes(collective: str, payload_bytes: int, size: int) -> Fraction:
 class Traffic:
     """A closed-form entry: ``count`` collectives of ``payload_bytes`` each in one phase of a step.
 
-    ``phase`` is forward, backward, gradient_sync or optimizer; ``purpose`` is for the reader.
+    ``phase`` is forward, backward, gradient_sync or optimizer; ``purpose`` is for the reader. ``axes`` are
+    those of the mesh over whose ranks it goes.
     """
 
     phase: str
@@ -39,6 +40,11 @@ class Traffic:
     collective: str
     count: int
     payload_bytes: int
+    axes: tuple[str, ...] = ()
+
+    def over(self, *axes: str) -> Traffic:
+        """The same over the ranks along these axes."""
+        return replace(self, axes=axes)
 
     def times(self, n: int) -> Traffic:
         """The same, n times over."""

@@ -53,7 +53,7 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
     set_weights = partial(initialize, seed=asked.seed, deviation=asked.deviation)
     training, strategy, around = build_training(cell, mesh, set_weights, cls)
     shares = LossShares(training.module, model.losses)
-    groups = [strategy.place.group(*strategy.loss_axes), around.dp_group, around.pp_group]
+    groups = [strategy.place.group(*strategy.position_axes), around.dp_group, around.pp_group]
     batches = model.batches(*cell.shape, seed=asked.seed)
     curves = []
     for step, batch in zip(range(1, asked.steps + 1), batches, strict=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ from torch import nn
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.meters.communication import CommunicationMeter, as_number
-from spbench.impls.axes import Place, global_ranks, unused_axes
+from spbench.impls.axes import Place, global_ranks, group_name, ranks_along, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.backends.registry import backend_class
 from spbench.impls.composition import ONE_STAGE, Stage, composed_traffic
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
-from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.strategies.nesting import nesting
 from spbench.impls.traffic import Traffic
 from spbench.impls.training.step import PRECISIONS, training_sites
 
@@ -49,12 +49,12 @@ class RankClass:
 def rank_classes(cell: Cell) -> list[RankClass]:
     """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` along each axis of
     the strategy. The first class of each stage is the one that sends most."""
-    sizes, cls = cell.sizes, strategy_class(cell.strategy)
-    along_axes = [cls.roles(axis, sizes.by_axis[axis]) for axis in cls.axes]
+    sizes, strategy = cell.sizes, nesting(cell.strategy)
+    along_axes = [strategy.roles(axis, sizes.by_axis[axis]) for axis in strategy.axes]
     found = []
     for stage in range(sizes.pp):
         for roles in itertools.product(*along_axes):
-            members = dict(zip(cls.axes, roles, strict=True))
+            members = dict(zip(strategy.axes, roles, strict=True))
             first = {axis: coordinates[0] for axis, coordinates in members.items()}
             ranks = global_ranks(sizes.by_axis, {"pp": [stage], **members})
             found.append(RankClass(Stage(stage, sizes.pp), first, tuple(ranks)))
@@ -74,42 +74,59 @@ class Plan:
 
     Attributes:
         classes: of its ranks.
-        traffic: for each class, the closed form of what a rank sends in a step, each entry with the size of
-            the group that it goes to.
+        traffic: for each class, the closed form of what a rank sends in a step.
+        sizes: ranks along each axis, in the order of the mesh.
     """
 
     classes: list[RankClass]
-    traffic: list[list[tuple[Traffic, int]]]
+    traffic: list[list[Traffic]]
+    sizes: Mapping[str, int]
 
-    def traffic_of(self, rank: int) -> list[tuple[Traffic, int]]:
+    def traffic_of(self, rank: int) -> list[Traffic]:
         """The closed form of what a global rank sends."""
         return next(sent for each, sent in zip(self.classes, self.traffic, strict=True) if rank in each.ranks)
 
     def formula(self, rank: int) -> list[dict[str, Any]]:
-        """The closed form of a global rank as rows: phase, purpose, collective, count, payload_bytes (of one)
-        and sent_bytes (of one rank, all of them)."""
-        return [{**asdict(t), "sent_bytes": as_number(t.sent_bytes(n))} for t, n in self.traffic_of(rank)]
+        """The closed form of a global rank as rows: phase, purpose, collective, count, payload_bytes (of
+        one), axis (those of the group, as "dp_sp") and sent_bytes (of one rank, all of them)."""
+        return [
+            {
+                "phase": t.phase,
+                "purpose": t.purpose,
+                "collective": t.collective,
+                "axis": self._axis(t),
+                "count": t.count,
+                "payload_bytes": t.payload_bytes,
+                "sent_bytes": as_number(self._sent_bytes(t)),
+            }
+            for t in self.traffic_of(rank)
+        ]
 
     def difference(self, meter: CommunicationMeter, rank: int) -> list[dict[str, Any]]:
-        """Where the meter of a rank saw other bytes than the closed form says, by phase and collective;
+        """Where the meter of a rank saw other bytes than the closed form says, by phase, collective and axis;
         empty where they agree exactly."""
-        expected: Counter[tuple[str, str]] = Counter()
-        metered: Counter[tuple[str, str]] = Counter()
-        for t, size in self.traffic_of(rank):
-            expected[t.phase, t.collective] += t.sent_bytes(size)  # type: ignore[assignment]
-        for (phase, collective), sent in meter.sent_bytes().items():
-            metered[phase, collective] += sent  # type: ignore[assignment]
+        expected: Counter[tuple[str, str, str]] = Counter()
+        for t in self.traffic_of(rank):
+            expected[t.phase, t.collective, self._axis(t)] += self._sent_bytes(t)  # type: ignore[assignment]
+        metered = meter.sent_bytes_by_axis()
         return [
             {
                 "rank": rank,
                 "phase": phase,
                 "collective": collective,
-                "formula_bytes": as_number(Fraction(expected[phase, collective])),
-                "metered_bytes": as_number(Fraction(metered[phase, collective])),
+                "axis": axis,
+                "formula_bytes": as_number(Fraction(expected[phase, collective, axis])),
+                "metered_bytes": as_number(metered.get((phase, collective, axis), Fraction(0))),
             }
-            for phase, collective in sorted(expected.keys() | metered.keys())
-            if expected[phase, collective] != metered[phase, collective]
+            for phase, collective, axis in sorted(expected.keys() | metered.keys())
+            if expected[phase, collective, axis] != metered.get((phase, collective, axis), 0)
         ]
+
+    def _axis(self, entry: Traffic) -> str:
+        return group_name(entry.axes, self.sizes)
+
+    def _sent_bytes(self, entry: Traffic) -> Fraction:
+        return entry.sent_bytes(ranks_along(entry.axes, self.sizes))
 
 
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
@@ -119,13 +136,13 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
     Raises:
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
-    cls = strategy_class(cell.strategy)
-    for axis in unused_axes(cls.axes, cell.sizes.by_axis):
+    found = nesting(cell.strategy)
+    for axis in unused_axes(found.axes, cell.sizes.by_axis):
         raise Unsupported(
-            f"{cls.name} does not use the axis {axis}",
-            f"give the ranks to {cls.axes[0]}" if cls.axes else "use one rank",
+            f"{found.name} does not use the axis {axis}",
+            f"give the ranks to {found.axes[0]}" if found.axes else "use one rank",
         )
-    return cls.configured(Place(cell.sizes.by_axis, coordinates or {}), cell.strategy_options)
+    return found.configured(Place(cell.sizes.by_axis, coordinates or {}), cell.strategy_options)
 
 
 def plan(cell: Cell) -> Plan:
@@ -164,9 +181,10 @@ def plan(cell: Cell) -> Plan:
             *backend.traffic(PlannedStep(sums, micro_batches, precision, role, build)),
         ]
         if forward_only:
-            entries = [(t, size) for t, size in entries if t.phase == "forward"]
-        traffic.append([(t, size) for t, size in entries if t.sent_bytes(size)])
-    return Plan(classes, traffic)
+            entries = [t for t in entries if t.phase == "forward"]
+        sizes = cell.sizes.by_axis
+        traffic.append([t for t in entries if t.sent_bytes(ranks_along(t.axes, sizes))])
+    return Plan(classes, traffic, cell.sizes.by_axis)
 
 
 def _batch_parts(cell: Cell) -> int:

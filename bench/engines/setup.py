@@ -15,7 +15,7 @@ from spbench.impls.axes import Place
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.inference import Inference
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
 
@@ -78,7 +78,7 @@ def build_module(
     """The module alone, with the arguments of :func:`build_training`."""
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
     place = Place.on(mesh)
-    strategy = (cls or strategy_class(cell.strategy)).configured(place, cell.strategy_options)
+    strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
     around = Composition(place)
     with default_dtype(precision.parameters):
         module = model.build(strategy, cell.shape[1], around.stage)

@@ -148,9 +148,16 @@ class CommunicationMeter(Meter):
     def sent_bytes(self) -> dict[tuple[str, str], Fraction]:
         """Bytes that one rank sent (mean over its group), by phase and collective."""
         sent: dict[tuple[str, str], Fraction] = {}
+        for (phase, collective, _), nbytes in self.sent_bytes_by_axis().items():
+            sent[phase, collective] = sent.get((phase, collective), Fraction(0)) + nbytes
+        return sent
+
+    def sent_bytes_by_axis(self) -> dict[tuple[str, str, str], Fraction]:
+        """Bytes that one rank sent (mean over its group), by phase, collective and axis."""
+        sent: dict[tuple[str, str, str], Fraction] = {}
         for operation, count in self.counts.items():
             if operation.sent_bytes:
-                key = operation.phase, operation.collective
+                key = operation.phase, operation.collective, operation.axis
                 sent[key] = sent.get(key, Fraction(0)) + count * operation.sent_bytes
         return sent
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from spbench.bench.cell import Cell
 from spbench.bench.search.search import Quantity
 from spbench.impls.axes import Place
-from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.strategies.nesting import nesting
 
 #: sequences shorter than this are not used to predict longer ones: kernels treat tiny shapes apart
 SHORTEST_SAMPLE = 128
@@ -20,7 +20,7 @@ class SequenceLength(Quantity):
 
     def parts(self, cell: Cell) -> int:
         place = Place(cell.sizes.by_axis)
-        strategy = strategy_class(cell.strategy).configured(place, cell.strategy_options)
+        strategy = nesting(cell.strategy).configured(place, cell.strategy_options)
         return strategy.sequence_parts
 
     def smallest_sample(self, unit: int) -> int:

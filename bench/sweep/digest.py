@@ -25,7 +25,7 @@ from spbench.bench.files.cluster import load_cluster
 from spbench.bench.files.measuring_code import DIGEST_LENGTH, code_digest
 from spbench.bench.sweep.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
-from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.strategies.nesting import nesting
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
 
@@ -62,9 +62,10 @@ def _model(name: str, options: Mapping[str, Any]) -> list[Any]:
 
 @declared
 def _strategy(name: str, options: Mapping[str, Any]) -> list[Any]:
-    """The class of a strategy, and all of its options with some changed."""
-    strategy = strategy_class(name)
-    return _plain([_path_of(strategy), asdict(strategy.options_type()) | dict(options)])
+    """The classes of a strategy, and all of its options with some changed."""
+    found = nesting(name)
+    classes = [_path_of(cls) for cls in found.classes]
+    return _plain([*classes, asdict(found.options_type()) | dict(options)])
 
 
 def changed_parts(cell: Cell, row: Row) -> list[str]:

@@ -219,7 +219,7 @@ class _Run:
 
     def _summed(self, x: Tensor | None) -> Tensor | None:
         """The sum of the shares of a loss, or of what follows from one, over the ranks that have shares."""
-        group = self.strategy.place.group(*self.strategy.loss_axes)
+        group = self.strategy.place.group(*self.strategy.position_axes)
         return x if x is None or group is None else all_reduce(x.detach().clone(), group)
 
 
@@ -266,10 +266,14 @@ def _check_positions(whole: _Run, checked: _Run) -> Iterable[Finding]:
         places = torch.arange(math.prod(sizes)).view(sizes)
         held = torch.zeros(places.numel(), dtype=torch.int64)
         held[strategy.shard(places, tuple(range(len(sizes))) if len(sizes) > 1 else 0).flatten()] += 1
-        if strategy.group is not None:
-            dist.all_reduce(held, group=strategy.group)
+        all_reduce(held, _all_ranks(strategy))
         even = held.min() == held.max() > 0
         yield Finding(f"positions of {' x '.join(map(str, sizes))}", 0.0 if even else float("inf"), 0.0)
+
+
+def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
+    """The ranks over which a strategy and those within it spread one sample; None: one alone."""
+    return strategy.place.group(*strategy.nested_axes)
 
 
 def _several(dim: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -285,6 +289,6 @@ def _check_elements(checked: _Run) -> Finding:
         if name in kept:
             kept[name].of(count).add_(1)
         counts.append(count.flatten())
-    held = all_reduce(torch.cat(counts), checked.strategy.group).split([len(count) for count in counts])
+    held = all_reduce(torch.cat(counts), _all_ranks(checked.strategy)).split([len(count) for count in counts])
     even = all(bool(count.min() == count.max() > 0) for count in held)
     return Finding("elements of the weights", 0.0 if even else float("inf"), 0.0)

@@ -55,6 +55,11 @@ class Summed:
         """Ranks of the group."""
         return self.ranks * self.replicas
 
+    @property
+    def group_axes(self) -> tuple[str, ...]:
+        """The axes of the group."""
+        return ("dp", *self.axes)
+
 
 @dataclass(frozen=True)
 class PlannedStep:
@@ -128,8 +133,8 @@ class Backend(ABC):
         self.options = settings.options or self.options_type()
         self.names = {p: name for name, p in module.named_parameters()}
         # what lies differently on the strategy's ranks overflows on one of them alone
-        spread = any(shard_of(p) for p in self.names)
-        self.overflow_groups = [strategy.group if spread else None, around.pp_group]
+        spread = {shard.axis for p in self.names if (shard := shard_of(p))}
+        self.overflow_groups = [*(strategy.place.group(axis) for axis in sorted(spread)), around.pp_group]
         self.optimizer = self.prepare()
 
     @abstractmethod
@@ -200,8 +205,8 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
-        """Closed form of what a rank sends, with the size of the group it goes to."""
+    def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
+        """Closed form of what a rank sends."""
 
 
 def planned_sums(sites: Sequence[Site], strategy: Strategy, replicas: int) -> list[Summed]:

@@ -36,8 +36,8 @@ class DistributedDataParallel(Backend):
         return self.buckets.tensors()
 
     @classmethod
-    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
+    def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         for summed in step.summed:
             # however the elements are cut into buckets, a ring sends the same bytes
             payload = summed.elements * step.element_bytes
-            yield Traffic("backward", "gradients, all buckets", "all_reduce", 1, payload), summed.size
+            yield Traffic("backward", "gradients, all buckets", "all_reduce", 1, payload, summed.group_axes)

@@ -65,14 +65,14 @@ class FlatFullySharded(Backend):
         return {name: part for unit in self.units for name, part in unit.parts(unit.weights).items()}
 
     @classmethod
-    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
+    def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         for summed in step.summed:
             payload = padded(summed.elements, summed.size) * step.element_bytes
             count = step.micro_batches
-            yield Traffic("forward", "flat parameter", "all_gather", count, payload), summed.size
-            yield Traffic("backward", "flat gradient", "reduce_scatter", count, payload), summed.size
+            yield Traffic("forward", "flat parameter", "all_gather", count, payload, summed.group_axes)
+            yield Traffic("backward", "flat gradient", "reduce_scatter", count, payload, summed.group_axes)
             if step.precision.loss_scale:
-                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4), summed.size
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)
 
     def _gather(self, module: nn.Module, inputs: object) -> None:
         """Before a forward: make the whole weights."""

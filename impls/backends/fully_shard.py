@@ -142,19 +142,19 @@ class FullySharded(Backend):
         return HeldPart(local, first, dim)
 
     @classmethod
-    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
+    def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         parameters = list(step.build().parameters())
         for summed in step.summed:
             size = summed.size
             mine = [p for p in parameters if step.strategy.partial_axes(p) == summed.axes]
             elements = sum(padded_elements(p.shape, size) for p in mine)
             payload, count = elements * step.element_bytes, step.micro_batches
-            yield Traffic("forward", "weights", "all_gather", count, payload), size
+            yield Traffic("forward", "weights", "all_gather", count, payload, summed.group_axes)
             if cls.reshard_after_forward:
-                yield Traffic("backward", "weights again", "all_gather", count, payload), size
-            yield Traffic("backward", "gradients", "reduce_scatter", count, payload), size
+                yield Traffic("backward", "weights again", "all_gather", count, payload, summed.group_axes)
+            yield Traffic("backward", "gradients", "reduce_scatter", count, payload, summed.group_axes)
             if step.precision.loss_scale:
-                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4), size
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)
 
 
 class KeptAfterForward(FullySharded):

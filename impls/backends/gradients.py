@@ -21,6 +21,7 @@ class ContiguousGradients:
             for p, piece in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
                 p.grad = piece.view_as(p)
             self.buffers.append((axes, buffer))
+            self.around.place.group(*axes)  # made now, not in the first step
 
     def tensors(self) -> list[Tensor]:
         """What is held between steps."""
@@ -46,6 +47,8 @@ class StaleGradients:
         self.module, self.strategy, self.around = module, strategy, around or Composition()
         self.parameters = list(module.parameters())
         self.stale = [torch.zeros_like(p) for p in self.parameters]  # as after a step
+        for axes in by_partial_axes(self.parameters, strategy):
+            self.around.place.group(*axes)  # made now, not in the first step
 
     def tensors(self) -> list[Tensor]:
         return self.stale

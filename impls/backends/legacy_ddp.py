@@ -50,15 +50,10 @@ class LegacyDistributedDataParallel(Backend):
         return self.gradients.tensors()
 
     @classmethod
-    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
+    def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         for summed in step.summed:
             payload = summed.elements * step.element_bytes
-            yield Traffic("gradient_sync", "gradients", "all_reduce", 1, payload), summed.ranks
+            yield Traffic("gradient_sync", "gradients", "all_reduce", 1, payload, summed.axes)
         elements = sum(summed.elements for summed in step.summed)
-        replicas = max((summed.replicas for summed in step.summed), default=1)
-        yield (
-            Traffic(
-                "gradient_sync", "data parallel gradients", "all_reduce", 1, elements * step.element_bytes
-            ),
-            replicas,
-        )
+        payload = elements * step.element_bytes
+        yield Traffic("gradient_sync", "data parallel gradients", "all_reduce", 1, payload, ("dp",))

@@ -63,11 +63,11 @@ class ShardedOptimizer(DistributedDataParallel):
         return {**super().held(), "optimizer_state": [*shards, *self.optimizer.tensors()]}
 
     @classmethod
-    def traffic(cls, step: PlannedStep) -> Iterator[tuple[Traffic, int]]:
+    def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         for summed in step.summed:
             payload = summed.elements * step.element_bytes
             whole = padded(summed.elements, summed.size) * step.element_bytes
-            yield Traffic("backward", "gradients, all buckets", "all_reduce", 1, payload), summed.size
-            yield Traffic("optimizer", "updated weights", "all_gather", 1, whole), summed.size
+            yield Traffic("backward", "gradients, all buckets", "all_reduce", 1, payload, summed.group_axes)
+            yield Traffic("optimizer", "updated weights", "all_gather", 1, whole, summed.group_axes)
             if step.precision.loss_scale:
-                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4), summed.size
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)

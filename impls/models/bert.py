@@ -159,7 +159,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
         super().__init__()
-        self.p, self.random, self.axes = model.dropout, strategy.random, strategy.hidden_axes
+        self.p, self.random, self.axes = model.dropout, strategy.random, strategy.position_axes
         self.words = _words(model, strategy)
         self.positions = nn.Embedding(seq_len, model.hidden)
         self.types = nn.Embedding(model.token_types, model.hidden)

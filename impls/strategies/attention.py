@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
 from spbench.impls.kernels.softmax import masked_softmax
+from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 
 #: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
@@ -29,13 +30,15 @@ class AttentionHooks:
     values that its queries attend to, of the heads that its projections made."""
 
     random: DropoutRandom
+    outermost: AttentionHooks
 
-    @property
+    @property_left_within
     def attention_axes(self) -> tuple[str, ...]:
         """The axes over whose ranks attention probabilities are spread, so that each rank draws its own
         dropout; along all other axes they draw the same."""
         return ()
 
+    @left_within
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
     ) -> Tensor:
@@ -47,6 +50,7 @@ class AttentionHooks:
         """
         return self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax)
 
+    @left_within
     def local_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
     ) -> Tensor:
@@ -55,14 +59,16 @@ class AttentionHooks:
         scores = torch.matmul(q, k.transpose(-1, -2))
         probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
         del scores
-        probabilities = self.random.dropout(probabilities, dropout, self.attention_axes)
+        probabilities = self.random.dropout(probabilities, dropout, self.outermost.attention_axes)
         return torch.matmul(probabilities, v)
 
+    @left_within
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal softmax attention, scores scaled by A**-0.5: q, k, v [B, Z, L or a part, A] -> [B, Z, L or
         a part, A]; the heads are those that this rank's projections made."""
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+    @left_within
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
     ) -> Tensor:
@@ -76,6 +82,7 @@ class AttentionHooks:
             raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")
         return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
 
+    @left_within
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         """Linformer's projection of keys or values: x [B, Z, L or a part, A], weight
         :meth:`sequence_parameter` [K, L or a part] -> the whole [B, Z, K, A] on every rank."""

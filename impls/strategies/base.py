@@ -8,6 +8,7 @@ Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.axes import ALONE, Place
+from spbench.impls.axes import ALONE, Place, union
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.layout import (
     MEETINGS,
@@ -29,6 +30,7 @@ from spbench.impls.layout import (
 )
 from spbench.impls.options import Options, set_options
 from spbench.impls.strategies.attention import AttentionHooks
+from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.strategies.linear import GroupedLinear, Linear
@@ -44,6 +46,7 @@ __all__ = [
     "full_precision",
     "mark_shard",
     "shard_of",
+    "union",
 ]
 
 
@@ -54,16 +57,24 @@ class Strategy(AttentionHooks, GridHooks):
     ``group`` is the process group of all of them; for one axis alone there are ``place.size(axis)``,
     ``place.rank(axis)`` and ``place.group(axis)``.
 
+    A strategy may be around another one, ``within``, over other axes of the mesh. What it does not override
+    is then what the one within does, and an override reaches that by ``super()``, as it reaches what a single
+    device does where there is none within. So an override must say what to do with this strategy's ranks
+    alone: a tensor parallel linear attention chooses the decay of its heads and hands over by ``super()``.
+    :mod:`impls.strategies.nesting` builds strategies that are around each other.
+
     Args:
         place: of this rank. Without a device mesh the strategy can be asked for checks and closed forms, and
             on one rank it can also run.
         options: an instance of ``options_type``; None: the defaults.
         seed: the seed of dropout; see :class:`DropoutRandom`.
+        within: the strategy that this one is around, on the same place.
+        axes: instead of those of the class.
     """
 
     name: ClassVar[str] = "single"
-    #: the mesh axes over which one sample is spread, the outermost first; none for the single device
-    axes: ClassVar[tuple[str, ...]] = ()
+    #: the mesh axes over which it spreads one sample, the outermost first; none for the single device
+    axes: tuple[str, ...] = ()
     #: a frozen dataclass of what may be chosen about this strategy
     options_type: ClassVar[type[Options]] = Options
     options: Options
@@ -75,13 +86,41 @@ class Strategy(AttentionHooks, GridHooks):
     meets: ClassVar[frozenset[str]] = frozenset(MEETINGS)
     #: whether between the projections of a block a rank has some of the heads and features only
     splits_features: ClassVar[bool] = False
+    #: whether it can be around a strategy that spreads positions: attention is what ``super()`` does, of some
+    #: heads but of all positions that it is asked for
+    can_enclose: ClassVar[bool] = False
+    #: whether it changes during a step along which dim a grid is cut
+    moves_grid: ClassVar[bool] = False
 
-    def __init__(self, place: Place = ALONE, options: Options | None = None, seed: int = 0):
-        self.place = place
+    def __init__(
+        self,
+        place: Place = ALONE,
+        options: Options | None = None,
+        seed: int = 0,
+        *,
+        within: Strategy | None = None,
+        axes: tuple[str, ...] | None = None,
+    ):
+        self.place, self.within = place, within
+        self.axes = type(self).axes if axes is None else axes
         self.options = self.options_type() if options is None else options
         self.size, self.rank = place.size(*self.axes), place.rank(*self.axes)
         self.group: dist.ProcessGroup | None = place.group(*self.axes)
-        self.random = DropoutRandom(seed, place)
+        self.random = DropoutRandom(seed, place) if within is None else within.random
+        self.outermost: Strategy = self
+        for strategy in self.nested():
+            strategy.outermost = self
+
+    def nested(self) -> Iterator[Strategy]:
+        """This strategy, the one within it, the one within that, and so on."""
+        yield self
+        if self.within is not None:
+            yield from self.within.nested()
+
+    @property
+    def nested_axes(self) -> tuple[str, ...]:
+        """The axes of this strategy and of all within it."""
+        return tuple(axis for strategy in self.nested() for axis in strategy.axes)
 
     @classmethod
     def configured(cls, place: Place, options: Mapping[str, Any] | None = None, seed: int = 0) -> Self:
@@ -117,10 +156,28 @@ class Strategy(AttentionHooks, GridHooks):
     # -- can it run, and what does it send ---------------------------------------------------
 
     def check(self, sites: Iterable[Site]) -> None:
-        """Raise :class:`Unsupported` if the model's sites cannot be spread over this many ranks."""
+        """Raise :class:`Unsupported` if the model's sites cannot be spread over the ranks of this strategy and
+        of those within it."""
         sites = list(sites)
-        if self.size == 1:
-            return
+        self._check_lengths(sites)
+        for strategy, seen in self.as_seen(sites):
+            if strategy.size > 1:
+                strategy._check_own(seen)
+
+    def _check_lengths(self, sites: Iterable[Site]) -> None:
+        multiple, parts = self.length_multiple, self.sequence_parts
+        for site in as_sequences(sites, self.grid_dim):
+            length = site.dims.get("L", multiple)
+            if length % multiple:
+                below = length - length % multiple
+                lengths = " or ".join(str(n) for n in (below, below + multiple) if n)
+                times = f"{multiple // parts} times " if multiple > parts else ""
+                raise Unsupported(
+                    f"sequence length {length} is not divisible by {times}{parts} ranks",
+                    f"use a sequence length of {lengths}",
+                )
+
+    def _check_own(self, sites: Sequence[Site]) -> None:
         for site in sites:
             if site.kind in MEETINGS and site.kind not in self.meets:
                 raise Unsupported(
@@ -134,7 +191,8 @@ class Strategy(AttentionHooks, GridHooks):
         self.check_sizes(list(as_sequences(sites, self.grid_dim)))
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        """The part of :meth:`check` that is about sizes, called where there is more than one rank."""
+        """The part of :meth:`check` that is about this strategy's sizes, called where it has more than one
+        rank, with the sites as it sees them (:meth:`as_seen`)."""
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
@@ -142,72 +200,109 @@ class Strategy(AttentionHooks, GridHooks):
         The first set is the one that sends the most, and the first of a set stands for it in traces."""
         return [list(range(size))]
 
+    def as_seen(self, sites: Iterable[Site]) -> Iterator[tuple[Strategy, list[Site]]]:
+        """This strategy and each within it, with the sites as that one sees them: with the positions that the
+        strategies within it leave to a rank, and the heads and features that those around it do."""
+        sites, within = list(sites), self.within
+        yield self, sites if within is None else [within.outside(site) for site in sites]
+        if within is not None:
+            yield from within.as_seen([self.inside(site) for site in sites])
+
+    @left_within
+    def outside(self, site: Site) -> Site:
+        """A site as strategies around this one see it: with the positions of one of its ranks."""
+        return site
+
+    def inside(self, site: Site) -> Site:
+        """A site as the strategy within this one sees it: with the heads and features of one of its ranks."""
+        return site
+
+    def traffic(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        """Closed form of what this rank sends over the groups of this strategy and of those within it, each
+        entry with its ``axes``; with the arguments of :meth:`communication`."""
+        for strategy, seen in self.as_seen(sites):
+            for entry in strategy.communication(seen, element_bytes):
+                yield entry.over(*strategy.axes)
+
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of what this rank sends over its strategy's groups for one micro-batch, and in the
+        """Closed form of what this rank sends over this strategy's own group for one micro-batch, and in the
         phases gradient_sync and optimizer for one step.
 
         Args:
-            sites: what the model and the step ask for.
+            sites: what the model and the step ask for, as this strategy sees them (:meth:`as_seen`).
             element_bytes: bytes of an element of activations and gradients.
         """
         yield from ()
 
     # -- data ----------------------------------------------------------------------------------
 
+    @left_within
     def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
         """This rank's part of a whole input whose sequence dim is ``dim``."""
         return x
 
-    def block_positions(self, positions: Tensor) -> Tensor:
-        """The positions that this rank has between the projections of a block, of all positions [L]."""
-        return self.shard(positions, 0)
+    @left_within
+    def block_part(self, x: Tensor, dim: int) -> Tensor:
+        """Of a tensor with all positions along ``dim``, those that this rank has between the projections of a
+        block."""
+        return x
 
     # -- what a model leaves open ----------------------------------------------------------------
 
+    @left_within
     def linear_in(self, in_features: int, out_features: int) -> Linear:
         """The projection that opens a block: [..., in_features] -> [..., out_features or a part of it]."""
         return Linear(in_features, out_features)
 
+    @left_within
     def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
         """Several projections of one input that open a block, without biases:
         [..., in_features] -> ``groups`` times [..., out_features or the same part of it]."""
         return GroupedLinear(in_features, out_features, groups)
 
+    @left_within
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         """As :meth:`linear_in`, of an input that every rank has whole, also where sequences are cut."""
         return self.linear_in(in_features, out_features)
 
+    @left_within
     def linear_out(self, in_features: int, out_features: int) -> Linear:
         """The projection that closes a block, without bias (the model adds it after the sum over ranks):
         [..., in_features or a part] -> [..., out_features]."""
         return Linear(in_features, out_features, bias=False)
 
+    @left_within
     def embedding(self, vocabulary: int, hidden: int) -> nn.Module:
         """Word embedding: token ids [B, L] -> [B, L, hidden]; its ``weight`` is tied to the head."""
         return nn.Embedding(vocabulary, hidden)
 
+    @left_within
     def vocabulary_parameter(self, *shape: int) -> nn.Parameter:
         """A parameter with one row a vocabulary entry, laid out as :meth:`embedding` lays out its weight."""
         return nn.Parameter(torch.zeros(shape))
 
+    @left_within
     def feature_parameter(self, initial: Tensor) -> nn.Parameter:
         """A parameter with a number for each feature between the projections of a block [H or a part of it],
         from the values [H] that it starts with."""
         return nn.Parameter(initial.to(torch.get_default_dtype()))
 
+    @left_within
     def sequence_parameter(self, *shape: int) -> nn.Parameter:
         """A parameter whose last dim is the sequence (one column a position)."""
         return nn.Parameter(torch.empty(shape))
 
-    @property
+    @property_left_within
     def vocabulary_parts(self) -> int:
         """The number of parts that the vocabulary is split into; padding makes it divisible."""
         return 1
 
+    @left_within
     def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Scores [B, L, V or a part of it] of x [B, L, H] against a :meth:`vocabulary_parameter` [V, H]."""
         return F.linear(x, weight, bias)
 
+    @left_within
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
         """Per-token loss [B, L] in at least float32 from :meth:`vocabulary_logits` and labels [B, L].
 
@@ -219,32 +314,53 @@ class Strategy(AttentionHooks, GridHooks):
             full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none"
         ).view_as(labels)
 
+    @left_within
     def first_token(self, x: Tensor) -> tuple[Tensor, float]:
         """x [B, L or a part, H] -> ([B, H], share): position 0 of what this rank holds, and the share
         of the loss computed from it that this rank contributes (0 where it is not the sequence's)."""
         return x[:, 0], 1.0
 
-    @property
+    @property_left_within
     def sequence_parts(self) -> int:
         """The number of parts that every sequence is split into."""
         return 1
 
-    @property
-    def hidden_axes(self) -> tuple[str, ...]:
-        """As :attr:`attention_axes`, of hidden states between blocks."""
+    @property_left_within
+    def sequence_part(self) -> int:
+        """Which of :attr:`sequence_parts` this rank has, from 0."""
+        return 0
+
+    @property_left_within
+    def length_multiple(self) -> int:
+        """What every sequence length must be a multiple of."""
+        return 1
+
+    @property_left_within
+    def position_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks the positions of hidden states between blocks are spread. Each of them
+        draws its own dropout, computes its share of the loss, which is one sum over all positions, and makes
+        its part of the gradient of what all of them hold."""
         return ()
 
     # -- between pipeline stages -------------------------------------------------------------------
 
+    @property_left_within
+    def wire_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks a tensor between two pipeline stages, which all of them hold, is sent in
+        parts, one by each."""
+        return ()
+
     @property
     def wire_parts(self) -> int:
-        """How many parts a tensor between two pipeline stages is sent in, by as many ranks."""
-        return 1
+        """In how many parts."""
+        return self.place.size(*self.wire_axes)
 
+    @left_within
     def to_wire(self, x: Tensor) -> Tensor:
         """What this rank sends of x [B, L or a part, H] to the same rank of a neighbouring stage."""
         return x.contiguous()
 
+    @left_within
     def from_wire(self, received: Tensor, shape: Sequence[int]) -> Tensor:
         """x of that shape, from what :meth:`to_wire` made of it on a neighbouring stage."""
         return received.view(shape)
@@ -254,26 +370,52 @@ class Strategy(AttentionHooks, GridHooks):
         d = site.dims
         return d["B"] * d["L"] * d["H"] // (self.sequence_parts * self.wire_parts)
 
-    def held_elements(self, site: Site) -> int:
-        """Elements that one rank holds of the parameters of a site: all ``elements``, and of those that
-        have a column a position (``sequence``) its own."""
-        return site.dims["elements"] + site.dims.get("sequence", 0) // self.sequence_parts
+    # -- parameters and their gradients ------------------------------------------------------------
 
-    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
-        """Of :meth:`held_elements`, those with :meth:`partial_axes`, by these axes."""
-        return {}
-
-    # -- gradients ---------------------------------------------------------------------------------
+    @left_within
+    def split_over(self, kind: str) -> tuple[str, ...]:
+        """The axes over whose ranks the parameters of a kind, a key of :func:`elements_by_kind`, are split."""
+        return ()
 
     def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The axes over whose ranks this parameter's gradient must be summed, since backward gives each of
-        them a part of the sum."""
-        return ()
+        them a part of the sum: those over which positions are spread, but for one over which the parameter
+        itself is split, for of what a rank has a part of alone, it has the whole gradient."""
+        shard = shard_of(parameter)
+        return self._summed_over(() if shard is None else (shard.axis,))
 
-    @property
-    def loss_axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks the loss must be summed, since each of them computes a share of it."""
-        return ()
+    def _summed_over(self, split: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in self.position_axes if axis not in split)
+
+    def held_elements(self, site: Site) -> int:
+        """Elements that one rank holds of the parameters of a site."""
+        return sum(self._held_by_kind(site).values())
+
+    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
+        """Of :meth:`held_elements`, those with :meth:`partial_axes`, by these axes."""
+        found: Counter[tuple[str, ...]] = Counter()
+        for kind, held in self._held_by_kind(site).items():
+            if axes := self._summed_over(self.split_over(kind)):
+                found[axes] += held
+        return found
+
+    def _held_by_kind(self, site: Site) -> dict[str, int]:
+        return {
+            kind: n // self.place.size(*self.split_over(kind)) for kind, n in elements_by_kind(site).items()
+        }
+
+
+def elements_by_kind(site: Site) -> dict[str, int]:
+    """Elements of the parameters of a site: of the ``vocabulary``, of ``features`` that tensor parallelism can
+    split, those with a column a position (``sequence``), and the ``others``."""
+    d = site.dims
+    split, vocabulary = d.get("split", 0), d.get("vocabulary", 0)
+    return {
+        "vocabulary": vocabulary,
+        "features": split - vocabulary,
+        "sequence": d.get("sequence", 0),
+        "others": d["elements"] - split,
+    }
 
 
 def full_precision(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.collectives import all_to_all, joined, start_all_gather, start_reduce_scatter
-from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
+from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.grid import Grid, grid_of, part_of
 from spbench.impls.strategies.sequence_chunks import GridChunks
 from spbench.impls.traffic import Traffic
@@ -101,9 +101,25 @@ class DynamicSequenceParallel(GridChunks):
     summary = "grids cut along one dim; an all-to-all switches dims where a stage needs that one whole (DSP)"
     source = "arXiv 2403.10266, section 3"
     meets = frozenset({"full_attention"})
+    moves_grid = True
+
+    @property
+    def length_multiple(self) -> int:
+        return 1  # parts may be uneven
+
+    def outside(self, site: Site) -> Site:
+        # of a grid that is cut now along one dim and now along another
+        for dim, size in enumerate(grid_of(site)):
+            if size % self.size:
+                raise Unsupported(
+                    f"around {self.name} each dim of a grid must be divisible by its {self.size} ranks, and "
+                    f"dim {dim} of {size} is not",
+                    "use other sizes of the grid, or the strategy alone",
+                )
+        return super().outside(site)
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        # no size must be divisible; but a sequence of one dim cannot be run
+        # a sequence of one dim cannot be run
         for site in sites:
             if (sizes := grid_of(site)) and "along" in site.dims:
                 self.plan_grid([site.dims["along"]], sizes)
@@ -121,17 +137,16 @@ class DynamicSequenceParallel(GridChunks):
             if before == after or before is None or after is None:
                 continue
             d = stages[0].dims
-            elements = d["B"] * d["Z"] * d["A"] * switched_elements(sizes, self.size, before, after)
+            elements = d["B"] * d["H"] * switched_elements(sizes, self.size, before, after)
             # a block that is run again in backward asks again; what follows the last block is not
             again = ["backward"] if site is not None and site.recomputed else []
             switches.update((phase, elements) for phase in ["forward", *again, "backward"])
         for (phase, elements), count in switches.items():
             yield Traffic(phase, "switch of dims", "all_to_all", count, elements * element_bytes)
 
-    def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
-        if isinstance(dim, tuple):
-            dim = dim[self.grid_dim]
-        return x if dim is None else x.narrow(dim, *part_of(x.shape[dim], self.size, self.rank))
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        return x.narrow(dim, *part_of(x.shape[dim], self.size, self.rank))
+
 
     def plan_grid(self, stages: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
         if self.size == 1:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.layout import Site, Unsupported
+from spbench.impls.strategies.delegation import left_within, property_left_within
 
 
 def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -114,34 +115,39 @@ class GridHooks:
     of the grid and communicate along it in :meth:`full_attention`.
     """
 
-    @property
+    @property_left_within
     def grid_dim(self) -> int:
         """The grid dim along which inputs are cut, where a strategy cuts sequences."""
         return 0
 
+    @left_within
     def grid(self, x: Tensor, sizes: Sequence[int]) -> Grid:
         """What this rank holds of an input x on a grid of these sizes, after ``shard``."""
         return Grid(x, tuple(sizes))
 
+    @left_within
     def plan_grid(self, stages: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
         """For a model whose stages need these dims whole, one after another: along which dim the grid is cut
         during each, for :meth:`along`."""
         return [None] * len(stages)
 
+    @left_within
     def along(self, grid: Grid, dim: int, planned: int | None) -> Grid:
         """The next stage mixes along this grid dim; returns the grid laid out for that as planned."""
         return grid
 
+    @left_within
     def restored(self, grid: Grid) -> Grid:
         """The grid laid out as inputs are."""
         return grid
 
+    @left_within
     def grid_attention(self, q: Tensor, k: Tensor, v: Tensor, dim: int) -> Tensor:
         """Attention along a grid dim, after :meth:`along`: q, k, v [B, n1, .., nK, Z, A], of which this rank
         has what its projections made, -> the same shape."""
-        attend = self.full_attention if dim == self.grid_dim else whole_attention
-        return attend_along(attend, q, k, v, dim)
+        return attend_along(whole_attention, q, k, v, dim)
 
+    @left_within
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Softmax attention where every query sees every key: q, k, v [B, Z, L or a part, A] -> [B, Z, L or a
         part, A]; scores are scaled by A**-0.5 and never stored."""

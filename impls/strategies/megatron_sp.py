@@ -14,7 +14,7 @@ weights that are not split see some of the positions only, so their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ from spbench.impls.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.base import Site, Strategy, union
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.linear import Linear
-from spbench.impls.strategies.sequence_chunks import GridChunks, SequenceChunks, refuse_masks_of_own_queries
+from spbench.impls.strategies.sequence_chunks import GridChunks
 from spbench.impls.strategies.tensor_parallel import ColumnParallelLinear, TensorParallel
 from spbench.impls.traffic import Traffic
 
@@ -80,23 +80,27 @@ class MegatronSP(GridChunks, TensorParallel):
     axes = ("tp",)
     summary = "tensor parallelism, and sequence chunks between its blocks (Megatron-LM)"
     source = "arXiv 2205.05198, section 4.2.2"
-    meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
+    meets = TensorParallel.meets
     split_dims = {"Z": "attention heads", "F": "features"}
 
+    # inside a block all positions are there, as the strategy within leaves them; so is a weight with a column
+    # a position, whose gradient is then a sum over the heads of all ranks
+    grid_attention = Strategy.grid_attention
+    block_part = Strategy.block_part
+    sequence_parameter = Strategy.sequence_parameter
+    project_sequence = Strategy.project_sequence
     # the vocabulary is whole, and what goes to another stage is a part already
     embedding = Strategy.embedding
     vocabulary_parameter = Strategy.vocabulary_parameter
     vocabulary_parts = Strategy.vocabulary_parts
     vocabulary_logits = Strategy.vocabulary_logits
     cross_entropy = Strategy.cross_entropy
-    wire_parts = Strategy.wire_parts
+    wire_axes = Strategy.wire_axes
     to_wire = Strategy.to_wire
     from_wire = Strategy.from_wire
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        SequenceChunks.check_sizes(self, sites)
         TensorParallel.check_sizes(self, sites)
-        refuse_masks_of_own_queries(self.name, sites)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):
@@ -116,14 +120,9 @@ class MegatronSP(GridChunks, TensorParallel):
             elif site.kind == "overflow_flag":
                 yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
 
-    def split_elements(self, site: Site) -> int:
-        return super().split_elements(site) - site.dims.get("vocabulary", 0)
-
-    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
-        return {self.axes: site.dims["elements"] - self.split_elements(site)}
-
-    def block_positions(self, positions: Tensor) -> Tensor:
-        return positions
+    def split_over(self, kind: str) -> tuple[str, ...]:
+        others = Strategy.split_over(self, kind)
+        return union(self.axes, others) if kind == "features" else others
 
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         return _OfWholeText(in_features, out_features, self)

@@ -17,6 +17,7 @@ paper (arXiv 2404.02882, section 4) has it for a baseline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from spbench.impls.collectives import Ring
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
 from spbench.impls.options import check_choices
-from spbench.impls.strategies.base import SequenceDim, Site, Unsupported
+from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, chunk_of
 from spbench.impls.traffic import Traffic
@@ -230,8 +231,12 @@ class RingAttention(GridChunks):
         # attend to than the last rank, which therefore stands for the set
         return [[size - 1, *range(size - 1)]]
 
+    @property
+    def length_multiple(self) -> int:
+        chunks = 2 * self.size if self.options.placement == "zigzag" and self.size > 1 else 1
+        return math.lcm(super().length_multiple, chunks)
+
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        super().check_sizes(sites)
         placement = self.options.placement
         for site in sites:
             if site.kind == "attention" and "mask_rows" in site.dims:
@@ -239,17 +244,10 @@ class RingAttention(GridChunks):
             if site.kind in ("linear_attention", "full_attention") and placement != "contiguous":
                 what = "linear attention" if site.kind == "linear_attention" else "a grid"
                 raise Unsupported(f"{what} has no {placement} placement", "use placement contiguous")
-            length = site.dims.get("L", 2 * self.size)
-            if placement == "zigzag" and length % (2 * self.size):
-                below = length - length % (2 * self.size)
-                raise Unsupported(
-                    f"sequence length {length} is not divisible by twice {self.size} ranks",
-                    f"use a sequence length of {below + 2 * self.size}",
-                )
 
-    def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
-        if not isinstance(dim, int) or self.options.placement == "contiguous":
-            return super().shard(x, dim)
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        if self.options.placement == "contiguous":
+            return super().own(x, dim)
         if self.options.placement == "striped":
             return x.unflatten(dim, (-1, self.size)).select(dim + 1, self.rank)
         places, parts = (self.rank, 2 * self.size - 1 - self.rank), 2 * self.size

@@ -109,7 +109,7 @@ class RingSelfAttention(SequenceChunks):
 
     @property
     def vocabulary_parts(self) -> int:
-        return self.size if self.options.pad_vocabulary_by_ranks else 1
+        return super().vocabulary_parts * (self.size if self.options.pad_vocabulary_by_ranks else 1)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         size, sites = self.size, list(sites)
@@ -139,7 +139,7 @@ class RingSelfAttention(SequenceChunks):
         scores = RingScores.apply(q, k, self.group).unflatten(0, heads)
         probabilities = masked_softmax(scores, mask, q.shape[-1] ** -0.5, softmax)
         del scores
-        probabilities = self.random.dropout(probabilities, dropout, self.attention_axes)
+        probabilities = self.random.dropout(probabilities, dropout, self.outermost.attention_axes)
         return RingOutput.apply(probabilities.flatten(0, 1), v, self.group).unflatten(0, heads)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,9 @@ from spbench.impls.strategies.base import (
     Strategy,
     Unsupported,
     mark_shard,
-    shard_of,
+    union,
 )
-from spbench.impls.strategies.grid import Grid
+from spbench.impls.strategies.grid import Grid, attend_along, grid_of
 
 
 def chunk_of(x: Tensor, dim: int, number: int, parts: int) -> Tensor:
@@ -39,40 +40,53 @@ class SequenceChunks(Strategy):
 
     @property
     def attention_axes(self) -> tuple[str, ...]:
-        return self.axes
+        return union(self.axes, super().attention_axes)
 
     @property
-    def hidden_axes(self) -> tuple[str, ...]:
-        return self.axes
-
-    def check_sizes(self, sites: Sequence[Site]) -> None:
-        size = self.size
-        for site in sites:
-            length = site.dims.get("L", size)
-            if length % size:
-                below = length - length % size
-                lengths = " or ".join(str(n) for n in (below, below + size) if n)
-                raise Unsupported(
-                    f"sequence length {length} is not divisible by {size} ranks",
-                    f"use a sequence length of {lengths}",
-                )
-
-    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
-        return {self.axes: site.dims["elements"]}
+    def position_axes(self) -> tuple[str, ...]:
+        return union(self.axes, super().position_axes)
 
     @property
     def sequence_parts(self) -> int:
-        return self.size
+        return super().sequence_parts * self.size
+
+    @property
+    def sequence_part(self) -> int:
+        # of each part that the strategy within makes this one makes parts
+        return super().sequence_part * self.size + self.rank
+
+    @property
+    def length_multiple(self) -> int:
+        return math.lcm(super().length_multiple, self.sequence_parts)
+
+    def outside(self, site: Site) -> Site:
+        site = super().outside(site)
+        letter = f"n{self.grid_dim}" if grid_of(site) else "L"
+        if letter not in site.dims:
+            return site
+        return replace(site, dims={**site.dims, letter: site.dims[letter] // self.size})
+
+    def split_over(self, kind: str) -> tuple[str, ...]:
+        others = super().split_over(kind)
+        return union(self.axes, others) if kind == "sequence" else others
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of positions that lie along ``dim``."""
+        return chunk_of(x, dim, self.rank, self.size)
 
     def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
+        x = super().shard(x, dim)
         if isinstance(dim, tuple):
             dim = dim[self.grid_dim]
-        return x if dim is None else chunk_of(x, dim, self.rank, self.size)
+        return x if dim is None else self.own(x, dim)
+
+    def block_part(self, x: Tensor, dim: int) -> Tensor:
+        return self.own(super().block_part(x, dim), dim)
 
     def grid(self, x: Tensor, sizes: Sequence[int]) -> Grid:
         if self.size == 1:
             return super().grid(x, sizes)
-        return Grid(x, tuple(sizes), self.grid_dim, self.size, self.rank)
+        return Grid(x, tuple(sizes), self.grid_dim, self.sequence_parts, self.sequence_part)
 
     def sequence_parameter(self, *shape: int) -> nn.Parameter:
         *rest, length = shape
@@ -80,16 +94,8 @@ class SequenceChunks(Strategy):
         return mark_shard(parameter, Shard(self.axes[0], len(rest), self.rank, self.size))
 
     def first_token(self, x: Tensor) -> tuple[Tensor, float]:
-        return x[:, 0], 1.0 if self.rank == 0 else 0.0
-
-    def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        # what a rank has a part of alone, it also has the whole gradient of
-        shard = shard_of(parameter)
-        return tuple(axis for axis in self.axes if shard is None or shard.axis != axis)
-
-    @property
-    def loss_axes(self) -> tuple[str, ...]:
-        return self.axes
+        first, share = super().first_token(x)
+        return first, share if self.rank == 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,19 @@ class GridChunks(SequenceChunks):
     @property
     def grid_dim(self) -> int:
         return self.options.grid_dim
+
+    def grid_attention(self, q: Tensor, k: Tensor, v: Tensor, dim: int) -> Tensor:
+        if dim != self.grid_dim:  # which is whole on this strategy's ranks
+            return super().grid_attention(q, k, v, dim)
+        return attend_along(self.full_attention, q, k, v, dim)
+
+    def _check_own(self, sites: Sequence[Site]) -> None:
+        super()._check_own(sites)
+        if self.within is not None and self.within.moves_grid:
+            raise Unsupported(
+                f"{self.name} needs a grid that stays cut along one dim, which {self.within.name} does not leave",
+                "use tensor_parallel around it",
+            )
 
 
 def refuse_masks_of_own_queries(name: str, sites: Sequence[Site]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from spbench.impls.collectives import all_gather_flat, copy_to_group, reduce_from_group
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
-from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard
+from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.linear import GroupedLinear, Linear
@@ -92,6 +93,7 @@ class TensorParallel(Strategy):
     summary = "weights split by columns and rows, heads and vocabulary with them (Megatron-LM)"
     source = "arXiv 1909.08053, section 3"
     splits_features = True
+    can_enclose = True
     #: the dims of sites that N must divide, and what they count
     split_dims: ClassVar[Mapping[str, str]] = {
         "Z": "attention heads",
@@ -147,14 +149,18 @@ class TensorParallel(Strategy):
         """Record that a parameter is this rank's part along ``dim``."""
         return mark_shard(parameter, Shard(self.axes[0], dim, self.rank, self.size))
 
+    def inside(self, site: Site) -> Site:
+        split = {letter: site.dims[letter] // self.size for letter in ("Z", "F") if letter in site.dims}
+        return replace(site, dims={**site.dims, **split})
+
     @property
     def attention_axes(self) -> tuple[str, ...]:
         # the heads are this rank's own, everything else is replicated
-        return self.axes
+        return union(self.axes, super().attention_axes)
 
     @property
-    def wire_parts(self) -> int:
-        return self.size
+    def wire_axes(self) -> tuple[str, ...]:
+        return self.axes
 
     def to_wire(self, x: Tensor) -> Tensor:
         # every rank holds the same x, so each sends a part of it (Megatron-LM's scatter-gather, arXiv
@@ -166,13 +172,9 @@ class TensorParallel(Strategy):
             return received.view(shape)
         return all_gather_flat(received, self.group).view(shape)
 
-    def held_elements(self, site: Site) -> int:
-        split = self.split_elements(site)
-        return super().held_elements(site) - split + split // self.size
-
-    def split_elements(self, site: Site) -> int:
-        """Of the ``elements`` of a site of parameters, those that the ranks share out."""
-        return site.dims.get("split", 0)
+    def split_over(self, kind: str) -> tuple[str, ...]:
+        others = super().split_over(kind)
+        return union(self.axes, others) if kind in ("features", "vocabulary") else others
 
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """f, and the column-parallel projection that opens a block: x [B, L, H] -> [B, L, F/N]."""
@@ -184,6 +186,9 @@ class TensorParallel(Strategy):
 
     def linear_in(self, in_features: int, out_features: int) -> Linear:
         return ColumnParallelLinear(in_features, out_features, self)
+
+    def linear_in_text(self, in_features: int, out_features: int) -> Linear:
+        return self.linear_in(in_features, out_features)
 
     def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
         return ColumnParallelGroupedLinear(in_features, out_features, groups, self)
@@ -203,7 +208,7 @@ class TensorParallel(Strategy):
 
     @property
     def vocabulary_parts(self) -> int:
-        return self.size
+        return super().vocabulary_parts * self.size
 
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,6 +47,7 @@ class Ulysses(GridChunks):
     name = "ulysses"
     summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
     source = "arXiv 2309.14509, section 3"
+    can_enclose = True
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
     options_type = UlyssesOptions
     options: UlyssesOptions
@@ -55,8 +56,12 @@ class Ulysses(GridChunks):
         """``heads`` and those that are added."""
         return math.ceil(heads / self.size) * self.size
 
+    def inside(self, site: Site) -> Site:
+        if "Z" not in site.dims:
+            return site
+        return replace(site, dims={**site.dims, "Z": self.padded(site.dims["Z"]) // self.size})
+
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        super().check_sizes(sites)
         refuse_masks_of_own_queries(self.name, sites)
         for site in sites:
             heads = site.dims.get("Z", self.size)
@@ -94,7 +99,8 @@ class Ulysses(GridChunks):
         # the mask is one of keys, which are whole for every rank, and the same for all heads
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
-        return self.to_positions(self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax), heads)
+        attended = super().attention(q, k, v, mask, dropout=dropout, softmax=softmax)
+        return self.to_positions(attended, heads)
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.by_heads(super().causal_attention, q, k, v)

@@ -93,7 +93,7 @@ class EncoderAttention(nn.Module):
         if self.model.linformer is None:
             return self.strategy.attention(q, k, v, mask, **how)
         # every rank gets all K projected keys, so attention is local: [B, Z, L, A] x [B, Z, K, A]
-        absent = self.strategy.shard(mask, 3).transpose(2, 3)  # padded positions of this rank, [B, 1, L, 1]
+        absent = self.strategy.block_part(mask, 3).transpose(2, 3)  # padded positions of this rank, [B, 1, L, 1]
         k = self.strategy.project_sequence(k.masked_fill_(absent, 0), self.key_projection)
         v = self.strategy.project_sequence(v.masked_fill_(absent, 0), self.value_projection)
         return self.strategy.local_attention(q, k, v, None, **how)
@@ -104,7 +104,7 @@ class BiasDropoutAddNorm(nn.Module):
 
     def __init__(self, model: BlockOptions, strategy: Strategy):
         super().__init__()
-        self.model, self.random, self.axes = model, strategy.random, strategy.hidden_axes
+        self.model, self.random, self.axes = model, strategy.random, strategy.position_axes
         self.bias = nn.Parameter(torch.zeros(model.hidden))
         self.norm = LayerNorm(model.hidden)
 
@@ -177,4 +177,4 @@ def attention_mask(padding: Tensor, shape: str, strategy: Strategy) -> Tensor:
         return (padding > 0)[:, None, None, :]
     present = 1 - padding
     product = present[:, None, :] * present[:, :, None]
-    return strategy.shard(product, 1)[:, None] < 1
+    return strategy.block_part(product, 1)[:, None] < 1

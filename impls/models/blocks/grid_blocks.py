@@ -117,7 +117,7 @@ class GridModel(AttentionHeads, Model):
             for width in projections
             for kind in ("linear_in", "linear_out")
         ]
-        heads = {**grid, "Z": self.heads, "A": self.head_size}
+        heads = {**grid, "H": self.hidden, "Z": self.heads, "A": self.head_size}
         return found + [Site("full_attention", 1, {**heads, "along": dim}, again) for dim in self.stages()]
 
 

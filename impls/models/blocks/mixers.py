@@ -86,7 +86,7 @@ class Places:
         """[L], in a precision for angles: bfloat16 cannot tell position 256 from 257."""
         precise = torch.float64 if self.dtype is torch.float64 else torch.float32
         whole = torch.arange(self.seq_len, device=self.device)
-        return self.strategy.block_positions(whole).to(precise)
+        return self.strategy.block_part(whole, 0).to(precise)
 
     def turned(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of theta [..., A] times each position: [..., L, A]."""

@@ -1,0 +1,41 @@
+"""How a strategy leaves to another one, which it is around, what it does not change itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def left_within(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Of a default of the interface of strategies: what the strategy within does, where there is one; else
+    what ``hook`` does for a single device. An override reaches both by ``super()``."""
+    name = hook.__name__
+
+    @wraps(hook)
+    def ask(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        within: Any = self.within  # type: ignore[attr-defined]
+        if within is None:
+            return hook(self, *args, **kwargs)
+        result: R = getattr(within, name)(*args, **kwargs)
+        return result
+
+    return ask
+
+
+def property_left_within(getter: Callable[[Any], R]) -> property:
+    """A property that is :func:`left_within`."""
+    name = getter.__name__
+
+    @wraps(getter)
+    def get(self: Any) -> R:
+        if self.within is None:
+            return getter(self)
+        value: R = getattr(self.within, name)
+        return value
+
+    return property(get)

@@ -1,0 +1,139 @@
+"""Strategies around each other: tensor parallelism around a sequence parallel one, Ulysses around a ring.
+
+A name with plus signs, as "tensor_parallel+ring_attention", is of strategies one around the next, the outermost
+first. Each has mesh axes of its own and none knows of the others: it acts on what the one around it leaves (its
+heads, its features) and hands over by ``super()`` (:class:`Strategy`). So pairs need no code:
+
+- "tensor_parallel+S" and "megatron_sp+S" split weights, heads and vocabulary over tp around any S over sp
+  ("4D parallelism", arXiv 2105.13120, section 5; Megatron-LM's TP + SP + CP);
+- "ulysses+S" swaps chunks of the sequence for heads over sp, and S deals with the sequence over cp:
+  "ulysses+ring_attention" is USP (arXiv 2405.07719) and Megatron-LM's hierarchical a2a+p2p;
+- "tensor_parallel+ulysses+ring_attention" does all of it.
+
+Where two of them are made for the same axis, the outer one has it and the inner one gets the next of
+SEQUENCE_AXES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, make_dataclass
+from functools import cache, cached_property
+from typing import Any, get_type_hints
+
+from spbench.impls.axes import Place, ranks_along
+from spbench.impls.layout import Unsupported
+from spbench.impls.options import Options, set_options
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.registry import strategy_class
+
+#: axes over which sequences are spread, in the order in which strategies get them
+SEQUENCE_AXES = ("sp", "cp")
+PLUS = "+"
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """Classes of strategies, each around the next; of one alone in most cells.
+
+    Raises:
+        ValueError: they cannot be around each other, or there are not axes enough.
+    """
+
+    classes: tuple[type[Strategy], ...]
+
+    def __post_init__(self) -> None:
+        splitting = [cls.name for cls in self.classes[1:] if cls.splits_features]
+        if splitting:
+            raise ValueError(f"{splitting[0]} splits weights, which only the outermost strategy can")
+        for cls, within in zip(self.classes, self.classes[1:], strict=False):
+            if not cls.can_enclose:
+                mend = f"; write {within.name}{PLUS}{cls.name}" if within.can_enclose else ""
+                raise ValueError(f"{cls.name} cannot be around another strategy{mend}")
+            if not within.axes:
+                raise ValueError(f"{within.name} uses no ranks; leave it out")
+        _ = self.axes_of
+
+    @cached_property
+    def name(self) -> str:
+        """The names of the classes with plus signs between."""
+        return PLUS.join(cls.name for cls in self.classes)
+
+    @cached_property
+    def axes_of(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of each class."""
+        found: list[tuple[str, ...]] = []
+        taken: set[str] = set()
+        for cls in self.classes:
+            axes = cls.axes
+            if taken.intersection(axes):
+                free = [axis for axis in SEQUENCE_AXES if axis not in taken]
+                if len(axes) > 1 or not free:
+                    raise ValueError(f"{self.name}: no axis is left for {cls.name}")
+                axes = (free[0],)
+            found.append(axes)
+            taken.update(axes)
+        return tuple(found)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of all."""
+        return tuple(axis for axes in self.axes_of for axis in axes)
+
+    @cached_property
+    def options_type(self) -> type[Options]:
+        """A frozen dataclass of the options of all classes; one that several have is the same for all."""
+        types = list(dict.fromkeys(cls.options_type for cls in self.classes))
+        if len(types) == 1:
+            return types[0]
+
+        def check(self: Any) -> None:
+            for each in types:
+                each(**{f.name: getattr(self, f.name) for f in fields(each)})
+
+        merged = {f.name: (f.name, get_type_hints(each)[f.name], f) for each in types for f in fields(each)}
+        namespace = {"__post_init__": check}
+        return make_dataclass(
+            "NestedOptions", merged.values(), bases=(Options,), namespace=namespace, frozen=True
+        )
+
+    def configured(self, place: Place, options: Mapping[str, Any] | None = None, seed: int = 0) -> Strategy:
+        """The outermost strategy, with some options given by name.
+
+        Raises:
+            KeyError: no class has such an option; with those that there are.
+            ValueError: an option has a value that cannot be.
+        """
+        chosen = set_options(self.options_type(), options, f"strategy {self.name}")
+        strategy: Strategy | None = None
+        for cls, axes in reversed([*zip(self.classes, self.axes_of, strict=True)]):
+            own = cls.options_type(**{f.name: getattr(chosen, f.name) for f in fields(cls.options_type)})
+            strategy = cls(place, own, seed, within=strategy, axes=axes)
+        assert strategy is not None
+        return strategy
+
+    def roles(self, axis: str, size: int) -> list[list[int]]:
+        """As :meth:`Strategy.roles`, of the class that has the axis."""
+        owner = next(cls for cls, axes in zip(self.classes, self.axes_of, strict=True) if axis in axes)
+        return owner.roles(axis, size)
+
+    def sizes_for(self, size: int) -> dict[str, int]:
+        """As :meth:`Strategy.sizes_for`: that many ranks along the first axis of all."""
+        if not self.axes and size > 1:
+            raise Unsupported(f"{self.name} runs on one rank, not {size}", "use 1")
+        return dict.fromkeys(self.axes[:1], size)
+
+    def ranks(self, sizes: Mapping[str, int]) -> int:
+        """The ranks over which one sample is spread, on a mesh of these sizes."""
+        return ranks_along(self.axes, sizes)
+
+
+@cache
+def nesting(name: str) -> Nesting:
+    """The strategies of a name, which may be one alone.
+
+    Raises:
+        KeyError: one of them is not known; with the known names.
+        ValueError: they cannot be around each other.
+    """
+    return Nesting(tuple(strategy_class(part) for part in name.split(PLUS)))
