@@ -138,9 +138,10 @@ def verify(
     gradient on every rank, in float64.
 
     Args:
-        strategies: by name; None: all.
+        strategies: by name; None: all, each alone. Names with plus signs are strategies around each other, as
+            "megatron_sp+ulysses".
         models: by name; None: all tiny ones.
-        world_sizes: ranks along the strategy's axis.
+        world_sizes: ranks; of strategies around each other split over their axes in every way.
         dtypes: of the checked run: fp64, fp32, bf16, fp16.
         parts: of the models; None: all.
         backend: the data-parallel backend that sums gradients.
@@ -158,6 +159,6 @@ def verify(
 
     try:
         rows = list(cases.verify(strategies, models, world_sizes, dtypes, parts, backend=backend))
-    except KeyError as error:
+    except (KeyError, ValueError) as error:
         raise UserError(str(error.args[0])) from error
     return DataFrame([asdict(row) for row in rows])

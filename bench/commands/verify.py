@@ -17,7 +17,8 @@ from spbench.bench.commands.report import Report, Table
 @click.command("verify")
 @many("--strategy", Words(), "Verify these strategies; all if left out.")
 @many("--model", Words(), "On these models; the tiny ones if left out.")
-@many("--world-size", Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out.")
+@click.option("--pairs", is_flag=True, help="Every two strategies of which one can be around the other.")
+@many("--world-size", Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out, 4 for pairs.")
 @many("--dtype", Words(), "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
 @many("--part", Words(), "These parts of the models; all if left out.")
 @click.option(
@@ -27,27 +28,34 @@ from spbench.bench.commands.report import Report, Table
 def command(
     strategy: tuple[str, ...],
     model: tuple[str, ...],
+    pairs: bool,
     world_size: tuple[int, ...],
     dtype: tuple[str, ...],
     part: tuple[str, ...],
     backend: str,
 ) -> Report:
-    """Check strategies against the single-device model on real ranks: outputs and every gradient."""
+    """Check strategies against the single-device model on real ranks: outputs and every gradient.
+
+    A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
+    """
     _check_names(strategy, model, dtype, part, backend)
     from spbench.bench.sweep.results import finite
     from spbench.bench.verification import cases
+    from spbench.impls.strategies.nesting import pairs as all_pairs
 
+    strategies = [*strategy, *(pair.name for pair in all_pairs())] if pairs else [*strategy]
     lines = []
     for row in cases.verify(
-        list(strategy) or None,
+        strategies or None,
         list(model) or None,
-        list(world_size or (1, 2, 3, 4)),
+        list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
         list(dtype or ("fp64",)),
         list(part) or None,
         backend=backend,
     ):
         lines.append(finite(dataclasses.asdict(row)))
         case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
+        case += [row.mesh] if "x" in row.mesh else []
         message(f"{' '.join(word for word in case if word)}: {row.status}")
     counts = Counter(line["status"] for line in lines)
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
@@ -72,14 +80,16 @@ def _check_names(
     Raises:
         UserError: with the nearest name that there is.
     """
+    from spbench.bench.config.choices import strategy_problem
     from spbench.bench.errors import UserError, suggestion
     from spbench.impls.backends.registry import backends
     from spbench.impls.models.model import models as all_models
-    from spbench.impls.strategies.registry import strategies as all_strategies
     from spbench.impls.training.step import PRECISIONS
 
+    for name in strategies:
+        if problem := strategy_problem(name):
+            raise UserError(problem)
     for kind, names, known in (
-        ("strategy", strategies, sorted(all_strategies())),
         ("model", models, sorted(all_models())),
         ("dtype", dtypes, list(PRECISIONS)),
         ("part", parts, sorted({part for model in all_models().values() for part in model.parts()})),

@@ -40,8 +40,26 @@ def _known(kind: str) -> Iterable[str]:
 
 @declared
 def strategy_axes(strategy: str) -> list[str]:
-    """:attr:`Strategy.axes` of the strategy of that name."""
-    return list(strategies()[strategy].axes)
+    """The axes of the strategies of that name; see :func:`nesting`."""
+    from spbench.impls.strategies.nesting import nesting
+
+    return list(nesting(strategy).axes)
+
+
+@declared
+def strategy_problem(name: str) -> str:
+    """What is wrong with the name of a strategy, or of several around each other; empty if nothing."""
+    from spbench.impls.strategies.nesting import PLUS, nesting
+
+    known = names("strategy")
+    for part in name.split(PLUS):
+        if part not in known:
+            return f"unknown strategy {part!r}{suggestion(part, known)}"
+    try:
+        nesting(name)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @declared
@@ -59,7 +77,9 @@ def option_mistakes(section: str, name: str, given: Mapping[str, Any]) -> list[t
 
         defaults = models()[name]
     elif section == "strategy_options":
-        defaults = strategies()[name].options_type()
+        from spbench.impls.strategies.nesting import nesting
+
+        defaults = nesting(name).options_type()
     else:
         defaults, others = backends()[name].options_type(), list(TrainingOptions.model_fields)
     return list(_mistakes(given, defaults, others))

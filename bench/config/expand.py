@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.choices import names, option_mistakes, strategy_axes
+from spbench.bench.config.choices import names, option_mistakes, strategy_axes, strategy_problem
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.files.yaml_files import dotted, first_problem, merge
@@ -116,7 +116,6 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     searched_for = [cell.search.quantity] if cell.search is not None else []
     named: list[tuple[tuple[str, ...], str, list[str]]] = [
         (("model",), "model", [cell.model]),
-        (("strategy",), "strategy", [cell.strategy]),
         (("engine",), "engine", [cell.engine]),
         (("meters",), "meter", cell.meters),
         (("search", "quantity"), "quantity", searched_for),
@@ -126,6 +125,8 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
         for name in wanted:
             if name not in names(kind):
                 yield path, f"unknown {kind} {name!r}{suggestion(name, names(kind))}"
+    if problem := strategy_problem(cell.strategy):
+        yield ("strategy",), problem
     try:
         load_cluster(cell.cluster)
     except UserError as error:

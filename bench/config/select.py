@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.choices import names, strategy_axes
+from spbench.bench.config.choices import names, strategy_axes, strategy_problem
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files.cluster import load_cluster
-from spbench.impls.axes import COMPOSED_AXES, ranks_along
 
 ALL = "all"
 
@@ -80,11 +79,11 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
         UserError: an unknown name, or nothing is left; with what there is.
     """
     cells = declared_cells(scenario, narrowing)
-    for field, values, known in (
-        ("strategy", narrowing.strategies, names("strategy")),
-        ("model", narrowing.models, names("model")),
-    ):
-        _known(field, values, known)
+    _known("model", narrowing.models, names("model"))
+    for name in narrowing.strategies:
+        if problem := strategy_problem(name):
+            raise UserError(problem)
+    for field, values in (("strategy", narrowing.strategies), ("model", narrowing.models)):
         has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
         if values:
             cells = [cell for cell in cells if getattr(cell, field) in values]
@@ -151,13 +150,14 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
     made = []
     for cell in cells:
         if axes := strategy_axes(cell.strategy):
-            around = ranks_along(COMPOSED_AXES, cell.sizes.by_axis)
+            around = cell.sizes.world // cell.sizes.by_axis[axes[-1]]
             if size % around:
+                others = cell.sizes.model_copy(update={axes[-1]: 1})
                 raise UserError(
-                    f"--world-size {size}: not divisible by the {cell.sizes.dp} replicas x {cell.sizes.pp} "
-                    f"stages of {cell.key}; use {max(1, size // around) * around}"
+                    f"--world-size {size}: not divisible by the {around} ranks {others} of {cell.key}; "
+                    f"use {max(1, size // around) * around}"
                 )
-            sizes = cell.sizes.model_copy(update=dict.fromkeys(axes, 1) | {axes[0]: size // around})
+            sizes = cell.sizes.model_copy(update={axes[-1]: size // around})
             made.append(cell.model_copy(update={"sizes": sizes}))
     return made
 

@@ -17,6 +17,8 @@ bad kernel cannot widen its own limit.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,12 +29,13 @@ import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
 from spbench.bench.verification.oracle import Case, Finding, check_rank, relative_errors
+from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.models.model import model_preset
 from spbench.impls.models.model import models as all_models
 from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.registry import strategies as all_strategies
-from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.step import PRECISIONS
 
 __all__ = ["VerifyRow", "relative_errors", "verify", "verify_case"]
@@ -48,6 +51,7 @@ class VerifyRow:
     Attributes:
         variant: the model options that differ from the preset, as "name=value", and the strategy's.
         size: ranks.
+        mesh: ranks along each axis, as "tp2xsp3".
         dtype: a key of :data:`PRECISIONS`.
         batch, seq_len: whole sizes, in samples and positions.
         status: "unsupported" is no fault: the strategy says that it cannot run these sizes.
@@ -62,6 +66,7 @@ class VerifyRow:
     variant: str
     part: str
     size: int
+    mesh: str
     dtype: str
     batch: int
     seq_len: int
@@ -91,9 +96,11 @@ def verify(
     model's variants.
 
     Args:
-        strategies: names; None: all that are registered.
+        strategies: names, of one strategy or of several around each other ("megatron_sp+ulysses"); None: all
+            that are registered, each alone.
         models: names; None: the registered presets with "-tiny" in their name.
-        world_sizes: ranks along the first of the strategy's axes.
+        world_sizes: ranks. Those of strategies around each other are split over their axes in every way that
+            leaves more than one to each: 6 ranks as 2 x 3 and 3 x 2.
         dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
         backend: name of a backend.
@@ -103,8 +110,9 @@ def verify(
 
     Raises:
         KeyError: an unknown strategy, model, dtype or backend.
+        ValueError: strategies cannot be around each other.
     """
-    classes = [strategy_class(name) for name in (all_strategies() if strategies is None else strategies)]
+    nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
     names = [n for n in all_models() if "-tiny" in n] if models is None else models
     presets = {name: model_preset(name) for name in names}
     for dtype in dtypes:
@@ -114,41 +122,49 @@ def verify(
     if pool is None and not world_sizes:
         return
     with RankPool(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
-        for cls in classes:
+        for strategy in nestings:
             for name, preset in presets.items():
                 chosen = [p for p in preset.parts() if parts is None or p in parts]
                 wanted: list[tuple[str, Mapping[str, Any]]] = [(part, {}) for part in chosen]
                 wanted += [(part, options) for part in chosen[-1:] for options in preset.variants()]
-                for size in world_sizes:
-                    for dtype in dtypes:
-                        for part, options in wanted:
-                            varied = model_preset(name, options)
-                            case = Case(cls, varied, part, dtype, batch, seq_len, backend=backend)
-                            yield verify_case(ranks, case, size, model_name=name, variant=_spelled(options))
+                meshes = [mesh for size in world_sizes for mesh in strategy.meshes(size)]
+                for mesh, dtype in itertools.product(meshes, dtypes):
+                    for part, options in wanted:
+                        varied = model_preset(name, options)
+                        case = Case(strategy, varied, part, dtype, batch, seq_len, backend=backend)
+                        yield verify_case(ranks, case, mesh, model_name=name, variant=_spelled(options))
 
 
 def verify_case(
-    pool: RankPool, case: Case, size: int, *, model_name: str = "", variant: str = ""
+    pool: RankPool, case: Case, mesh: Mapping[str, int] | int, *, model_name: str = "", variant: str = ""
 ) -> VerifyRow:
-    """Run one case on ``size`` ranks of the pool and judge it."""
+    """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it."""
+    try:
+        sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
+        reason = ""
+    except Unsupported as unsupported:
+        sizes, reason = {}, str(unsupported)
     row = VerifyRow(
         strategy=case.strategy.name,
         model=model_name,
         variant=variant,
         part=case.part,
-        size=size,
+        size=mesh if isinstance(mesh, int) else math.prod(mesh.values()),
+        mesh="x".join(f"{axis}{n}" for axis, n in sizes.items()),
         dtype=case.dtype,
         batch=case.batch,
         seq_len=case.seq_len,
         status="green",
     )
+    if reason:
+        return replace(row, status="unsupported", reason=reason)
     try:
-        plan = case.strategy.planned(size, options=case.options)
+        plan = case.strategy.configured(Place(sizes), case.options)
         plan.check(case.model.sites(case.batch, case.seq_len, plan.vocabulary_parts))
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     try:
-        findings = pool.run(case.strategy.sizes_for(size), check_rank, case)
+        findings = pool.run(sizes, check_rank, case)
     except RankError as failed:
         return replace(row, status="RED", error=float("inf"), rank=failed.rank, reason=str(failed))
     return _judged(row, findings)

@@ -27,6 +27,7 @@ from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model
 from spbench.impls.options import set_options
 from spbench.impls.strategies.base import Strategy, shard_of
+from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, initialize
 
 #: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
@@ -39,7 +40,8 @@ class Case:
     """One comparison.
 
     Attributes:
-        strategy, options: the class and its options. A class, not a name, so that workers need no registry.
+        strategy, options: the class, or several around each other, and the options. No name, so that workers
+            need no registry.
         model: with its options set.
         part: a key of ``model.parts()``.
         dtype: a key of PRECISIONS: of weights, activations and gradients of the checked run.
@@ -48,7 +50,7 @@ class Case:
         backend, backend_options: what holds and synchronises gradients; see :class:`Training`.
     """
 
-    strategy: type[Strategy]
+    strategy: type[Strategy] | Nesting
     model: Model
     part: str
     dtype: str = "fp64"

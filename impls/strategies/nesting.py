@@ -16,16 +16,18 @@ SEQUENCE_AXES.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from functools import cache, cached_property
 from typing import Any, get_type_hints
 
-from spbench.impls.axes import Place, ranks_along
+from spbench.impls.axes import Place
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import Options, set_options
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.strategies.registry import strategies, strategy_class
 
 #: axes over which sequences are spread, in the order in which strategies get them
 SEQUENCE_AXES = ("sp", "cp")
@@ -53,6 +55,9 @@ class Nesting:
             if not within.axes:
                 raise ValueError(f"{within.name} uses no ranks; leave it out")
         _ = self.axes_of
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Nesting, (self.classes,)  # without what follows from the classes, for it cannot be pickled
 
     @cached_property
     def name(self) -> str:
@@ -123,9 +128,26 @@ class Nesting:
             raise Unsupported(f"{self.name} runs on one rank, not {size}", "use 1")
         return dict.fromkeys(self.axes[:1], size)
 
-    def ranks(self, sizes: Mapping[str, int]) -> int:
-        """The ranks over which one sample is spread, on a mesh of these sizes."""
-        return ranks_along(self.axes, sizes)
+    def meshes(self, size: int) -> list[dict[str, int]]:
+        """The ways to split that many ranks over the axes: those of :meth:`sizes_for` where there is one axis
+        or one rank, else all with more than one rank along each axis.
+
+        Raises:
+            Unsupported: there is no axis, and ``size`` is not 1.
+        """
+        if size == 1 or len(self.axes) < 2:
+            return [self.sizes_for(size)]
+        ways = itertools.product(range(2, size + 1), repeat=len(self.axes))
+        return [dict(zip(self.axes, way, strict=True)) for way in ways if math.prod(way) == size]
+
+
+def pairs() -> Iterator[Nesting]:
+    """Every two registered strategies of which one can be around the other."""
+    for outer, inner in itertools.permutations(strategies().values(), 2):
+        try:
+            yield Nesting((outer, inner))
+        except ValueError:
+            continue
 
 
 @cache
