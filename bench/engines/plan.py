@@ -49,15 +49,15 @@ class RankClass:
 def rank_classes(cell: Cell) -> list[RankClass]:
     """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` along each axis of
     the strategy. The first class of each stage is the one that sends most."""
-    sizes, cls = cell.sizes, strategy_class(cell.strategy)
-    along_axes = [cls.roles(axis, sizes.by_axis[axis]) for axis in cls.axes]
+    sizes, cls = cell.mesh_sizes, strategy_class(cell.strategy)
+    along_axes = [cls.roles(axis, sizes[axis]) for axis in cls.axes]
     found = []
-    for stage in range(sizes.pp):
+    for stage in range(sizes["pp"]):
         for roles in itertools.product(*along_axes):
             members = dict(zip(cls.axes, roles, strict=True))
             first = {axis: coordinates[0] for axis, coordinates in members.items()}
-            ranks = global_ranks(sizes.by_axis, {"pp": [stage], **members})
-            found.append(RankClass(Stage(stage, sizes.pp), first, tuple(ranks)))
+            ranks = global_ranks(sizes, {"pp": [stage], **members})
+            found.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
     return found
 
 
@@ -120,12 +120,12 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
     cls = strategy_class(cell.strategy)
-    for axis in unused_axes(cls.axes, cell.sizes.by_axis):
+    for axis in unused_axes(cls.axes, cell.mesh_sizes):
         raise Unsupported(
             f"{cls.name} does not use the axis {axis}",
             f"give the ranks to {cls.axes[0]}" if cls.axes else "use one rank",
         )
-    return cls.configured(Place(cell.sizes.by_axis, coordinates or {}), cell.strategy_options)
+    return cls.configured(Place(cell.mesh_sizes, coordinates or {}), cell.strategy_options)
 
 
 def plan(cell: Cell) -> Plan:
