@@ -172,7 +172,7 @@ class Cell(_Strict):
         return in_order(self.sizes.by_axis, self.mesh or MESH_AXES)
 
     @property
-    def split(self) -> str:
+    def mesh_text(self) -> str:
         """The axes of more than one rank in the order of the mesh, with their ranks, as "dp2xsp8"; or "1"."""
         return spelled(self.mesh_sizes)
 
@@ -186,7 +186,7 @@ class Cell(_Strict):
         parts = [
             self.model,
             self.strategy,
-            self.split,
+            self.mesh_text,
             f"b{batch}",
             f"L{length}",
             self.precision,

@@ -103,7 +103,7 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
 
 def settings_of(cell: Cell) -> dict[str, str]:
     """What defines a cell, as text by dotted name (``batch``, ``sizes.tp``, ``training.backend``,
-    ``model_options.layers``, ``mesh`` as "sp dp"); without what is None."""
+    ``model_options.layers``, ``mesh`` as "sp dp"); without what is None or an empty list."""
     return dict(_flattened(cell.model_dump(), ""))
 
 
@@ -111,7 +111,7 @@ def _flattened(content: Mapping[str, Any], above: str) -> Iterator[tuple[str, st
     for name, value in content.items():
         if isinstance(value, Mapping):
             yield from _flattened(value, f"{above}{name}.")
-        elif value is not None:
+        elif value is not None and value != []:
             yield f"{above}{name}", " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

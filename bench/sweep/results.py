@@ -186,8 +186,8 @@ def finite(value: Any) -> Any:
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """A row as one level of plain values: the cell, then what was measured, units in the names; ``split`` is
-    :attr:`Cell.split`."""
+    """A row as one level of plain values: the cell, then what was measured, units in the names; ``mesh`` is
+    :attr:`Cell.mesh_text`."""
     cell, measured = row["cell"], row["measurement"]
     sizes = cell.get("sizes", {})
     searched = (cell.get("search") or {}).get("quantity", "")
@@ -195,7 +195,7 @@ def flat(row: Row) -> dict[str, Any]:
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
         "world_size": math.prod(sizes.values()),
-        "split": spelled(in_order(sizes, cell.get("mesh") or MESH_AXES)),
+        "mesh": spelled(in_order(sizes, cell.get("mesh") or MESH_AXES)),
         **{
             name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")
         },
