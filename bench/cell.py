@@ -8,10 +8,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from spbench.bench.declarations import declared
-from spbench.impls.axes import MESH_AXES, ranks_along
+from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
 
 #: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
@@ -28,12 +37,13 @@ class Sizes(_Strict):
 
     dp: PositiveInt = 1
     pp: PositiveInt = 1
+    cp: PositiveInt = 1
     tp: PositiveInt = 1
     sp: PositiveInt = 1
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """The ranks along every axis, by its name."""
+        """The ranks along every axis, in the default order; see :attr:`Cell.mesh_sizes` for a cell's own."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     @property
@@ -42,7 +52,7 @@ class Sizes(_Strict):
         return ranks_along(MESH_AXES, self.by_axis)
 
     def __str__(self) -> str:
-        return "x".join(f"{axis}{n}" for axis, n in self.by_axis.items() if n > 1) or "1"
+        return spelled(self.by_axis)
 
 
 class TrainingOptions(BaseModel):
@@ -126,6 +136,9 @@ class Cell(_Strict):
     model: str
     strategy: str
     sizes: Sizes = Sizes()
+    #: the axes of the mesh, from the slowest-varying rank to the fastest; None: as in MESH_AXES. Axes of one
+    #: rank may be left out
+    mesh: list[str] | None = None
     batch: PositiveInt | None = None
     seq_len: PositiveInt | None = None
     cluster: str = "local"
@@ -144,6 +157,25 @@ class Cell(_Strict):
     #: seconds after which a sweep gives the cell up; in no key or row, as it is not part of what is measured
     timeout_s: PositiveFloat | None = Field(default=None, exclude=True)
 
+    @field_validator("mesh")
+    @classmethod
+    def _check_mesh(cls, order: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        """The order; None for one that is the default, so that a cell has one key."""
+        if order is None or "sizes" not in info.data:
+            return None
+        in_order(info.data["sizes"].by_axis, order)
+        return None if order == sorted(order, key=MESH_AXES.index) else order
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Ranks along every axis of the mesh, from the slowest-varying to the fastest."""
+        return in_order(self.sizes.by_axis, self.mesh or MESH_AXES)
+
+    @property
+    def mesh_text(self) -> str:
+        """The axes of more than one rank in the order of the mesh, with their ranks, as "dp2xsp8"; or "1"."""
+        return spelled(self.mesh_sizes)
+
     @property
     def key(self) -> str:
         """A stable name of the cell: readable, and a digest of all that defines it."""
@@ -151,7 +183,14 @@ class Cell(_Strict):
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
         batch = "max" if self.batch is None else self.batch
         length = "max" if self.seq_len is None else self.seq_len
-        parts = [self.model, self.strategy, str(self.sizes), f"b{batch}", f"L{length}", self.precision]
+        parts = [
+            self.model,
+            self.strategy,
+            self.mesh_text,
+            f"b{batch}",
+            f"L{length}",
+            self.precision,
+        ]
         if self.variant:
             parts.append(self.variant)
         return "/".join([*parts, self.cluster, self.engine, digest])

@@ -1,6 +1,8 @@
 """The axes of the mesh of ranks, and the place of one rank on it.
 
-The mesh (dp, pp, tp, sp) is row-major: ranks that differ in sp alone have consecutive numbers.
+The mesh is row-major: ranks that differ along its last axis alone have consecutive numbers. The keys of a
+mapping of sizes are in the order of the mesh, so that {"sp": 4, "dp": 2} and {"dp": 2, "sp": 4} give the same
+groups of other ranks.
 
 Cells are checked and named with these, so torch is imported only where there are process groups.
 """
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-#: data parallel replicas, pipeline stages, tensor parallel and sequence parallel ranks, the last fastest
-MESH_AXES = ("dp", "pp", "tp", "sp")
+#: data parallel replicas, pipeline stages, a second axis of sequence parallelism, tensor parallel and
+#: sequence parallel ranks. Their order here is the default order of the mesh, the last axis varying fastest
+MESH_AXES = ("dp", "pp", "cp", "tp", "sp")
 #: the axes that are composed with every strategy; the others belong to the strategy that names them
 COMPOSED_AXES = ("dp", "pp")
 
@@ -26,7 +29,7 @@ Sizes = Mapping[str, int]
 
 
 def whole_mesh(sizes: Sizes) -> dict[str, int]:
-    """Ranks along every axis of the mesh, in its order; 1 along those that ``sizes`` lacks.
+    """Ranks along every axis of the mesh, in the order of ``sizes``; then 1 along those that it lacks.
 
     Raises:
         ValueError: there is no such axis, or a size is not positive.
@@ -36,19 +39,48 @@ def whole_mesh(sizes: Sizes) -> dict[str, int]:
             raise ValueError(
                 f"axis {axis!r} of {size} ranks: the axes are {', '.join(MESH_AXES)}, each 1 or more"
             )
-    return {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+    return {**sizes, **{axis: 1 for axis in MESH_AXES if axis not in sizes}}
+
+
+def check_axis_names(order: Sequence[str]) -> None:
+    """Raise ValueError for an order that names an unknown axis, or an axis twice."""
+    for axis in order:
+        if axis not in MESH_AXES:
+            raise ValueError(f"unknown axis {axis!r}; the axes are {', '.join(MESH_AXES)}")
+    for axis in set(order):
+        if order.count(axis) > 1:
+            raise ValueError(f"the axis {axis} is there {order.count(axis)} times; name it once")
+
+
+def in_order(sizes: Sizes, order: Sequence[str]) -> dict[str, int]:
+    """Ranks along every axis of the mesh, the axes of ``order`` first, in that order.
+
+    Raises:
+        ValueError: the order names an unknown axis or an axis twice, or leaves out one of several ranks.
+    """
+    check_axis_names(order)
+    for axis, size in sizes.items():
+        if size > 1 and axis not in order:
+            raise ValueError(f"leaves out the axis {axis}, which has {size} ranks; add it")
+    return whole_mesh({axis: sizes.get(axis, 1) for axis in order})
+
+
+def spelled(sizes: Sizes) -> str:
+    """The axes of more than one rank in their order, as "dp2xsp8"; "1" if there are none."""
+    return "x".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
 
 
 def device_mesh(sizes: Sizes) -> DeviceMesh:
-    """The device mesh of these sizes over the ranks of the default process group; axes that are left out have
-    one rank.
+    """The device mesh of these sizes over the ranks of the default process group, its axes in the order of
+    ``sizes``; axes that are left out have one rank.
 
     Raises:
         ValueError: there is no such axis, or a size is not positive.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", tuple(whole_mesh(sizes).values()), mesh_dim_names=MESH_AXES)
+    whole = whole_mesh(sizes)
+    return init_device_mesh("cpu", tuple(whole.values()), mesh_dim_names=tuple(whole))
 
 
 def ranks_along(axes: Sequence[str], sizes: Sizes) -> int:
@@ -63,8 +95,8 @@ def union(axes: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
 
 def group_name(axes: Sequence[str], sizes: Sizes) -> str:
     """The name of the group of ranks along these axes, as meters and closed forms have it: those with more
-    than one rank, in the order of the mesh, as "dp_sp"."""
-    return "_".join(axis for axis in sizes if axis in axes and sizes[axis] > 1)
+    than one rank, in the order of MESH_AXES, as "dp_sp"."""
+    return "_".join(axis for axis in MESH_AXES if axis in axes and sizes.get(axis, 1) > 1)
 
 
 def unused_axes(axes: Sequence[str], sizes: Sizes) -> list[str]:
@@ -78,12 +110,12 @@ class Place:
     """Which rank of which mesh this one is.
 
     Attributes:
-        sizes: ranks along each axis; axes that are left out have one.
+        sizes: ranks along each axis, in the order of the mesh; axes that are left out have one.
         coordinates: of this rank along each axis; 0 along those that are left out.
         mesh: the device mesh with the process groups; None for a rank that is only planned with, and for a
             single device.
-        flattened: axes, as "dp_sp", of the groups that :meth:`group` made over several of them, by the name
-            of the group.
+        flattened: axes, as "dp_sp" in the order of MESH_AXES, of the groups that :meth:`group` made over
+            several of them, by the name of the group.
     """
 
     sizes: Sizes = field(default_factory=dict)
@@ -114,16 +146,21 @@ class Place:
         return ranks_along(axes, self.sizes)
 
     def rank(self, *axes: str) -> int:
-        """The number of this rank among those of the same coordinates along all other axes."""
+        """The number of this rank among those of the same coordinates along all other axes: its number in
+        their :meth:`group`, whose ranks are in the order of the mesh, not of ``axes``."""
         number = 0
-        for axis in axes:
+        for axis in self._in_mesh_order(axes):
             number = number * self.size(axis) + self.coordinates.get(axis, 0)
         return number
+
+    def _in_mesh_order(self, axes: Sequence[str]) -> list[str]:
+        """Those of the axes that this place's mesh has."""
+        return [axis for axis in self.sizes if axis in axes]
 
     @property
     def global_rank(self) -> int:
         """The number of this rank among all."""
-        return self.rank(*MESH_AXES)
+        return self.rank(*self.sizes)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group of the ranks that differ from this one along these axes alone; None where that is
@@ -144,12 +181,12 @@ class Place:
         """
         if self.mesh is None:
             raise ValueError("process groups need a device mesh")
-        several = [axis for axis in axes if self.size(axis) > 1] or [*axes[:1]]
+        several = [axis for axis in self._in_mesh_order(axes) if self.size(axis) > 1] or [*axes[:1]]
         if len(several) == 1:
             return self.mesh[several[0]]
         from torch.utils._python_dispatch import _disable_current_modes
 
-        name = "_".join(several)
+        name = "_".join(axis for axis in MESH_AXES if axis in several)
         with _disable_current_modes():  # a mesh computes with real tensors, where a step has fake ones too
             flat = self.mesh[tuple(several)]._flatten(name)
         self.flattened[flat.get_group().group_name] = name

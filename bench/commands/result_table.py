@@ -19,20 +19,25 @@ _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
 
 
 def result_table(title: str, rows: Sequence[Row]) -> Table:
-    """A line for each row, with a column for each loss of the models trained; what all rows have in common
-    stands in the title."""
+    """A line for each row, with a column for each loss of the models trained, and one for the mesh where
+    cells differ in it and not in the number of GPUs; what all rows have in common stands in the title."""
     from spbench.bench.cell import Cell
     from spbench.bench.sweep.results import flat
 
     flats = [flat(row) for row in rows]
     shared = {name: flats[0][name] for name in _SHARED if len({entry[name] for entry in flats}) == 1}
     options = _options([Cell.model_validate(row["cell"]) for row in rows])
+    by_gpus = {tuple(entry[name] for name in ("model", "strategy", "world_size")) for entry in flats}
+    by_mesh = {tuple(entry[name] for name in ("model", "strategy", "mesh")) for entry in flats}
     losses = [_last_losses(row) for row in rows]
     names = list(dict.fromkeys(name for of_row in losses for name in of_row))
     lines = []
     for entry, option, of_row in zip(flats, options, losses, strict=True):
         line: dict[str, Any] = {name: entry[name] for name in ("model", "strategy")}
-        line |= {"GPUs": entry["world_size"], "options": option}
+        line["GPUs"] = entry["world_size"]
+        if len(by_mesh) > len(by_gpus):
+            line["mesh"] = entry["mesh"]
+        line["options"] = option
         line |= {name: entry[name] for name in _SHARED if name not in shared}
         line |= dict(_measured(entry))
         line |= {f"last {name} loss": f"{of_row[name]:.6f}" if name in of_row else None for name in names}
@@ -71,7 +76,7 @@ def _scaled(nbytes: float | None, unit: int) -> str | None:
 def _options(cells: Sequence[Cell]) -> list[str]:
     """Of each cell, the options and training settings in which it differs from others that the table would
     show alike; empty texts where there are no such cells."""
-    shown = [(c.model, c.strategy, c.sizes, *(getattr(c, name) for name in _SHARED)) for c in cells]
+    shown = [(c.model, c.strategy, c.mesh_text, *(getattr(c, name) for name in _SHARED)) for c in cells]
     if len(set(shown)) == len(cells):
         return [""] * len(cells)
     settings = [{**c.model_options, **c.strategy_options, **c.training.model_dump()} for c in cells]

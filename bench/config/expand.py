@@ -15,7 +15,7 @@ from spbench.bench.files.cluster import load_cluster
 from spbench.bench.files.yaml_files import dotted, first_problem, merge
 from spbench.impls.axes import unused_axes
 
-#: keys of a group that may be lists; so may each axis of sizes
+#: keys of a group that may be lists; so may each axis of sizes, and mesh, itself a list, a list of lists
 MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
 
 
@@ -70,6 +70,9 @@ def _product(merged: Mapping[str, Any], layers: _Layers) -> Iterator[dict[str, A
     lists: dict[tuple[str, ...], list[Any]] = {(k,): merged[k] for k in MULTIPLYING if k in merged}
     if isinstance(sizes, dict):
         lists |= {("sizes", axis): value for axis, value in sizes.items()}
+    mesh = merged.get("mesh")
+    if isinstance(mesh, list) and all(order is None or isinstance(order, list) for order in mesh):
+        lists["mesh",] = mesh
     for path, value in lists.items():
         if value == []:
             raise Problem(_origin(path, layers), "is an empty list, which leaves no cell; give a value")

@@ -1,7 +1,8 @@
 """Scenarios: YAML files that declare cells, and which published numbers they answer to.
 
-Each group is a cell whose model, strategy, batch, seq_len, precision, cluster, engine and sizes may be lists;
-lists multiply. Nested settings merge deeply: defaults, then the group, then the variant.
+Each group is a cell whose model, strategy, batch, seq_len, precision, cluster, engine and sizes may be lists,
+and whose mesh, a list of axes, may be a list of such lists; lists multiply. Nested settings merge deeply:
+defaults, then the group, then the variant.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
 
 def settings_of(cell: Cell) -> dict[str, str]:
     """What defines a cell, as text by dotted name (``batch``, ``sizes.tp``, ``training.backend``,
-    ``model_options.layers``); without what is None."""
+    ``model_options.layers``, ``mesh`` as "sp dp"); without what is None or an empty list."""
     return dict(_flattened(cell.model_dump(), ""))
 
 
@@ -110,8 +110,8 @@ def _flattened(content: Mapping[str, Any], above: str) -> Iterator[tuple[str, st
     for name, value in content.items():
         if isinstance(value, Mapping):
             yield from _flattened(value, f"{above}{name}.")
-        elif value is not None:
-            yield f"{above}{name}", str(value)
+        elif value is not None and value != []:
+            yield f"{above}{name}", " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def differing_settings(cells: Sequence[Cell]) -> dict[str, list[str]]:
@@ -158,8 +158,13 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
                     f"use {max(1, size // around) * around}"
                 )
             sizes = cell.sizes.model_copy(update={axes[-1]: size // around})
-            made.append(cell.model_copy(update={"sizes": sizes}))
+            made.append(cell.model_copy(update={"sizes": sizes, "mesh": _with_axis(cell.mesh, axes[-1])}))
     return made
+
+
+def _with_axis(mesh: list[str] | None, axis: str) -> list[str] | None:
+    """The order of a mesh with an axis; one that it leaves out varies fastest, as in the default order."""
+    return mesh if mesh is None or axis in mesh else [*mesh, axis]
 
 
 def _known(kind: str, names: Iterable[str], known: Sequence[str]) -> None:

@@ -108,7 +108,7 @@ def _rank_main(
     torch.set_num_threads(max(1, usable_cores() // cell.sizes.world))
     dist.init_process_group("gloo")
     try:
-        return work(device_mesh(cell.sizes.by_axis), cell)
+        return work(device_mesh(cell.mesh_sizes), cell)
     finally:
         dist.destroy_process_group()
 

@@ -49,15 +49,15 @@ class RankClass:
 def rank_classes(cell: Cell) -> list[RankClass]:
     """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` along each axis of
     the strategy. The first class of each stage is the one that sends most."""
-    sizes, strategy = cell.sizes, nesting(cell.strategy)
-    along_axes = [strategy.roles(axis, sizes.by_axis[axis]) for axis in strategy.axes]
+    sizes, strategy = cell.mesh_sizes, nesting(cell.strategy)
+    along_axes = [strategy.roles(axis, sizes[axis]) for axis in strategy.axes]
     found = []
-    for stage in range(sizes.pp):
+    for stage in range(sizes["pp"]):
         for roles in itertools.product(*along_axes):
             members = dict(zip(strategy.axes, roles, strict=True))
             first = {axis: coordinates[0] for axis, coordinates in members.items()}
-            ranks = global_ranks(sizes.by_axis, {"pp": [stage], **members})
-            found.append(RankClass(Stage(stage, sizes.pp), first, tuple(ranks)))
+            ranks = global_ranks(sizes, {"pp": [stage], **members})
+            found.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
     return found
 
 
@@ -137,12 +137,12 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
     found = nesting(cell.strategy)
-    for axis in unused_axes(found.axes, cell.sizes.by_axis):
+    for axis in unused_axes(found.axes, cell.mesh_sizes):
         raise Unsupported(
             f"{found.name} does not use the axis {axis}",
             f"give the ranks to {found.axes[0]}" if found.axes else "use one rank",
         )
-    return found.configured(Place(cell.sizes.by_axis, coordinates or {}), cell.strategy_options)
+    return found.configured(Place(cell.mesh_sizes, coordinates or {}), cell.strategy_options)
 
 
 def plan(cell: Cell) -> Plan:
@@ -182,9 +182,9 @@ def plan(cell: Cell) -> Plan:
         ]
         if forward_only:
             entries = [t for t in entries if t.phase == "forward"]
-        sizes = cell.sizes.by_axis
+        sizes = cell.mesh_sizes
         traffic.append([t for t in entries if t.sent_bytes(ranks_along(t.axes, sizes))])
-    return Plan(classes, traffic, cell.sizes.by_axis)
+    return Plan(classes, traffic, cell.mesh_sizes)
 
 
 def _batch_parts(cell: Cell) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_ca
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from spbench.bench.cell import Cell, Measurement, Sizes
+from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import trace_cache
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan, rank_classes
@@ -26,7 +26,7 @@ from spbench.bench.engines.traces import ClassTraces, Trace, can_time
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
-from spbench.impls.axes import device_mesh
+from spbench.impls.axes import device_mesh, ranks_along
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: step of a ring is run, no trace is read from disk, and every rank is simulated
@@ -72,13 +72,17 @@ class VirtualEngine(Engine):
 
 
 @contextmanager
-def fake_mesh(sizes: Sizes, rank: int) -> Iterator[DeviceMesh]:
-    """A device mesh as ``rank`` of a world of fake ranks sees it."""
+def fake_mesh(sizes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
+    """A device mesh as ``rank`` of a world of fake ranks sees it.
+
+    Args:
+        sizes: ranks along each axis, in the order of the mesh; axes that are left out have one.
+    """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
-    dist.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks_along([*sizes], sizes), store=FakeStore())
     try:
-        yield device_mesh(sizes.by_axis)
+        yield device_mesh(sizes)
     finally:
         dist.destroy_process_group()
 
@@ -114,7 +118,7 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
 
 def _traced(cell: Cell, rank: int, events: bool) -> Trace:
     further = meter_classes(cell.meters)
-    with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
+    with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
         mode = FakeTensorMode()
         recorder: Recorder
         cache: AbstractContextManager[None]

@@ -19,7 +19,7 @@ class SequenceLength(Quantity):
     degree = 2
 
     def parts(self, cell: Cell) -> int:
-        place = Place(cell.sizes.by_axis)
+        place = Place(cell.mesh_sizes)
         strategy = nesting(cell.strategy).configured(place, cell.strategy_options)
         return strategy.sequence_parts
 

@@ -1,8 +1,8 @@
 """A step program: what one rank does in a training step, as arrays, ready to be timed.
 
 A program is traced on one rank and stands for all ranks that run the same one. So its groups and peers are
-kept relative to the mesh (dp, pp, tp, sp; row-major), not as rank numbers: a group by the coordinates of its
-members along the axes on which they differ, a peer by its distance along each axis.
+kept relative to the mesh (row-major), not as rank numbers: a group by the coordinates of its members along
+the axes on which they differ, a peer by its distance along each axis.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Program:
     """One rank's events in order. Arrays have one entry an event.
 
     Attributes:
-        mesh: sizes of the axes dp, pp, tp, sp.
+        mesh: ranks along each axis, from the slowest-varying to the fastest.
         kind: KERNEL, COLLECTIVE, SEND, RECV or WAIT.
         name: index into ``names``: the operator, or the collective.
         category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT or ATTENTION.
@@ -149,7 +149,7 @@ class ProgramBuilder:
     """Writes a program event by event; methods return the event's index.
 
     Args:
-        mesh: sizes of the axes dp, pp, tp, sp.
+        mesh: ranks along each axis, from the slowest-varying to the fastest.
     """
 
     def __init__(self, mesh: Sequence[int]):

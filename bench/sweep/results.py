@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from spbench.bench.cell import Status
 from spbench.bench.errors import UserError
+from spbench.impls.axes import MESH_AXES, in_order, spelled
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -185,7 +186,8 @@ def finite(value: Any) -> Any:
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """A row as one level of plain values: the cell, then what was measured, units in the names."""
+    """A row as one level of plain values: the cell, then what was measured, units in the names; ``mesh`` is
+    :attr:`Cell.mesh_text`."""
     cell, measured = row["cell"], row["measurement"]
     sizes = cell.get("sizes", {})
     searched = (cell.get("search") or {}).get("quantity", "")
@@ -193,6 +195,7 @@ def flat(row: Row) -> dict[str, Any]:
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
         "world_size": math.prod(sizes.values()),
+        "mesh": spelled(in_order(sizes, cell.get("mesh") or MESH_AXES)),
         **{
             name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")
         },

@@ -15,7 +15,7 @@ from spbench.bench.engines.virtual import fake_mesh
 
 def tracked_peak(cell: Cell, rank: int = 0) -> int:
     """Bytes of storages, not rounded, that MemTracker saw at most during set-up and a step of the rank."""
-    with fake_mesh(cell.sizes, rank) as mesh, torch.random.fork_rng(devices=[]), FakeTensorMode():
+    with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), FakeTensorMode():
         tracker = MemTracker()
         with tracker:
             training, inputs = set_up(cell, mesh)

@@ -86,6 +86,7 @@ CHANGES: dict[str, Any] = {
     "model": "bert-base",
     "strategy": "tensor_parallel",
     "sizes": {"sp": 4},
+    "mesh": ["sp", "dp"],
     "training": {"micro_batches": 2},
 }
 

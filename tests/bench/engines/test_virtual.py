@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.setup import record_step, set_up
@@ -175,7 +175,7 @@ def test_bytes_of_tensor_parallelism_as_the_ring_paper_counts_them(n: int) -> No
 def test_gradients_are_summed_once() -> None:
     n = 4
     cell = cell_of("ring_self_attention", n, precision="fp16")
-    with virtual.fake_mesh(cell.sizes, 0) as mesh:
+    with virtual.fake_mesh(cell.mesh_sizes, 0) as mesh:
         parameters = sum(p.numel() for p in set_up(cell, mesh)[0].module.parameters())
     bytes_sent = virtual.trace(cell).communication.sent_bytes()
     assert bytes_sent["gradient_sync", "all_reduce"] == Fraction(2 * (n - 1), n) * parameters * 2
@@ -246,7 +246,7 @@ def test_tensors_die_by_the_program_not_by_the_garbage_collector(strategy: str, 
     """Else a peak would depend on when Python looks for cycles; real ranks do not turn that off."""
     cell = cell_of(strategy, 2, model_options={"checkpointing": checkpointing})
     gc.collect()
-    with virtual.fake_mesh(cell.sizes, 0) as mesh, virtual._no_cyclic_collection():
+    with virtual.fake_mesh(cell.mesh_sizes, 0) as mesh, virtual._no_cyclic_collection():
         recorder = Recorder(mesh)
         with FakeTensorMode(), recorder:
             held = record_step(cell, mesh, recorder)
@@ -276,7 +276,7 @@ def test_a_failed_trace_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_trace_inside_another_process_group() -> None:
-    with virtual.fake_mesh(Sizes(), 0), pytest.raises(RuntimeError, match="process group exists"):
+    with virtual.fake_mesh({}, 0), pytest.raises(RuntimeError, match="process group exists"):
         virtual.trace(cell_of("single", 1))
 
 

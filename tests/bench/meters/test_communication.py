@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spbench.bench.cell import Sizes
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.meters.communication import CommunicationMeter, Operation, as_number
@@ -29,7 +28,7 @@ from spbench.impls.traffic import WIRE_SHARE, Traffic, wire_bytes
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Rank 1 of four ranks that chunk the sequence."""
-    with fake_mesh(Sizes(sp=4), 1) as mesh:
+    with fake_mesh({"sp": 4}, 1) as mesh:
         yield mesh
 
 
@@ -142,7 +141,7 @@ def step_of_dtensors(mesh: DeviceMesh) -> dict[Operation, int]:
 
 
 def test_dtensors_send_the_same_on_virtual_and_real_ranks(pool: RankPool) -> None:
-    with fake_mesh(Sizes(sp=2), 0) as mesh, FakeTensorMode():
+    with fake_mesh({"sp": 2}, 0) as mesh, FakeTensorMode():
         virtually = step_of_dtensors(mesh)
     # the rows of y [12, 5], and the gradient of w [8, 5], to which each rank has contributed
     assert virtually == {
@@ -169,7 +168,7 @@ def test_the_wait_for_a_functional_collective_is_in_the_program(mesh: DeviceMesh
 
 
 def test_rows_are_by_phase_collective_and_axis() -> None:
-    with fake_mesh(Sizes(dp=2, tp=2, sp=3), 5) as mesh:
+    with fake_mesh({"dp": 2, "tp": 2, "sp": 3}, 5) as mesh:
         recorder = Recorder(mesh)
         with recorder:
             for phase, axis in itertools.product(("forward", "backward"), ("tp", "sp")):
@@ -194,7 +193,7 @@ def test_rows_are_by_phase_collective_and_axis() -> None:
 
 
 def test_bytes_that_do_not_divide_are_exact() -> None:
-    with fake_mesh(Sizes(sp=3), 0) as mesh:
+    with fake_mesh({"sp": 3}, 0) as mesh:
         meter = metered(mesh, lambda: [dist.all_reduce(torch.zeros(1)) for _ in range(3)])
     assert meter.sent_bytes() == {("forward", "all_reduce"): Fraction(16)}  # thrice 4 * 4/3
     assert (as_number(Fraction(16)), as_number(Fraction(16, 3))) == (16, 16 / 3)
@@ -203,7 +202,7 @@ def test_bytes_that_do_not_divide_are_exact() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     assert all(wire_bytes(name, 4096, 1) == 0 for name in set(WIRE_SHARE) - {"send"})
-    with fake_mesh(Sizes(), 0) as mesh:
+    with fake_mesh({}, 0) as mesh:
         assert [owner for owner, _ in ring(part(), mesh.get_group("sp"))] == [0]
         assert metered(mesh, lambda: list(ring(part(), mesh.get_group("sp")))).rows() == []
 

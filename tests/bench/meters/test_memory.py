@@ -192,7 +192,7 @@ def test_activations_are_what_autograd_saved(model: str, options: dict[str, Any]
         saved[storage._cdata] = storage.nbytes()
         return x
 
-    with virtual.fake_mesh(cell.sizes, 0) as mesh, torch.random.fork_rng(devices=[]):
+    with virtual.fake_mesh(cell.mesh_sizes, 0) as mesh, torch.random.fork_rng(devices=[]):
         recorder = Recorder()
         with recorder:
             training, inputs = set_up(cell, mesh)

@@ -121,6 +121,7 @@ def _named(prefix: str, errors: dict[str, float]) -> dict[str, float]:
 SIZES = [
     ("lasp", {"sp": 2}, 1),
     ("lasp", {"dp": 2, "sp": 2}, 1),
+    ("lasp", {"sp": 2, "dp": 2}, 1),  # another order of the mesh
     ("tensor_parallel", {"dp": 2, "tp": 2}, 2),
     ("single", {"dp": 3}, 1),  # uneven shards
     ("single", {}, 2),
@@ -132,15 +133,15 @@ SIZES = [
 def test_gradients_and_updates_are_those_of_one_device(
     pool: RankPool, backend: str, strategy: str, sizes: dict[str, int], micro_batches: int
 ) -> None:
-    asked = cell(backend, strategy, micro_batches, sizes=sizes)
-    for errors in pool.run(asked.sizes.by_axis, errors_of_rank, asked, backends()[backend]):
+    asked = cell(backend, strategy, micro_batches, sizes=sizes, mesh=[*sizes])
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, backends()[backend]):
         assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
 def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     asked = cell(backend, "single", 2, sizes={"dp": 2, "pp": 2})
-    for errors in pool.run(asked.sizes.by_axis, errors_of_rank, asked, backends()[backend]):
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, backends()[backend]):
         assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
 
 
@@ -165,7 +166,7 @@ def test_whole_models_only(backend: str) -> None:
 def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: str) -> None:
     """The fault first shows ``where`` it was planted: what was computed before that is right."""
     asked = cell(fault.name, sizes={"dp": 2, "sp": 2})
-    for errors in pool.run(asked.sizes.by_axis, errors_of_rank, asked, fault):
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, fault):
         wrong = {name.rsplit(" ", 1)[0] for name, error in errors.items() if error > LIMIT}
         in_order = [f"{what} {step}" for step in range(STEPS) for what in ("gradient", "weight")]
         assert next(name for name in in_order if name in wrong) == where
@@ -199,14 +200,16 @@ def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "precision"), [({"dp": 2, "sp": 2}, "fp16"), ({"dp": 3}, "fp32")], ids=["2x2-fp16", "3-fp32"]
+    ("sizes", "precision"),
+    [({"dp": 2, "sp": 2}, "fp16"), ({"sp": 2, "dp": 2}, "fp16"), ({"dp": 3}, "fp32")],
+    ids=["dp2xsp2-fp16", "sp2xdp2-fp16", "dp3-fp32"],
 )
 @pytest.mark.parametrize("backend", backends())
 def test_closed_form_virtual_and_real_ranks_send_the_same(
     pool: RankPool, backend: str, sizes: dict[str, int], precision: str
 ) -> None:
-    asked = cell(backend, "lasp", 2, sizes=sizes, precision=precision)
-    really = pool.run(asked.sizes.by_axis, on_a_real_rank, asked)
+    asked = cell(backend, "lasp", 2, sizes=sizes, mesh=[*sizes], precision=precision)
+    really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
     assert all(counts and not difference for counts, difference in really)
     for each in rank_classes(asked):
         virtually = seen(virtual.trace(asked, each.first))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Sizes
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.verification.cases import verify_case
@@ -77,7 +76,7 @@ def test_bytes_are_those_of_the_formula(
     expected = [formula(n, *case, rank=rank) for rank in range(n)]
     for role in cls.roles("sp", n):
         for rank in (role[0], role[-1]):
-            with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
+            with fake_mesh({"sp": n}, rank) as mesh, FakeTensorMode():
                 assert metered(mesh, *case) == expected[rank]
     if n <= 4:
         assert pool.run({"sp": n}, metered, *case) == expected
@@ -87,7 +86,7 @@ def test_bytes_are_those_of_the_formula(
 def test_bytes_do_not_depend_on_the_length(length: int) -> None:
     """Table 1: B d^2 / h elements a layer forward, d = Z A, here as float32; of a rank in the middle."""
     model = AttentionModel("linear_attention", heads=16, head_size=128, key_size=128)
-    with fake_mesh(Sizes(sp=64), 1) as mesh, FakeTensorMode():
+    with fake_mesh({"sp": 64}, 1) as mesh, FakeTensorMode():
         sent = metered(mesh, Lasp, {}, model, torch.bfloat16, length, batch=1)
     state = 2048**2 // 16 * 4
     assert sent == {("forward", "send"): state, ("backward", "send"): state}

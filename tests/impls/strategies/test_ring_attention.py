@@ -9,7 +9,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Sizes
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.verification.cases import verify_case
@@ -82,7 +81,7 @@ def test_bytes_are_those_of_the_formula(
     case: Any = RingAttention, {"placement": placement}, model, dtype, 2 * n
     expected = formula(n, *case)
     for rank in (0, n - 1):
-        with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
+        with fake_mesh({"sp": n}, rank) as mesh, FakeTensorMode():
             assert metered(mesh, *case) == expected
     if n <= 4:
         assert pool.run({"sp": n}, metered, *case) == [expected] * n

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Sizes
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.verification.cases import verify_case
@@ -67,7 +66,7 @@ def test_bytes_are_those_of_the_formula(
     case: Any = Ulysses, {"pad_heads": True}, model, dtype, 2 * n
     expected = formula(n, *case)
     for rank in (0, n - 1):
-        with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
+        with fake_mesh({"sp": n}, rank) as mesh, FakeTensorMode():
             assert metered(mesh, *case) == expected
     if n <= 4:
         assert pool.run({"sp": n}, metered, *case) == [expected] * n

@@ -88,6 +88,7 @@ def errors_of_rank(
     return relative_errors(expected, got)
 
 
+#: strategy, sizes in the order of the mesh, micro-batches, schedule
 COMPOSED = [
     ("single", {"pp": 2}, 4, "1f1b"),
     ("single", {"pp": 4}, 2, "1f1b"),  # fewer micro-batches than stages
@@ -96,10 +97,11 @@ COMPOSED = [
     ("single", {"dp": 4}, 1, "1f1b"),
     ("single", {"dp": 2, "pp": 2}, 2, "1f1b"),
     ("single", {}, 4, "1f1b"),  # gradient accumulation
-    ("tensor_parallel", {"tp": 2, "pp": 2}, 4, "1f1b"),
+    ("tensor_parallel", {"pp": 2, "tp": 2}, 4, "1f1b"),
     ("tensor_parallel", {"tp": 2, "dp": 2}, 2, "1f1b"),
     ("ring_self_attention", {"sp": 2, "pp": 2}, 4, "1f1b"),
-    ("ring_self_attention", {"sp": 2, "pp": 2}, 2, "gpipe"),
+    ("ring_self_attention", {"pp": 2, "sp": 2}, 2, "gpipe"),
+    ("ring_self_attention", {"dp": 2, "sp": 2}, 1, "1f1b"),
     ("ring_self_attention", {"sp": 2, "dp": 2}, 1, "1f1b"),
 ]
 
