@@ -112,7 +112,8 @@ def by_partial_axes(
 def composed_traffic(
     sites: list[Site], strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
 ) -> Iterator[Traffic]:
-    """Closed form of what a rank of a stage sends in a step; without what a backend sends to sum gradients (:meth:`Backend.traffic`).
+    """Closed form of what a rank of a stage sends in a step, without what a backend sends to sum gradients
+    (:meth:`Backend.traffic`).
 
     Args:
         sites: what one micro-batch asks of this stage, and (parameters, flags) the step itself.

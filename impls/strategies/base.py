@@ -8,8 +8,7 @@ Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -32,9 +31,9 @@ from spbench.impls.options import Options, set_options
 from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
-from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.strategies.linear import GroupedLinear, Linear
-from spbench.impls.traffic import Traffic
+from spbench.impls.strategies.parameters import ParameterHooks
+from spbench.impls.strategies.planning import PlanningHooks
 
 __all__ = [
     "MEETINGS",
@@ -50,7 +49,7 @@ __all__ = [
 ]
 
 
-class Strategy(AttentionHooks, GridHooks):
+class Strategy(AttentionHooks, ParameterHooks, PlanningHooks):
     """The single device, and the interface that every way to parallelize implements.
 
     A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all of them, and
@@ -82,10 +81,6 @@ class Strategy(AttentionHooks, GridHooks):
     summary: ClassVar[str] = "one device; the reference"
     #: where the method is described
     source: ClassVar[str] = ""
-    #: the keys of MEETINGS that it can run on more than one rank
-    meets: ClassVar[frozenset[str]] = frozenset(MEETINGS)
-    #: whether between the projections of a block a rank has some of the heads and features only
-    splits_features: ClassVar[bool] = False
     #: whether it can be around a strategy that spreads positions: attention is what ``super()`` does, of some
     #: heads but of all positions that it is asked for
     can_enclose: ClassVar[bool] = False
@@ -152,87 +147,6 @@ class Strategy(AttentionHooks, GridHooks):
         if not cls.axes and size > 1:
             raise Unsupported(f"{cls.name} runs on one rank, not {size}", "use 1")
         return dict.fromkeys(cls.axes[:1], size)
-
-    # -- can it run, and what does it send ---------------------------------------------------
-
-    def check(self, sites: Iterable[Site]) -> None:
-        """Raise :class:`Unsupported` if the model's sites cannot be spread over the ranks of this strategy and
-        of those within it."""
-        sites = list(sites)
-        self._check_lengths(sites)
-        for strategy, seen in self.as_seen(sites):
-            if strategy.size > 1:
-                strategy._check_own(seen)
-
-    def _check_lengths(self, sites: Iterable[Site]) -> None:
-        multiple, parts = self.length_multiple, self.sequence_parts
-        for site in as_sequences(sites, self.grid_dim):
-            length = site.dims.get("L", multiple)
-            if length % multiple:
-                below = length - length % multiple
-                lengths = " or ".join(str(n) for n in (below, below + multiple) if n)
-                times = f"{multiple // parts} times " if multiple > parts else ""
-                raise Unsupported(
-                    f"sequence length {length} is not divisible by {times}{parts} ranks",
-                    f"use a sequence length of {lengths}",
-                )
-
-    def _check_own(self, sites: Sequence[Site]) -> None:
-        for site in sites:
-            if site.kind in MEETINGS and site.kind not in self.meets:
-                raise Unsupported(
-                    f"{self.name} has no {MEETINGS[site.kind]}", "use another strategy or another model"
-                )
-            if site.kind == "feature_norm" and self.splits_features:
-                raise Unsupported(
-                    f"{self.name} splits the features, over all of which this model normalises",
-                    "set the model's option attention_norm to head",
-                )
-        self.check_sizes(list(as_sequences(sites, self.grid_dim)))
-
-    def check_sizes(self, sites: Sequence[Site]) -> None:
-        """The part of :meth:`check` that is about this strategy's sizes, called where it has more than one
-        rank, with the sites as it sees them (:meth:`as_seen`)."""
-
-    @classmethod
-    def roles(cls, axis: str, size: int) -> list[list[int]]:
-        """The coordinates 0 to ``size`` - 1 along one of its axes, in sets whose ranks run the same program.
-        The first set is the one that sends the most, and the first of a set stands for it in traces."""
-        return [list(range(size))]
-
-    def as_seen(self, sites: Iterable[Site]) -> Iterator[tuple[Strategy, list[Site]]]:
-        """This strategy and each within it, with the sites as that one sees them: with the positions that the
-        strategies within it leave to a rank, and the heads and features that those around it do."""
-        sites, within = list(sites), self.within
-        yield self, sites if within is None else [within.outside(site) for site in sites]
-        if within is not None:
-            yield from within.as_seen([self.inside(site) for site in sites])
-
-    @left_within
-    def outside(self, site: Site) -> Site:
-        """A site as strategies around this one see it: with the positions of one of its ranks."""
-        return site
-
-    def inside(self, site: Site) -> Site:
-        """A site as the strategy within this one sees it: with the heads and features of one of its ranks."""
-        return site
-
-    def traffic(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of what this rank sends over the groups of this strategy and of those within it, each
-        entry with its ``axes``; with the arguments of :meth:`communication`."""
-        for strategy, seen in self.as_seen(sites):
-            for entry in strategy.communication(seen, element_bytes):
-                yield entry.over(*strategy.axes)
-
-    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of what this rank sends over this strategy's own group for one micro-batch, and in the
-        phases gradient_sync and optimizer for one step.
-
-        Args:
-            sites: what the model and the step ask for, as this strategy sees them (:meth:`as_seen`).
-            element_bytes: bytes of an element of activations and gradients.
-        """
-        yield from ()
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -320,28 +234,6 @@ class Strategy(AttentionHooks, GridHooks):
         of the loss computed from it that this rank contributes (0 where it is not the sequence's)."""
         return x[:, 0], 1.0
 
-    @property_left_within
-    def sequence_parts(self) -> int:
-        """The number of parts that every sequence is split into."""
-        return 1
-
-    @property_left_within
-    def sequence_part(self) -> int:
-        """Which of :attr:`sequence_parts` this rank has, from 0."""
-        return 0
-
-    @property_left_within
-    def length_multiple(self) -> int:
-        """What every sequence length must be a multiple of."""
-        return 1
-
-    @property_left_within
-    def position_axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks the positions of hidden states between blocks are spread. Each of them
-        draws its own dropout, computes its share of the loss, which is one sum over all positions, and makes
-        its part of the gradient of what all of them hold."""
-        return ()
-
     # -- between pipeline stages -------------------------------------------------------------------
 
     @property_left_within
@@ -369,53 +261,6 @@ class Strategy(AttentionHooks, GridHooks):
         """Elements that one rank sends of a whole [B, L, H] between two stages."""
         d = site.dims
         return d["B"] * d["L"] * d["H"] // (self.sequence_parts * self.wire_parts)
-
-    # -- parameters and their gradients ------------------------------------------------------------
-
-    @left_within
-    def split_over(self, kind: str) -> tuple[str, ...]:
-        """The axes over whose ranks the parameters of a kind, a key of :func:`elements_by_kind`, are split."""
-        return ()
-
-    def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """The axes over whose ranks this parameter's gradient must be summed, since backward gives each of
-        them a part of the sum: those over which positions are spread, but for one over which the parameter
-        itself is split, for of what a rank has a part of alone, it has the whole gradient."""
-        shard = shard_of(parameter)
-        return self._summed_over(() if shard is None else (shard.axis,))
-
-    def _summed_over(self, split: Sequence[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in self.position_axes if axis not in split)
-
-    def held_elements(self, site: Site) -> int:
-        """Elements that one rank holds of the parameters of a site."""
-        return sum(self._held_by_kind(site).values())
-
-    def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
-        """Of :meth:`held_elements`, those with :meth:`partial_axes`, by these axes."""
-        found: Counter[tuple[str, ...]] = Counter()
-        for kind, held in self._held_by_kind(site).items():
-            if axes := self._summed_over(self.split_over(kind)):
-                found[axes] += held
-        return found
-
-    def _held_by_kind(self, site: Site) -> dict[str, int]:
-        return {
-            kind: n // self.place.size(*self.split_over(kind)) for kind, n in elements_by_kind(site).items()
-        }
-
-
-def elements_by_kind(site: Site) -> dict[str, int]:
-    """Elements of the parameters of a site: of the ``vocabulary``, of ``features`` that tensor parallelism can
-    split, those with a column a position (``sequence``), and the ``others``."""
-    d = site.dims
-    split, vocabulary = d.get("split", 0), d.get("vocabulary", 0)
-    return {
-        "vocabulary": vocabulary,
-        "features": split - vocabulary,
-        "sequence": d.get("sequence", 0),
-        "others": d["elements"] - split,
-    }
 
 
 def full_precision(x: Tensor) -> Tensor:

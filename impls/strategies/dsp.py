@@ -147,7 +147,6 @@ class DynamicSequenceParallel(GridChunks):
     def own(self, x: Tensor, dim: int) -> Tensor:
         return x.narrow(dim, *part_of(x.shape[dim], self.size, self.rank))
 
-
     def plan_grid(self, stages: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
         if self.size == 1:
             return super().plan_grid(stages, sizes)

@@ -1,8 +1,8 @@
 """Strategies around each other: tensor parallelism around a sequence parallel one, Ulysses around a ring.
 
-A name with plus signs, as "tensor_parallel+ring_attention", is of strategies one around the next, the outermost
-first. Each has mesh axes of its own and none knows of the others: it acts on what the one around it leaves (its
-heads, its features) and hands over by ``super()`` (:class:`Strategy`). So pairs need no code:
+A name with plus signs, as "tensor_parallel+ring_attention", is of strategies one around the next, the
+outermost first. Each has mesh axes of its own and none knows of the others: it acts on what the one around it
+leaves (its heads, its features) and hands over by ``super()`` (:class:`Strategy`). So pairs need no code:
 
 - "tensor_parallel+S" and "megatron_sp+S" split weights, heads and vocabulary over tp around any S over sp
   ("4D parallelism", arXiv 2105.13120, section 5; Megatron-LM's TP + SP + CP);

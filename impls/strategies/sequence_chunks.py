@@ -76,9 +76,8 @@ class SequenceChunks(Strategy):
 
     def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
         x = super().shard(x, dim)
-        if isinstance(dim, tuple):
-            dim = dim[self.grid_dim]
-        return x if dim is None else self.own(x, dim)
+        along = dim[self.grid_dim] if isinstance(dim, tuple) else dim
+        return x if along is None else self.own(x, along)
 
     def block_part(self, x: Tensor, dim: int) -> Tensor:
         return self.own(super().block_part(x, dim), dim)
@@ -128,7 +127,7 @@ class GridChunks(SequenceChunks):
         super()._check_own(sites)
         if self.within is not None and self.within.moves_grid:
             raise Unsupported(
-                f"{self.name} needs a grid that stays cut along one dim, which {self.within.name} does not leave",
+                f"{self.name} needs a grid that stays cut along one dim; {self.within.name} moves the cut",
                 "use tensor_parallel around it",
             )
 

@@ -93,7 +93,9 @@ class EncoderAttention(nn.Module):
         if self.model.linformer is None:
             return self.strategy.attention(q, k, v, mask, **how)
         # every rank gets all K projected keys, so attention is local: [B, Z, L, A] x [B, Z, K, A]
-        absent = self.strategy.block_part(mask, 3).transpose(2, 3)  # padded positions of this rank, [B, 1, L, 1]
+        absent = self.strategy.block_part(mask, 3).transpose(
+            2, 3
+        )  # padded positions of this rank, [B, 1, L, 1]
         k = self.strategy.project_sequence(k.masked_fill_(absent, 0), self.key_projection)
         v = self.strategy.project_sequence(v.masked_fill_(absent, 0), self.value_projection)
         return self.strategy.local_attention(q, k, v, None, **how)
