@@ -15,8 +15,8 @@ from spbench.impls.strategies.delegation import left_within, property_left_withi
 class ParameterHooks:
     """The part of :class:`Strategy` about parameters.
 
-    A strategy says over which axes it spreads positions, and over which it splits parameters of each kind. What
-    gradients are summed over follows from both, here alone.
+    A strategy says over which axes it spreads positions, and over which it splits parameters of each kind.
+    What gradients are summed over follows from both, here alone.
     """
 
     place: Place

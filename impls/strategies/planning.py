@@ -45,7 +45,7 @@ class PlanningHooks(GridHooks):
             if length % multiple:
                 below = length - length % multiple
                 lengths = " or ".join(str(n) for n in (below, below + multiple) if n)
-                times = f"{multiple // parts} times " if multiple > parts else ""
+                times = {1: "", 2: "twice "}.get(multiple // parts, f"{multiple // parts} times ")
                 raise Unsupported(
                     f"sequence length {length} is not divisible by {times}{parts} ranks",
                     f"use a sequence length of {lengths}",

@@ -58,7 +58,11 @@ def test_blocks_cover_what_causality_allows(n: int, placement: str, length: int)
 @pytest.mark.parametrize(
     ("model", "placement", "message"),
     [
-        (AttentionModel(), "zigzag", "36 is not divisible by twice 4 ranks; use a sequence length of 40"),
+        (
+            AttentionModel(),
+            "zigzag",
+            "36 is not divisible by twice 4 ranks; use a sequence length of 32 or 40",
+        ),
         (AttentionModel("linear_attention"), "striped", "no striped placement; use placement contiguous"),
     ],
 )

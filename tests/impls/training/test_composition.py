@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from spbench.impls.models.bert import Bert
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
+from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.step import Training, initialize
 
@@ -41,7 +43,7 @@ def errors_of_rank(
     whole = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(3))
     whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
     place = Place.on(mesh)
-    strategy, around = strategy_class(name)(place), Composition(place)
+    strategy, around = nesting(name).configured(place), Composition(place)
     with default_dtype(torch.float64):
         # the padded vocabulary of one device and of the ranks is the same: 96 rows
         reference = model.build(Strategy(), LENGTH)
@@ -81,7 +83,7 @@ def errors_of_rank(
         expected[parameter_name] = shard.of(gradient) if shard else gradient
         got[parameter_name] = parameter.grad
     if around.stage.last:
-        all_reduce(loss, place.group(*strategy.loss_axes))
+        all_reduce(loss, place.group(*strategy.position_axes))
         with torch.no_grad():
             expected["loss"] = reference(whole)["loss"]
         got["loss"] = all_reduce(loss, place.group("dp"))
@@ -103,6 +105,7 @@ COMPOSED = [
     ("ring_self_attention", {"pp": 2, "sp": 2}, 2, "gpipe"),
     ("ring_self_attention", {"dp": 2, "sp": 2}, 1, "1f1b"),
     ("ring_self_attention", {"sp": 2, "dp": 2}, 1, "1f1b"),
+    ("megatron_sp+ring_self_attention", {"tp": 2, "sp": 2}, 2, "1f1b"),
 ]
 
 
@@ -115,6 +118,28 @@ def test_loss_and_every_gradient(
     for errors in by_rank:
         assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
     assert any("loss" in errors for errors in by_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "model", "options"),
+    [
+        ("tensor_parallel+ring_self_attention", "bert-tiny", {"layers": 4, "vocabulary_multiple": 1}),
+        ("megatron_sp+ring_self_attention", "bert-tiny-linformer", {}),
+        ("megatron_sp+ring_attention", "causal-transformer-tiny", {"tied": True}),
+        ("tensor_parallel+ulysses", "causal-transformer-tiny", {}),
+        ("megatron_sp+lasp", "linear-llama3-tiny", {}),
+        ("tensor_parallel+lasp2", "tnl-tiny", {"attention_norm": "head"}),
+    ],
+)
+def test_four_axes_on_sixteen_ranks(name: str, model: str, options: dict[str, Any]) -> None:
+    sizes = {"dp": 2, "pp": 2, "tp": 2, "sp": 2}
+    with RankPool(16) as pool:
+        preset = model_preset(model, options)
+        by_rank = pool.run(sizes, errors_of_rank, name, 2, "1f1b", "contiguous", "", preset, timeout_s=300)
+    assert len(by_rank) == 16
+    for errors in by_rank:
+        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
 
 
 @pytest.mark.parametrize(("name", "axis"), [("dsp", "sp"), ("megatron_sp", "tp")])
