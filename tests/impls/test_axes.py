@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.engines.rank_pool import RankPool
-from spbench.impls.axes import ALONE, MESH_AXES, Place, global_ranks, ranks_along, unused_axes, whole_mesh
+from spbench.impls.axes import (
+    ALONE,
+    MESH_AXES,
+    Place,
+    global_ranks,
+    in_order,
+    ranks_along,
+    spelled,
+    unused_axes,
+    whole_mesh,
+)
 from spbench.impls.composition import Composition
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
@@ -18,27 +28,47 @@ from spbench.impls.strategies.sequence_chunks import SequenceChunks
 
 def test_a_place_is_where_the_mesh_has_its_rank() -> None:
     """As a row-major tensor of ranks has them."""
-    sizes = {"dp": 2, "tp": 3, "sp": 2}
-    ranks = torch.arange(12).view(2, 1, 3, 2)
-    for coordinates in product(*(range(n) for n in ranks.shape)):
-        place = Place.of_rank(sizes, int(ranks[coordinates]))
-        assert place.coordinates == dict(zip(MESH_AXES, coordinates, strict=True))
-        assert place.global_rank == ranks[coordinates]
-        assert (place.size("tp", "sp"), place.size("pp"), place.size()) == (6, 1, 1)
-        assert place.rank("tp", "sp") == coordinates[2] * 2 + coordinates[3]
-        assert place.group("sp") is None
-    assert list(global_ranks(sizes, {"tp": [2, 0], "sp": [1]})) == [5, 1, 11, 7]
+    for order in permutations([("dp", 2), ("tp", 3), ("sp", 2)]):
+        sizes = dict(order)
+        ranks = torch.arange(12).view(*sizes.values())
+        for coordinates in product(*(range(n) for n in ranks.shape)):
+            along = dict(zip(sizes, coordinates, strict=True))
+            place = Place.of_rank(sizes, int(ranks[coordinates]))
+            assert place.coordinates == {"pp": 0, "cp": 0} | along
+            assert place.global_rank == ranks[coordinates]
+            assert (place.size("tp", "sp"), place.size("pp"), place.size()) == (6, 1, 1)
+            tp_outside = [*sizes].index("tp") < [*sizes].index("sp")
+            number = along["tp"] * 2 + along["sp"] if tp_outside else along["sp"] * 3 + along["tp"]
+            assert place.rank("tp", "sp") == place.rank("sp", "tp") == number
+            assert place.group("sp") is None
+    chosen = {"tp": [2, 0], "sp": [1]}
+    assert list(global_ranks({"dp": 2, "tp": 3, "sp": 2}, chosen)) == [5, 1, 11, 7]
+    assert list(global_ranks({"sp": 2, "tp": 3, "dp": 2}, chosen)) == [10, 11, 6, 7]
 
 
 def test_what_is_left_out_has_one_rank() -> None:
-    assert whole_mesh({"sp": 4}) == {"dp": 1, "pp": 1, "tp": 1, "sp": 4}
+    assert [*whole_mesh({"sp": 4}).items()] == [("sp", 4), ("dp", 1), ("pp", 1), ("cp", 1), ("tp", 1)]
     assert ranks_along(["tp", "sp"], {"sp": 4}) == 4
     assert (ALONE.size(*MESH_AXES), ALONE.global_rank) == (1, 0)
     for wrong in ({"ep": 2}, {"sp": 0}):
-        with pytest.raises(ValueError, match="the axes are dp, pp, tp, sp, each 1 or more"):
+        with pytest.raises(ValueError, match="the axes are dp, pp, cp, tp, sp, each 1 or more"):
             whole_mesh(wrong)
     with pytest.raises(ValueError, match="device mesh"):
         ALONE.submesh("dp")
+
+
+def test_sizes_in_an_order() -> None:
+    sizes = {"dp": 2, "pp": 1, "cp": 1, "tp": 3, "sp": 2}
+    assert spelled(in_order(sizes, ["sp", "pp", "dp", "tp"])) == "sp2xdp2xtp3"
+    assert [*in_order(sizes, ["sp", "dp", "tp"])] == ["sp", "dp", "tp", "pp", "cp"]
+    assert (spelled(sizes), spelled({"sp": 1})) == ("dp2xtp3xsp2", "1")
+    for order, message in (
+        (["sp", "dp"], "leaves out the axis tp, which has 3 ranks; add it"),
+        (["sp", "dp", "tp", "ep"], "unknown axis 'ep'; the axes are dp, pp, cp, tp, sp"),
+        (["sp", "dp", "tp", "sp"], "the axis sp is there 2 times; name it once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            in_order(sizes, order)
 
 
 class Rows(SequenceChunks):
@@ -55,7 +85,7 @@ class Rows(SequenceChunks):
 def sums_over_groups(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, str], tuple[int, int]]:
     """The sum of global ranks over groups of this rank's, and the axes noted for groups over several."""
     place, found = Place.on(mesh), {}
-    for axes in (("sp",), ("tp",), ("tp", "sp"), ("dp", "sp"), ("dp", "pp")):
+    for axes in (("sp",), ("tp",), ("tp", "sp"), ("sp", "tp"), ("dp", "sp"), ("dp", "pp")):
         x = torch.tensor(dist.get_rank())
         if (group := place.group(*axes)) is not None:
             dist.all_reduce(x, group=group)
@@ -68,14 +98,35 @@ def sums_over_groups(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, str], 
     return found, dict.fromkeys(place.flattened.values(), ""), (strategy.size, strategy.rank)
 
 
-def test_groups_are_those_of_the_mesh(pool: RankPool) -> None:
-    for rank, (sums, flattened, own) in enumerate(pool.run({"tp": 2, "sp": 2}, sums_over_groups)):
-        assert sums == {"sp": [1, 5][rank // 2], "tp": [2, 4][rank % 2], "tp sp": 6} | {
-            "dp sp": [1, 5][rank // 2],
-            "dp pp": rank,
-        }
+@pytest.mark.parametrize(("outer", "inner"), [("tp", "sp"), ("sp", "tp")])
+def test_groups_are_those_of_the_mesh(pool: RankPool, outer: str, inner: str) -> None:
+    for rank, (sums, flattened, own) in enumerate(pool.run({outer: 2, inner: 2}, sums_over_groups)):
+        along = {inner: [1, 5][rank // 2], outer: [2, 4][rank % 2]}
+        assert sums == along | {"tp sp": 6, "sp tp": 6, "dp sp": along["sp"], "dp pp": rank}
         assert set(flattened) == {"tp_sp"}
         assert own == (4, rank)
+
+
+def members_of_groups(mesh: DeviceMesh) -> list[list[int]]:
+    """Global ranks of this rank's groups over dp, over sp, and over both, in the order of each group."""
+    place = Place.on(mesh)
+    groups = [place.group("dp"), place.group("sp"), place.group("dp", "sp")]
+    return [dist.get_process_group_ranks(group) for group in groups if group is not None]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dp", "sp"),
+    [
+        ({"dp": 2, "sp": 2}, [[0, 2], [1, 3], [0, 2], [1, 3]], [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        ({"sp": 2, "dp": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]),
+    ],
+    ids=["dp outside", "sp outside"],
+)
+def test_the_order_of_the_mesh_says_which_ranks_a_group_has(
+    pool: RankPool, sizes: dict[str, int], dp: list[list[int]], sp: list[list[int]]
+) -> None:
+    by_rank = pool.run(sizes, members_of_groups)
+    assert by_rank == [[dp[rank], sp[rank], [0, 1, 2, 3]] for rank in range(4)]
 
 
 def test_a_strategy_knows_the_axes_that_are_not_its_own() -> None:

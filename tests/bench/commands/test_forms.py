@@ -167,6 +167,22 @@ def test_losses_have_columns_of_their_models() -> None:
     assert first["steps"] == second["steps"] == 2
 
 
+def test_the_mesh_has_a_column_where_the_number_of_gpus_does_not_say_it() -> None:
+    def lines(*meshes: tuple[dict[str, int], list[str]]) -> list[dict[str, object]]:
+        rows = []
+        for sizes, mesh in meshes:
+            settings = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
+            cell = Cell.model_validate({**settings, "sizes": sizes, "mesh": mesh})
+            rows.append(as_row(cell, Outcome("ok", "", Measurement().as_dict())))
+        return list(result_table("Meshes", rows).lines)
+
+    replicated = {"dp": 2, "sp": 4}
+    found = lines((replicated, ["dp", "sp"]), (replicated, ["sp", "dp"]), ({"sp": 8}, ["sp"]))
+    assert [(line["GPUs"], line["mesh"]) for line in found] == [(8, "dp2xsp4"), (8, "sp4xdp2"), (8, "sp8")]
+    assert {line["options"] for line in found} == {""}
+    assert not any("mesh" in line for line in lines((replicated, ["dp", "sp"]), ({"sp": 4}, ["sp"])))
+
+
 def test_no_other_room_imports_the_commands() -> None:
     """The command line stands above everything else; the arrow of imports points down."""
     bench = ROOT / "bench"
