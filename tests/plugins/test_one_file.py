@@ -24,6 +24,7 @@ title: What was added
 defaults: {cluster: ./card.yaml, batch: 2, seq_len: 24}
 groups:
   - {model: one-layer-lm-tiny, strategy: gathered_attention, sizes: {sp: 2}, meters: [flops], engine: ENGINES}
+  - {model: one-layer-lm-tiny, strategy: tensor_parallel+gathered_attention, sizes: {tp: 2, sp: 2}}
   - {model: bert-tiny, strategy: single, sizes: {dp: 2}, training: {backend: unbucketed}}
   - {model: bert-tiny, strategy: tensor_parallel, sizes: {tp: 2}, engine: [virtual, closed_form]}
   - model: one-layer-lm-tiny
@@ -107,6 +108,16 @@ def test_a_strategy_and_a_model(rows: Rows) -> None:
     sent = {(entry["phase"], entry["collective"]): entry["sent_bytes"] for entry in measured["communication"]}
     assert row["status"] == "ok"
     assert sent["forward", "all_gather"] == sent["backward", "reduce_scatter"] == 2 * payload / 2
+    assert measured["formula_difference"] == []
+
+
+def test_a_strategy_within_another(rows: Rows) -> None:
+    row = rows["one-layer-lm-tiny", "tensor_parallel+gathered_attention", "virtual"]
+    measured = row["measurement"]
+    payload = 2 * (12 // 2) * 24 * 4 * 4  # of the heads of a rank
+    sent = {(e["axis"], e["phase"], e["collective"]): e["sent_bytes"] for e in measured["communication"]}
+    assert row["status"] == "ok"
+    assert sent["sp", "forward", "all_gather"] == 2 * payload / 2
     assert measured["formula_difference"] == []
 
 

@@ -36,4 +36,4 @@ class UnbucketedDataParallel(spbench.Backend):
         # a ring sends the same bytes for many small tensors as for one of all
         for summed in step.summed:
             payload = summed.elements * step.element_bytes
-            yield spbench.Traffic("gradient_sync", "gradients", "all_reduce", 1, payload), summed.size
+            yield spbench.Traffic("gradient_sync", "gradients", "all_reduce", 1, payload, summed.group_axes)
