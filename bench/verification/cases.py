@@ -34,7 +34,7 @@ from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.models.model import model_preset
 from spbench.impls.models.model import models as all_models
 from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls.strategies.nesting import Nesting, nesting
 from spbench.impls.strategies.registry import strategies as all_strategies
 from spbench.impls.training.step import PRECISIONS
 
@@ -127,12 +127,16 @@ def verify(
                 chosen = [p for p in preset.parts() if parts is None or p in parts]
                 wanted: list[tuple[str, Mapping[str, Any]]] = [(part, {}) for part in chosen]
                 wanted += [(part, options) for part in chosen[-1:] for options in preset.variants()]
-                meshes = [mesh for size in world_sizes for mesh in strategy.meshes(size)]
+                meshes = [mesh for size in world_sizes for mesh in _meshes(strategy, size)]
                 for mesh, dtype in itertools.product(meshes, dtypes):
                     for part, options in wanted:
                         varied = model_preset(name, options)
                         case = Case(strategy, varied, part, dtype, batch, seq_len, backend=backend)
                         yield verify_case(ranks, case, mesh, model_name=name, variant=_spelled(options))
+
+
+def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
+    return strategy.meshes(size) if len(strategy.axes) > 1 else [size]
 
 
 def verify_case(

@@ -129,14 +129,9 @@ class Nesting:
         return dict.fromkeys(self.axes[:1], size)
 
     def meshes(self, size: int) -> list[dict[str, int]]:
-        """The ways to split that many ranks over the axes: those of :meth:`sizes_for` where there is one axis
-        or one rank, else all with more than one rank along each axis.
-
-        Raises:
-            Unsupported: there is no axis, and ``size`` is not 1.
-        """
-        if size == 1 or len(self.axes) < 2:
-            return [self.sizes_for(size)]
+        """The ways to split that many ranks over the axes with more than one along each; one rank in one way."""
+        if size == 1:
+            return [dict.fromkeys(self.axes, 1)]
         ways = itertools.product(range(2, size + 1), repeat=len(self.axes))
         return [dict(zip(self.axes, way, strict=True)) for way in ways if math.prod(way) == size]
 
