@@ -44,7 +44,8 @@ def _strategies() -> Entries:
 
     for name, cls in sorted(strategies().items()):
         axes = f"{'axis' if len(cls.axes) == 1 else 'axes'} {', '.join(cls.axes)}" if cls.axes else ""
-        notes = [axes, cls.source]
+        around = f"{name}+S: around a strategy S" if cls.can_enclose else ""
+        notes = [axes, around, cls.source]
         yield name, f"{cls.summary} ({', '.join(n for n in notes if n)})".replace(" ()", "")
 
 

@@ -5,6 +5,9 @@ alone, so before it an all-to-all each for queries, keys and values turns [all Z
 [Z/N heads, all L positions]; attention is then what one device computes, for fewer heads; and a fourth
 all-to-all turns its output back. What a rank sends falls with N, as 4 (N-1)/N B (L/N) Z A elements forward
 and as much backward (section 3.2 counts four messages of M/N); the heads limit N.
+
+What it attends with to "whole" sequences may be another strategy within it, of ranks along another axis:
+around Ring Attention this is USP (arXiv 2405.07719), with the heads' limit on the one axis alone.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class Ulysses(GridChunks):
 
     name = "ulysses"
     summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
-    source = "arXiv 2309.14509, section 3"
+    source = "arXiv 2309.14509, section 3; around ring_attention USP, arXiv 2405.07719"
     can_enclose = True
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
     options_type = UlyssesOptions
