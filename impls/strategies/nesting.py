@@ -129,7 +129,7 @@ class Nesting:
         return dict.fromkeys(self.axes[:1], size)
 
     def meshes(self, size: int) -> list[dict[str, int]]:
-        """The ways to split that many ranks over the axes with more than one along each; one rank in one way."""
+        """The ways to split that many ranks over the axes, with more than one along each, or one rank."""
         if size == 1:
             return [dict.fromkeys(self.axes, 1)]
         ways = itertools.product(range(2, size + 1), repeat=len(self.axes))
