@@ -80,7 +80,7 @@ class PlacedChunks(GridChunks):
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
         # one set, though with a causal mask their programs differ: all send the same, and none has more to
-        # attend to, nor more memory in use, than the last rank, which therefore stands for the set
+        # attend to than the last rank, which therefore stands for the set
         return [[size - 1, *range(size - 1)]]
 
     @property

@@ -92,6 +92,8 @@ class OnlyAttention(nn.Module):
             return self.strategy.attention(q, k, v, mask, dropout=0.0, softmax="plain")
         if self.model.kind == "causal_attention":
             return self.strategy.causal_attention(q, k, v)
+        if self.model.kind == "full_attention":
+            return self.strategy.full_attention(q, k, v)
         rates = torch.linspace(0.05, 0.6, self.model.heads, dtype=torch.float64)
         decay = rates if self.model.decay else None
         return self.strategy.linear_attention(q, k, v, decay, way=self.model.way)

@@ -76,7 +76,11 @@ def test_joint_blocks_cover_what_causality_allows(n: int, placement: str, length
             "zigzag",
             "36 is not divisible by 2 times 4 ranks; use a sequence length of 32 or 40",
         ),
-        (AttentionModel("full_attention"), "zigzag", "no zigzag placement; use placement contiguous"),
+        (
+            AttentionModel("full_attention"),
+            "striped",
+            "a grid has no striped placement; use placement contiguous",
+        ),
     ],
 )
 def test_what_cannot_be(
