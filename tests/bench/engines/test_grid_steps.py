@@ -15,7 +15,7 @@ from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.registry import strategy_class
 from tests.bench.engines.test_virtual import on_a_real_rank, seen
 
-STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "tensor_parallel")
+STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "all_gather_kv", "tensor_parallel")
 
 
 def cell_of(strategy: str, n: int, **changes: Any) -> Cell:

@@ -28,6 +28,7 @@ DEFAULT_MODELS = {
     "lasp2": "tnl-tiny",
     "dsp": "st-dit-tiny",
     "ring_attention": "causal-transformer-tiny",
+    "all_gather_kv": "causal-transformer-tiny",
     "ulysses": "causal-transformer-tiny",
     "megatron_sp": "causal-transformer-tiny",
 }

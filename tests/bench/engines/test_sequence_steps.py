@@ -14,7 +14,7 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.models.model import models
 from tests.bench.engines.test_virtual import on_a_real_rank, seen
 
-STRATEGIES = {"ulysses": "sp", "megatron_sp": "tp", "ring_attention": "sp"}
+STRATEGIES = {"ulysses": "sp", "megatron_sp": "tp", "ring_attention": "sp", "all_gather_kv": "sp"}
 #: each strategy with models that it can run
 PAIRS = [
     ("ulysses", "bert-tiny"),
@@ -25,6 +25,7 @@ PAIRS = [
     ("megatron_sp", "linear-transformer-tiny"),
     ("ring_attention", "causal-transformer-tiny"),
     ("ring_attention", "linear-transformer-tiny"),
+    ("all_gather_kv", "causal-transformer-tiny"),
 ]
 
 
@@ -67,7 +68,12 @@ def test_formula_is_what_virtual_ranks_send(
 
 @pytest.mark.parametrize(
     ("strategy", "model"),
-    [("ulysses", "bert-tiny"), ("megatron_sp", "bert-tiny"), ("ring_attention", "causal-transformer-tiny")],
+    [
+        ("ulysses", "bert-tiny"),
+        ("megatron_sp", "bert-tiny"),
+        ("ring_attention", "causal-transformer-tiny"),
+        ("all_gather_kv", "causal-transformer-tiny"),
+    ],
 )
 def test_formula_between_pipeline_stages_and_replicas(strategy: str, model: str) -> None:
     sizes = {STRATEGIES[strategy]: 2, "pp": 2, "dp": 2}

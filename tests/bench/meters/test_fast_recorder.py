@@ -27,6 +27,7 @@ MODELS = {
     "dsp": "st-dit-tiny",
     "ulysses": "causal-transformer-tiny",
     "ring_attention": "causal-transformer-tiny",
+    "all_gather_kv": "causal-transformer-tiny",
     "megatron_sp": "causal-transformer-tiny",
 }
 

@@ -27,6 +27,7 @@ from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.strategies import ring_attention
 from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.placements import PLACEMENTS, PlacedChunks
 from spbench.impls.strategies.registry import strategies
 from tests.bench.meters.same_traces import differences
 
@@ -124,6 +125,9 @@ RINGS = {
     "zigzag": ring_cell("causal-transformer-tiny", "zigzag"),
     "full attention": ring_cell("transformer-2d-tiny"),
     "linear attention": ring_cell("tnl-tiny"),
+    "gathered, striped": cell(
+        "all_gather_kv", "causal-transformer-tiny", strategy_options={"placement": "striped"}
+    ),
     "RSA": cell("ring_self_attention", "bert-tiny"),
     "RSA, square masks": cell("ring_self_attention", "bert-tiny", {"mask_shape": "square"}),
     "RSA, Linformer": cell("ring_self_attention", "bert-tiny-linformer"),
@@ -150,8 +154,8 @@ def test_rings_leave_the_traces_of_whole_ones(name: str, steps: Steps) -> None:
 def all_cells(strategy: str) -> Iterator[Cell]:
     """A strategy on all tiny models and their variants, and the kinds of step."""
     trainings: list[dict[str, Any]] = [{}, {"step": "inference"}, {"micro_batches": 2}]
-    placements = ring_attention.PLACEMENTS if strategy == "ring_attention" else ()
-    chosen: list[dict[str, Any]] = [{"placement": placement} for placement in placements] or [{}]
+    placed = issubclass(strategies()[strategy], PlacedChunks)
+    chosen: list[dict[str, Any]] = [{"placement": placement} for placement in PLACEMENTS if placed] or [{}]
     variants = [(model, {**options}) for model in TINY for options in [{}, *model_preset(model).variants()]]
     for (model, options), training, strategy_options in product(variants, trainings, chosen):
         yield cell(strategy, model, options, training=training, strategy_options=strategy_options)

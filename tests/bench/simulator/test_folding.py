@@ -58,6 +58,7 @@ CELLS: dict[str, tuple[Cell, int]] = {
         )
         for placement in ("contiguous", "striped", "zigzag")
     },
+    "gathered keys": (decoder("all_gather_kv", {"sp": 16}), NODE),
     "rsa": (bert({"sp": 16}), NODE),
     "rsa within a node": (bert({"sp": 4}), 1),
     "dp x sp": (bert({"dp": 8, "sp": 4}), NODE),

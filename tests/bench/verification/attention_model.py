@@ -24,9 +24,10 @@ class AttentionModel(Model):
     """One call of the attention that ``kind`` names.
 
     Attributes:
-        kind: "attention" (keys may be masked), "causal_attention" or "linear_attention".
+        kind: "attention" (keys may be masked), "causal_attention", "full_attention" or "linear_attention".
         masked: "attention" gets a mask of padded keys, else None.
         decay: "linear_attention" gets a rate a head.
+        rotary: queries and keys are rotated by their positions (:func:`rotated`).
         key_size: D of linear attention; all else has ``head_size``.
     """
 
@@ -35,10 +36,17 @@ class AttentionModel(Model):
     head_size: int = 4
     key_size: int = 3
     masked: bool = False
+    rotary: bool = False
     decay: bool = True
     way: str = "chunked"
 
-    sequence_dims: ClassVar[Mapping[str, int | None]] = {"q": 2, "k": 2, "v": 2, "padding": None}
+    sequence_dims: ClassVar[Mapping[str, int | None]] = {
+        "q": 2,
+        "k": 2,
+        "v": 2,
+        "padding": None,
+        "positions": 0,
+    }
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return OnlyAttention(self, strategy)
@@ -51,7 +59,7 @@ class AttentionModel(Model):
         )
         padding = torch.zeros(batch, seq_len, dtype=torch.int64)
         padding[:, seq_len - seq_len // 8 :] = 1
-        return {"q": q, "k": k, "v": v, "padding": padding}
+        return {"q": q, "k": k, "v": v, "padding": padding, "positions": torch.arange(seq_len)}
 
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
@@ -72,7 +80,10 @@ class OnlyAttention(nn.Module):
         self.gain = nn.Parameter(torch.ones(model.head_size))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        y = self.attend(*(inputs[name] for name in "qkv"), inputs["padding"] > 0)
+        q, k, v = (inputs[name] for name in "qkv")
+        if self.model.rotary:
+            q, k = (rotated(x, inputs["positions"]) for x in (q, k))
+        y = self.attend(q, k, v, inputs["padding"] > 0)
         return {"y": y * self.gain.to(y.dtype)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor) -> Tensor:
@@ -81,9 +92,21 @@ class OnlyAttention(nn.Module):
             return self.strategy.attention(q, k, v, mask, dropout=0.0, softmax="plain")
         if self.model.kind == "causal_attention":
             return self.strategy.causal_attention(q, k, v)
+        if self.model.kind == "full_attention":
+            return self.strategy.full_attention(q, k, v)
         rates = torch.linspace(0.05, 0.6, self.model.heads, dtype=torch.float64)
         decay = rates if self.model.decay else None
         return self.strategy.linear_attention(q, k, v, decay, way=self.model.way)
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding (RoFormer, arXiv 2104.09864) of x [..., L, A] at positions [L]."""
+    size = x.shape[-1] // 2
+    rates = 100.0 ** -(torch.arange(size, dtype=torch.float64) / size)
+    angles = positions.double().unsqueeze(-1) * rates
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 Sent = Mapping[tuple[str, str], Fraction]

@@ -1,4 +1,4 @@
-"""Ulysses, Megatron-SP and Ring Attention with a planted fault each. None is registered.
+"""Ulysses, Megatron-SP, Ring Attention and gathered keys with a planted fault each. None is registered.
 
 A module of its own, so that the ranks can import it.
 """
@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.strategies import ring_attention
+from spbench.impls.strategies import all_gather_kv, blockwise, ring_attention
+from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import HEADS, Ulysses
+from tests.bench.verification.attention_model import rotated
 
 
 class HeadsInWrongOrder(Ulysses):
@@ -61,8 +63,9 @@ def _one_late(
 
 _honest_round = ring_attention.gradients_round
 _honest_decay = ring_attention.block_decay
-_honest_forward = ring_attention.flash_attention
-_honest_backward = ring_attention.flash_attention_backward
+_honest_forward = blockwise.flash_attention
+_honest_backward = blockwise.flash_attention_backward
+_honest_gather = all_gather_kv.gathered
 
 
 class _StaleRing(ring_attention._RingAttention):
@@ -86,7 +89,7 @@ def _of_block_alone(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse
 class _RingOfBlocksAlone(ring_attention._RingAttention):
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        with mock.patch.object(ring_attention, "flash_attention_backward", _of_block_alone):
+        with mock.patch.object(blockwise, "flash_attention_backward", _of_block_alone):
             return ring_attention._RingAttention.backward(ctx, d_o)
 
 
@@ -104,7 +107,7 @@ def _rounded(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 class LogSumExpInHalfPrecision(RingAttention):
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with mock.patch.object(ring_attention, "flash_attention", _rounded):
+        with mock.patch.object(blockwise, "flash_attention", _rounded):
             return super().causal_attention(q, k, v)
 
 
@@ -115,7 +118,7 @@ def _added(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
 
 class MergeWithoutRescaling(RingAttention):
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with mock.patch.object(ring_attention, "merge", _added):
+        with mock.patch.object(blockwise, "merge", _added):
             return super().causal_attention(q, k, v)
 
 
@@ -136,3 +139,47 @@ class StripesInAnotherOrder(RingAttention):
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_attention._RingAttention.apply(q, k, v, self.group, "contiguous")
+
+
+class ZigzagUnderContiguousBlocks(AllGatherKV):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+        return super().attend(q, k, v, "contiguous")
+
+
+def _own_part(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    d_k, d_v = gradients[group.rank()].permute(2, 1, 3, 0, 4).unbind()
+    return d_k, d_v
+
+
+class _UnsummedGradients(all_gather_kv._GatheredAttention):
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        with mock.patch.object(all_gather_kv, "summed", _own_part):
+            return all_gather_kv._GatheredAttention.backward(ctx, d_o)
+
+
+class LocalSliceOfKeyGradients(AllGatherKV):
+    """A gather whose backward takes the rank's part of its own gradient, without the sum over the ranks."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+        return _UnsummedGradients.apply(q, k, v, self.group, placement)
+
+
+class GatheredKeysRotatedInOrder(AllGatherKV):
+    """Rotary embedding of gathered keys by 0, 1, 2, ..., as if they came in the order of the sequence."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+        length = self.size * k.shape[2]
+        ranks = [self.planned(self.size, r, {"placement": placement}) for r in range(self.size)]
+        order = torch.arange(length)
+        off = order - torch.cat([strategy.own(order, 0) for strategy in ranks])
+
+        def gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+            parts = _honest_gather(k, v, group)
+            keys = parts[..., 0, :, :]  # [N, L/N, B, Z, A]
+            turned = rotated(keys.flatten(0, 1).movedim(0, -2), off)
+            keys.copy_(turned.movedim(-2, 0).view_as(keys))
+            return parts
+
+        with mock.patch.object(all_gather_kv, "gathered", gathered):
+            return super().attend(q, k, v, placement)

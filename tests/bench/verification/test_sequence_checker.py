@@ -1,4 +1,4 @@
-"""The checker rejects what goes wrong in Ulysses, Megatron-SP and Ring Attention."""
+"""The checker rejects what goes wrong in Ulysses, Megatron-SP, Ring Attention and gathered keys."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from spbench.impls.strategies.base import Strategy
 from tests.bench.verification import sequence_faults as faults
 from tests.bench.verification.attention_model import AttentionModel
 
+ZIGZAG = {"placement": "zigzag"}
+ROTARY = AttentionModel("causal_attention", rotary=True)
 CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")
 BERT = model_preset("bert-tiny")
 
@@ -34,6 +36,9 @@ FAULTS: list[tuple[type[Strategy], dict[str, Any], Model, str, tuple[str, ...]]]
         "attention",
         ("output y", "gradient of"),
     ),
+    (faults.ZigzagUnderContiguousBlocks, ZIGZAG, CAUSAL, "attention", ("output y", "gradient of")),
+    (faults.LocalSliceOfKeyGradients, ZIGZAG, CAUSAL, "attention", ("gradient of input",)),
+    (faults.GatheredKeysRotatedInOrder, ZIGZAG, ROTARY, "attention", ("output y", "gradient of")),
 ]
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
-from spbench.impls.strategies.ring_attention import merge
+from spbench.impls.strategies.blockwise import merge
 
 DEVICES = [
     "cpu",

@@ -204,7 +204,7 @@ def test_dims_that_ranks_do_not_divide(
 
 
 @pytest.mark.parametrize("grid_dim", [0, 1, 2])
-@pytest.mark.parametrize("strategy", ["ulysses", "megatron_sp", "ring_attention"])
+@pytest.mark.parametrize("strategy", ["ulysses", "megatron_sp", "ring_attention", "all_gather_kv"])
 def test_baselines_cut_any_dim(pool: RankPool, strategy: str, grid_dim: int) -> None:
     model = model_preset("transformer-3d-tiny", {"leading": (4, 4), "layers": 1})
     row = verify_case(pool, case_of(strategy, model, 64, grid_dim=grid_dim), 4)

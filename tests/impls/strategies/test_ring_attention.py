@@ -14,8 +14,8 @@ from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.collectives import Ring
-from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.ring_attention import PLACEMENTS, RingAttention, RingAttentionOptions, meeting
+from spbench.impls.strategies.placements import PLACEMENTS
+from spbench.impls.strategies.ring_attention import RingAttention
 from tests.bench.verification.attention_model import AttentionModel, formula, metered
 
 CASES: list[tuple[AttentionModel, str]] = [
@@ -35,45 +35,6 @@ def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel, plac
     for dtype, seq_len in (("fp64", 24), ("fp64", 48), ("fp64", 2 * n), ("fp32", 24), ("bf16", 24)):
         row = verify_case(pool, Case(RingAttention, model, "attention", dtype, 3, seq_len, 0, options), n)
         assert row.status == "green", row
-
-
-@pytest.mark.parametrize(("placement", "length"), [*((p, 4) for p in PLACEMENTS), ("striped", 1)])
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_blocks_cover_what_causality_allows(n: int, placement: str, length: int) -> None:
-    """Every query meets exactly the keys that are not later."""
-    ranks = [RingAttention.planned(n, r, {"placement": placement}) for r in range(n)]
-    positions = [strategy.shard(torch.arange(n * length), 0) for strategy in ranks]
-    for rank in range(n):
-        for owner in range(n):
-            met = torch.zeros(length, length, dtype=torch.bool)
-            if (found := meeting(placement, rank, owner, length)) is not None:
-                mine, theirs, causal = found
-                part = met[mine, theirs]
-                part.fill_(True)
-                if causal:
-                    part.copy_(part.tril())
-            assert torch.equal(met, positions[rank].unsqueeze(-1) >= positions[owner])
-
-
-@pytest.mark.parametrize(
-    ("model", "placement", "message"),
-    [
-        (
-            AttentionModel(),
-            "zigzag",
-            "36 is not divisible by twice 4 ranks; use a sequence length of 32 or 40",
-        ),
-        (AttentionModel("linear_attention"), "striped", "no striped placement; use placement contiguous"),
-    ],
-)
-def test_what_cannot_be(model: AttentionModel, placement: str, message: str) -> None:
-    with pytest.raises(Unsupported, match=message):
-        RingAttention.planned(4, options={"placement": placement}).check(model.sites(1, 36))
-
-
-def test_unknown_placement() -> None:
-    with pytest.raises(ValueError, match="one of contiguous, striped, zigzag, not 'spiral'"):
-        RingAttentionOptions(placement="spiral")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

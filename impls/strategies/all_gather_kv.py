@@ -1,0 +1,152 @@
+"""Context parallelism by all-gather (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2;
+Megatron-LM's ``cp_comm_type`` "all_gather").
+
+Every rank holds all weights and L/N positions of every sequence. Before attention one all-gather gives each
+rank the keys and values of all positions, to which it attends with its own queries. Nothing is computed while
+the message is under way, unlike in a ring; Llama 3 accepts that since keys and values have fewer heads than
+queries, and since masks of any kind become simple. Llama 3 and Megatron-LM place positions zigzag.
+
+Backward, keys and values are gathered again, as keeping them would take N times the memory of a rank's own in
+every layer. Then each rank has a part of the gradients of all keys and values, and these are
+reduce-scattered.
+
+There is no linear attention: a state of D x A numbers a head stands for all the keys of a chunk there, and
+gathering these states is LASP-2 (arXiv 2502.07563).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spbench.impls.collectives import reduce_scatter_flat, start_all_gather
+from spbench.impls.kernels.linear_attention import state_dtype
+from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.strategies.base import Site
+from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
+from spbench.impls.strategies.grid import as_sequences
+from spbench.impls.strategies.placements import ALL, PlacedChunks, meeting
+from spbench.impls.traffic import Traffic
+
+#: (owners, queries, keys, causal): as :func:`meeting`, of each of several owners
+JointMeeting = tuple[slice, slice, slice, bool]
+
+
+def joint_meetings(placement: str | None, rank: int, size: int, length: int) -> Iterator[JointMeeting]:
+    """Which of a rank's ``length`` queries see which of the ``length`` keys of each of ``size`` ranks, for
+    one call of the kernel each; all queries see the first.
+
+    Without a mask it is one call. Under a causal one, the rank's own keys are one, and all keys of lower
+    ranks and all of higher ranks one each: 2 calls contiguous, 3 zigzag. Striped, the keys of every owner
+    meet the queries along a diagonal, so they are N calls.
+    """
+    if placement is None:
+        yield slice(size), ALL, ALL, False
+        return
+    for first, last in ((rank, rank + 1), (0, rank), (rank + 1, size)):
+        met = meeting(placement, rank, first, length) if first < last else None
+        if met is None:
+            continue
+        mine, theirs, causal = met
+        if not causal:
+            yield slice(first, last), mine, theirs, causal
+            continue
+        for step in keyed_steps(last - first, lambda step: None):
+            yield slice(first + step, first + step + 1), mine, theirs, causal
+
+
+def gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """k and v [B, Z, L/N, A] of all ranks in one message, [N, L/N, B, 2, Z, A]: with positions outermost, the
+    keys of several ranks are a view, for any B."""
+    parts, arrival = start_all_gather(torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 2), group)
+    arrival.wait()
+    return parts
+
+
+def _keys_and_values(parts: Tensor, owners: slice, theirs: slice) -> tuple[Tensor, Tensor]:
+    """Of :func:`gathered` the k and v [B, Z, keys, A] of some owners, one after another."""
+    k, v = parts[owners, theirs].flatten(0, 1).permute(2, 1, 3, 0, 4).unbind()
+    return k, v
+
+
+def summed(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's k and v [B, Z, L/N, A], from those of every rank's that each rank has,
+    laid out as by :func:`gathered`."""
+    own = reduce_scatter_flat(gradients.flatten(), group).view(gradients.shape[1:])
+    d_k, d_v = own.permute(2, 1, 3, 0, 4).unbind()
+    return d_k, d_v
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """q [B, Z, L/N, A], k, v [B, Z or fewer, L/N, A] -> [B, Z, L/N, A]; ``placement`` None: every query sees
+    every key."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, placement: str | None
+    ) -> Tensor:
+        parts = gathered(k, v, group)
+
+        def blocks() -> Iterator[Block]:
+            for owners, mine, theirs, causal in joint_meetings(
+                placement, group.rank(), group.size(), q.shape[2]
+            ):
+                yield mine, *_keys_and_values(parts, owners, theirs), causal
+
+        o, lse = attend_blocks(q, blocks())
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.group, ctx.placement = group, placement
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        group, length = ctx.group, q.shape[2]
+        parts, backward = gathered(k, v, group), BlockwiseBackward(d_o, q, o, lse)
+        # In at least float32, as in ring_attention: in half precision a sum over N ranks is rounded up to N -
+        # 1 times. Llama 3 sums gradients of what is used several times in float32 (section 3.3.2);
+        # Megatron-LM (Transformer Engine) reduce-scatters these in the dtype of activations, half of the
+        # bytes in bf16.
+        gradients = parts.new_zeros(parts.shape, dtype=state_dtype(k.dtype))
+        for owners, mine, theirs, causal in joint_meetings(ctx.placement, group.rank(), group.size(), length):
+            of_block = backward.of_block(mine, *_keys_and_values(parts, owners, theirs), causal)
+            met = gradients[owners, theirs]  # which no other meeting is of
+            for i, x in enumerate(of_block):
+                met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
+        del parts
+        d_k, d_v = summed(gradients, group)
+        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None
+
+
+class AllGatherKV(PlacedChunks):
+    """Sequence chunks whose queries attend to the gathered keys and values of all ranks."""
+
+    name = "all_gather_kv"
+    summary = "sequence chunks; keys and values are all-gathered (Llama 3's context parallelism)"
+    source = "arXiv 2407.21783, section 3.3.2"
+    meets = frozenset({"attention", "causal_attention", "full_attention"})
+
+    @classmethod
+    def roles(cls, axis: str, size: int) -> list[list[int]]:
+        # The last rank's peak is the largest too, but for one case: of two ranks placed zigzag, rank 0 has
+        # the gradients of all keys of the other at a time, and rank 1 those of half of them.
+        return [[1], [0]] if size == 2 else super().roles(axis, size)
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for site in as_sequences(sites, self.grid_dim):
+            if site.kind not in self.meets:
+                continue
+            d = site.dims
+            elements = 2 * d["B"] * d["Z"] * d["L"] * d["A"]
+            for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
+                yield Traffic(phase, "K and V", "all_gather", site.count, elements * element_bytes)
+            precise = elements * max(4, element_bytes)  # in at least float32
+            yield Traffic("backward", "dK and dV", "reduce_scatter", site.count, precise)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+        assert self.group is not None
+        return _GatheredAttention.apply(q, k, v, self.group, placement)
