@@ -74,7 +74,7 @@ def test_joint_blocks_cover_what_causality_allows(n: int, placement: str, length
         (
             AttentionModel(),
             "zigzag",
-            "36 is not divisible by 2 times 4 ranks; use a sequence length of 32 or 40",
+            "36 is not divisible by twice 4 ranks; use a sequence length of 32 or 40",
         ),
         (
             AttentionModel("full_attention"),
