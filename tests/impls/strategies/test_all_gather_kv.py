@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.rank_pool import RankPool
@@ -47,7 +47,7 @@ def test_bytes_are_those_of_the_formula(
     case: Any = AllGatherKV, {"placement": placement}, model, dtype, 2 * n
     expected = formula(n, *case)
     for rank in (0, n - 1):
-        with fake_mesh(Sizes(sp=n), rank) as mesh, FakeTensorMode():
+        with fake_mesh({"sp": n}, rank) as mesh, FakeTensorMode():
             assert metered(mesh, *case) == expected
     if n <= 4:
         assert pool.run({"sp": n}, metered, *case) == [expected] * n
