@@ -33,6 +33,7 @@ from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.strategies.grid import GridHooks, as_sequences
+from spbench.impls.strategies.grouped_query import GroupedQueryLinear
 from spbench.impls.strategies.linear import GroupedLinear, Linear
 from spbench.impls.traffic import Traffic
 
@@ -261,6 +262,21 @@ class Strategy(AttentionHooks, GridHooks):
         return GroupedLinear(in_features, out_features, groups)
 
     @left_within
+    def grouped_query_linear_in(
+        self, in_features: int, head_size: int, heads: int, kv_heads: int
+    ) -> GroupedQueryLinear:
+        """The projection that opens grouped-query attention, without bias: [..., in_features] -> queries
+        [..., G, Z/G, A], keys and values [..., G, A], of all ``heads`` and ``kv_heads`` or of a part of them;
+        ``kv_heads`` divides ``heads``."""
+        return GroupedQueryLinear(in_features, head_size, heads, kv_heads)
+
+    @left_within
+    def shared_by_heads(self, weight: Tensor) -> Tensor:
+        """A weight that all heads share and every rank holds, for use on the heads that this rank has between
+        the projections of a block."""
+        return weight
+
+    @left_within
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         """As :meth:`linear_in`, of an input that every rank has whole, also where sequences are cut."""
         return self.linear_in(in_features, out_features)
@@ -400,22 +416,27 @@ class Strategy(AttentionHooks, GridHooks):
         return found
 
     def _held_by_kind(self, site: Site) -> dict[str, int]:
-        return {
-            kind: n // self.place.size(*self.split_over(kind)) for kind, n in elements_by_kind(site).items()
-        }
+        held = {}
+        for kind, n in elements_by_kind(site).items():
+            parts = self.place.size(*self.split_over(kind))
+            # more ranks than that hold replicas
+            held[kind] = n // (min(parts, site.dims["kv_heads"]) if kind == "key_value" else parts)
+        return held
 
 
 def elements_by_kind(site: Site) -> dict[str, int]:
-    """Elements of the parameters of a site: of the ``vocabulary``, of ``features`` that tensor parallelism can
-    split, those with a column a position (``sequence``), and the ``others``."""
+    """Elements of a site's parameters: of the ``vocabulary``, of ``features`` that tensor parallelism can
+    split, of grouped-query attention's projections to keys and values (``key_value``), which it can split
+    into ``kv_heads`` parts, those with a column a position (``sequence``), and the ``others``."""
     d = site.dims
-    split, vocabulary = d.get("split", 0), d.get("vocabulary", 0)
-    return {
+    split, vocabulary, key_value = d.get("split", 0), d.get("vocabulary", 0), d.get("key_value", 0)
+    found = {
         "vocabulary": vocabulary,
-        "features": split - vocabulary,
+        "features": split - vocabulary - key_value,
         "sequence": d.get("sequence", 0),
         "others": d["elements"] - split,
     }
+    return found | ({"key_value": key_value} if key_value else {})
 
 
 def full_precision(x: Tensor) -> Tensor:
