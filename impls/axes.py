@@ -115,13 +115,15 @@ class Place:
         mesh: the device mesh with the process groups; None for a rank that is only planned with, and for a
             single device.
         flattened: axes, as "dp_sp" in the order of MESH_AXES, of the groups that :meth:`group` made over
-            several of them, by the name of the group.
+            several of them and :meth:`subgroup` over a part of one, by the name of the group.
+        subgroups: what :meth:`subgroup` has made, by its arguments.
     """
 
     sizes: Sizes = field(default_factory=dict)
     coordinates: Mapping[str, int] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     flattened: dict[str, str] = field(default_factory=dict, compare=False)
+    subgroups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict, compare=False)
 
     @classmethod
     def on(cls, mesh: DeviceMesh) -> Place:
@@ -172,6 +174,34 @@ class Place:
         if len(several) == 1:
             return self.mesh.get_group(several[0])
         return self.submesh(*several).get_group()
+
+    def subgroup(self, axis: str, size: int) -> dist.ProcessGroup | None:
+        """The process group of this rank's run of consecutive ranks along an axis, which consists of runs of
+        ``size``; None where that is this rank alone, and without a device mesh. It is made at the first call,
+        which only the ranks of the run need to make.
+
+        Raises:
+            ValueError: ``size`` does not divide the ranks along the axis.
+        """
+        if self.size(axis) % size:
+            raise ValueError(f"{self.size(axis)} ranks along {axis} cannot be divided into runs of {size}")
+        if self.mesh is None or size == 1:
+            return None
+        if size == self.size(axis):
+            return self.group(axis)
+        if (axis, size) not in self.subgroups:
+            self.subgroups[axis, size] = self._new_subgroup(axis, size)
+        return self.subgroups[axis, size]
+
+    def _new_subgroup(self, axis: str, size: int) -> dist.ProcessGroup:
+        import torch.distributed as dist
+
+        along = dist.get_process_group_ranks(self.group(axis))
+        first = self.rank(axis) // size * size
+        # a pipeline stage without such a parameter does not ask
+        group = dist.new_group(along[first : first + size], use_local_synchronization=True)
+        self.flattened[group.group_name] = axis
+        return group
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The ranks of :meth:`group` as a mesh of one axis, which may be of one rank.

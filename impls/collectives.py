@@ -78,6 +78,25 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x if group is None or group.size() == 1 else _CopyToGroup.apply(x, group)
 
 
+class _CopyRowsToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: slice, group: dist.ProcessGroup) -> Tensor:
+        ctx.rows, ctx.group = rows, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gradient = gradient.contiguous()
+        all_reduce(gradient[ctx.rows], ctx.group)
+        return gradient, None, None
+
+
+def copy_rows_to_group(x: Tensor, rows: slice, group: dist.ProcessGroup | None) -> Tensor:
+    """As :func:`copy_to_group`, where only these rows of x are the same on all ranks; the gradient of the
+    other rows is each rank's own."""
+    return x if group is None or group.size() == 1 else _CopyRowsToGroup.apply(x, rows, group)
+
+
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-reduce forward (in place), identity backward: the sum is used alike on all ranks
     (Megatron-LM's g, arXiv 1909.08053 section 3)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from spbench.impls.axes import Sizes, ranks_along
+
 #: share of the payload that one rank sends, as a function of N, for ring algorithms
 #: (Thakur et al. 2005; nccl-tests PERFORMANCE.md). The payload is the whole tensor: the input of
 #: all_reduce, reduce_scatter, all_to_all and broadcast, the output of all_gather.
@@ -32,7 +34,8 @@ class Traffic:
     """A closed-form entry: ``count`` collectives of ``payload_bytes`` each in one phase of a step.
 
     ``phase`` is forward, backward, gradient_sync or optimizer; ``purpose`` is for the reader. ``axes`` are
-    those of the mesh over whose ranks it goes.
+    those of the mesh over whose ranks it goes: all of them together, or ``run`` consecutive ones each
+    (:meth:`Place.subgroup`).
     """
 
     phase: str
@@ -41,6 +44,7 @@ class Traffic:
     count: int
     payload_bytes: int
     axes: tuple[str, ...] = ()
+    run: int | None = None
 
     def over(self, *axes: str) -> Traffic:
         """The same over the ranks along these axes."""
@@ -49,6 +53,10 @@ class Traffic:
     def times(self, n: int) -> Traffic:
         """The same, n times over."""
         return replace(self, count=n * self.count)
+
+    def group_size(self, sizes: Sizes) -> int:
+        """Ranks of the group, on a mesh of these sizes."""
+        return self.run or ranks_along(self.axes, sizes)
 
     def sent_bytes(self, size: int) -> Fraction:
         """Bytes that one of ``size`` ranks sends for this entry."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.meters.communication import CommunicationMeter, as_number
-from spbench.impls.axes import Place, global_ranks, group_name, ranks_along, unused_axes
+from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.backends.registry import backend_class
 from spbench.impls.composition import ONE_STAGE, Stage, composed_traffic
@@ -126,7 +126,7 @@ class Plan:
         return group_name(entry.axes, self.sizes)
 
     def _sent_bytes(self, entry: Traffic) -> Fraction:
-        return entry.sent_bytes(ranks_along(entry.axes, self.sizes))
+        return entry.sent_bytes(entry.group_size(self.sizes))
 
 
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
@@ -183,7 +183,7 @@ def plan(cell: Cell) -> Plan:
         if forward_only:
             entries = [t for t in entries if t.phase == "forward"]
         sizes = cell.mesh_sizes
-        traffic.append([t for t in entries if t.sent_bytes(ranks_along(t.axes, sizes))])
+        traffic.append([t for t in entries if t.sent_bytes(t.group_size(sizes))])
     return Plan(classes, traffic, cell.mesh_sizes)
 
 

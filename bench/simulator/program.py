@@ -34,18 +34,24 @@ class Group:
 
     Attributes:
         axes: indices of the mesh axes on which members differ.
-        places: coordinates of each member along these axes, in the order of the group's ranks.
+        places: coordinates of each member along these axes, in the order of the group's ranks; from the start
+            of its run on.
+        runs: of each of these axes the length of the runs of consecutive coordinates each of which is a group
+            of this kind, where some axis is cut into several; else empty.
     """
 
     axes: tuple[int, ...]
     places: tuple[tuple[int, ...], ...]
+    runs: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, ranks: Sequence[int], mesh: Mesh) -> Group:
         """The group of these global ranks."""
         coords = [coordinates(rank, mesh) for rank in ranks]
         axes = tuple(i for i in range(len(mesh)) if len({c[i] for c in coords}) > 1)
-        return cls(axes, tuple(tuple(c[i] for i in axes) for c in coords))
+        runs = tuple(_run([c[i] for c in coords], mesh[i]) for i in axes)
+        places = tuple(tuple(c[i] % run for i, run in zip(axes, runs, strict=True)) for c in coords)
+        return cls(axes, places, runs if any(mesh[i] > n for i, n in zip(axes, runs, strict=True)) else ())
 
     def members(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
         """Global ranks of the group of this kind that a rank belongs to."""
@@ -55,10 +61,19 @@ class Group:
         """[ranks, size]: global ranks of the group of this kind that each of the ranks belongs to."""
         coords = list(np.unravel_index(ranks[:, None], mesh))
         places = np.array(self.places, dtype=np.int64).reshape(len(self.places), len(self.axes))
-        for axis, along in zip(self.axes, places.T, strict=True):
-            coords[axis] = along[None]
+        runs = self.runs or [mesh[axis] for axis in self.axes]
+        for axis, run, along in zip(self.axes, runs, places.T, strict=True):
+            coords[axis] = coords[axis] // run * run + along[None]
         members = np.ravel_multi_index(tuple(coords), mesh)
         return np.broadcast_to(members, (len(ranks), len(self.places)))
+
+
+def _run(along: Sequence[int], size: int) -> int:
+    """The length of a group's run of coordinates along an axis of ``size``, if runs of that length make up
+    the axis; else the size, as of a group that is the only one of its kind."""
+    first, length = min(along), len(set(along))
+    consecutive = max(along) - first + 1 == length
+    return length if consecutive and first % length == 0 and size % length == 0 else size
 
 
 def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:

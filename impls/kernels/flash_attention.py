@@ -4,8 +4,9 @@
 
 From the o and lse of several blocks the attention to all of their keys can be put together, which torch's own
 scaled_dot_product_attention hides (FlashAttention, arXiv 2205.14135; blockwise: arXiv 2310.01889). Shapes: q
-[B, Z, M, A], k, v [B, Z, L, A]; lse [B, Z, M] in float32 for half precisions. ``causal`` means that query i
-sees keys j <= i; M and L are then equal.
+[B, Z, M, A], k, v [B, G, L, A]; lse [B, Z, M] in float32 for half precisions. ``causal`` means that query i
+sees keys j <= i; M and L are then equal. G divides Z: each head of k and v is that of Z/G consecutive heads
+of q, which all contribute to its gradient; no kernel repeats keys or values in memory.
 
 o and the gradients lie in memory as [B, M or L, Z, A], as the kernels of torch write them.
 """
@@ -22,12 +23,18 @@ from torch.utils.flop_counter import register_flop_formula
 from spbench.impls.kernels.linear_attention import state_dtype
 
 
+def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
+    """x [B, Z, M, A] -> [B, G, Z/G M, A]: the queries of a head of k one after another, for one product."""
+    return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+
+
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+    """The scaled scores [B, G, Z/G M, L], those of hidden keys -inf."""
     precise = state_dtype(q.dtype)
-    scores = (q.to(precise) @ k.to(precise).mT).mul_(scale)
+    scores = (_by_key_head(q, k).to(precise) @ k.to(precise).mT).mul_(scale)
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(hidden, -torch.inf)
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1)
+        scores.unflatten(2, (-1, q.shape[2])).masked_fill_(hidden, -torch.inf)
     return scores
 
 
@@ -45,8 +52,9 @@ def _new_like(x: Tensor, size: int) -> Tensor:
 def _forward_by_scores(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, scale, causal)
     lse = scores.logsumexp(-1)
+    by_key_head = scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)
     o = _new_like(q, v.shape[3])
-    return o.copy_(scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)), lse
+    return o.copy_(by_key_head.reshape(o.shape)), lse.reshape(q.shape[:3])
 
 
 #: torch's CPU operators multiply a tile of queries with this many keys at a time, hidden or not
@@ -125,13 +133,17 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -
 def _backward_by_scores(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    p = _scores(q, k, scale, causal).sub_(lse.unsqueeze(-1)).exp_()
-    d_out, queries, keys, values = (x.to(p.dtype) for x in (d_o, q, k, v))
+    p = _scores(q, k, scale, causal)
+    p.sub_(_by_key_head(lse.unsqueeze(-1), k)).exp_()
+    d_out, queries, out = (_by_key_head(x, k).to(p.dtype) for x in (d_o, q, o))
+    keys, values = k.to(p.dtype), v.to(p.dtype)
     d_v = p.mT @ d_out
-    share = (d_out * o).sum(-1, keepdim=True)
+    share = (d_out * out).sum(-1, keepdim=True)
     d_scores = (d_out @ values.mT).sub_(share).mul_(p).mul_(scale)
     gradients = d_scores @ keys, d_scores.mT @ queries, d_v
-    d_q, d_k, d_v = (_new_like(x, x.shape[3]).copy_(y) for x, y in zip((q, k, v), gradients, strict=True))
+    d_q, d_k, d_v = (
+        _new_like(x, x.shape[3]).copy_(y.reshape(x.shape)) for x, y in zip((q, k, v), gradients, strict=True)
+    )
     return d_q, d_k, d_v
 
 

@@ -141,7 +141,7 @@ class AllGatherKV(PlacedChunks):
             if site.kind not in self.meets:
                 continue
             d = site.dims
-            elements = 2 * d["B"] * d["Z"] * d["L"] * d["A"]
+            elements = 2 * d["B"] * d.get("G", d["Z"]) * d["L"] * d["A"]
             for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
                 yield Traffic(phase, "K and V", "all_gather", site.count, elements * element_bytes)
             precise = elements * max(4, element_bytes)  # in at least float32

@@ -1,7 +1,7 @@
 """Where positions meet in a sequence: the kinds of attention that models ask for, on a single device.
 
-Shape letters: B batch, L sequence, Z heads, A head size, D size of queries and keys of linear attention, K
-Linformer's projected length.
+Shape letters: B batch, L sequence, Z heads, G heads of keys and values, A head size, D size of queries and
+keys of linear attention, K Linformer's projected length.
 """
 
 from __future__ import annotations
@@ -64,9 +64,12 @@ class AttentionHooks:
 
     @left_within
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal softmax attention, scores scaled by A**-0.5: q, k, v [B, Z, L or a part, A] -> [B, Z, L or
-        a part, A]; the heads are those that this rank's projections made."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        """Causal softmax attention, scores scaled by A**-0.5: q [B, Z, L or a part, A], k, v [B, G, L or a
+        part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
+        Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
+        """
+        grouped = k.shape[1] < q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     @left_within
     def linear_attention(

@@ -31,6 +31,7 @@ from spbench.impls.options import Options, set_options
 from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
+from spbench.impls.strategies.grouped_query import GroupedQueryLinear
 from spbench.impls.strategies.linear import GroupedLinear, Linear
 from spbench.impls.strategies.parameters import ParameterHooks
 from spbench.impls.strategies.planning import PlanningHooks
@@ -173,6 +174,21 @@ class Strategy(AttentionHooks, ParameterHooks, PlanningHooks):
         """Several projections of one input that open a block, without biases:
         [..., in_features] -> ``groups`` times [..., out_features or the same part of it]."""
         return GroupedLinear(in_features, out_features, groups)
+
+    @left_within
+    def grouped_query_linear_in(
+        self, in_features: int, head_size: int, heads: int, kv_heads: int
+    ) -> GroupedQueryLinear:
+        """The projection that opens grouped-query attention, without bias: [..., in_features] -> queries
+        [..., G, Z/G, A], keys and values [..., G, A], of all ``heads`` and ``kv_heads`` or of a part of them;
+        ``kv_heads`` divides ``heads``."""
+        return GroupedQueryLinear(in_features, head_size, heads, kv_heads)
+
+    @left_within
+    def shared_by_heads(self, weight: Tensor) -> Tensor:
+        """A weight that all heads share and every rank holds, for use on the heads that this rank has between
+        the projections of a block."""
+        return weight
 
     @left_within
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:

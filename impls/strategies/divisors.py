@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def divisors(total: int) -> list[int]:
+    """All divisors, the smallest first."""
+    return [n for n in range(1, total + 1) if total % n == 0]
+
+
+def nearest(sizes: Sequence[int], size: int) -> str:
+    """Of rising ``sizes`` the ones next below and next above ``size``, which is none of them: "4 or 6"."""
+    below, above = [n for n in sizes if n < size], [n for n in sizes if n > size]
+    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+
 
 def nearest_divisors(total: int, size: int) -> str:
     """The divisors of ``total`` next below and next above ``size``, which is none of them: "4 or 6"."""
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
-    below, above = [n for n in divisors if n < size], [n for n in divisors if n > size]
-    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+    return nearest(divisors(total), size)

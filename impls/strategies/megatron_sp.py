@@ -84,11 +84,12 @@ class MegatronSP(GridChunks, TensorParallel):
     split_dims = {"Z": "attention heads", "F": "features"}
 
     # inside a block all positions are there, as the strategy within leaves them; so is a weight with a column
-    # a position, whose gradient is then a sum over the heads of all ranks
+    # a position, whose gradient is then a sum over the heads of all ranks, as is that of what heads share
     grid_attention = Strategy.grid_attention
     block_part = Strategy.block_part
     sequence_parameter = Strategy.sequence_parameter
     project_sequence = Strategy.project_sequence
+    shared_by_heads = Strategy.shared_by_heads
     # the vocabulary is whole, and what goes to another stage is a part already
     embedding = Strategy.embedding
     vocabulary_parameter = Strategy.vocabulary_parameter
@@ -117,12 +118,14 @@ class MegatronSP(GridChunks, TensorParallel):
                 for phase in forwards:
                     yield Traffic(phase, "output of a block", "reduce_scatter", count, hidden)
                 yield Traffic("backward", "gradient of a block's output", "all_gather", count, hidden)
+            elif site.kind == "grouped_query_linear_in":
+                yield from self.replica_traffic(site, element_bytes)
             elif site.kind == "overflow_flag":
                 yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
 
     def split_over(self, kind: str) -> tuple[str, ...]:
         others = Strategy.split_over(self, kind)
-        return union(self.axes, others) if kind == "features" else others
+        return union(self.axes, others) if kind in ("features", "key_value") else others
 
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         return _OfWholeText(in_features, out_features, self)

@@ -56,19 +56,24 @@ class ParameterHooks:
         return found
 
     def _held_by_kind(self, site: Site) -> dict[str, int]:
-        return {
-            kind: n // self.place.size(*self.split_over(kind)) for kind, n in elements_by_kind(site).items()
-        }
+        held = {}
+        for kind, n in elements_by_kind(site).items():
+            parts = self.place.size(*self.split_over(kind))
+            # more ranks than that hold replicas
+            held[kind] = n // (min(parts, site.dims["kv_heads"]) if kind == "key_value" else parts)
+        return held
 
 
 def elements_by_kind(site: Site) -> dict[str, int]:
-    """Elements of the parameters of a site: of the ``vocabulary``, of ``features`` that tensor parallelism
-    can split, those with a column a position (``sequence``), and the ``others``."""
+    """Elements of a site's parameters: of the ``vocabulary``, of ``features`` that tensor parallelism can
+    split, of grouped-query attention's projections to keys and values (``key_value``), which it can split
+    into ``kv_heads`` parts, those with a column a position (``sequence``), and the ``others``."""
     d = site.dims
-    split, vocabulary = d.get("split", 0), d.get("vocabulary", 0)
-    return {
+    split, vocabulary, key_value = d.get("split", 0), d.get("vocabulary", 0), d.get("key_value", 0)
+    found = {
         "vocabulary": vocabulary,
-        "features": split - vocabulary,
+        "features": split - vocabulary - key_value,
         "sequence": d.get("sequence", 0),
         "others": d["elements"] - split,
     }
+    return found | ({"key_value": key_value} if key_value else {})

@@ -64,13 +64,14 @@ def gradients_round(
 
 
 def _travelling(k: Tensor, v: Tensor) -> Tensor:
-    """k and v [B, Z, L/N, A] in one message [2, B, L/N, Z, A], as projections make them and flash attention
+    """k and v [B, G, L/N, A] in one message [2, B, L/N, G, A], as projections make them and flash attention
     returns their gradients."""
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 
 class _RingAttention(torch.autograd.Function):
-    """q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A]; ``placement`` None: every query sees every key."""
+    """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]; ``placement`` None: every query sees every
+    key."""
 
     @staticmethod
     def forward(
@@ -162,8 +163,9 @@ class RingAttention(PlacedChunks):
             if site.kind not in self.meets or self.size == 1:
                 continue
             d = site.dims
-            # k has D features a head in linear attention, v always A
-            block = d["B"] * d["Z"] * (d["L"] // self.size) * (d.get("D", d["A"]) + d["A"])
+            # k has D features a head in linear attention, v always A; both may have fewer heads than q
+            heads = d.get("G", d["Z"])
+            block = d["B"] * heads * (d["L"] // self.size) * (d.get("D", d["A"]) + d["A"])
             once = site.count * (self.size - 1)
             for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
                 yield Traffic(phase, "K and V ring", "send", once, block * element_bytes)

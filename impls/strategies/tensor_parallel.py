@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from spbench.impls.collectives import all_gather_flat, copy_to_group, reduce_from_group
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
-from spbench.impls.strategies.divisors import nearest_divisors
+from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
+from spbench.impls.strategies.grouped_query import ColumnParallelGroupedQuery, GroupedQueryLinear
 from spbench.impls.strategies.linear import GroupedLinear, Linear
 from spbench.impls.traffic import Traffic
 
@@ -103,6 +104,8 @@ class TensorParallel(Strategy):
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         size = self.size
+        for site in sites:
+            self._check_groups(site.dims)
         totals = [
             (site.dims[letter], what)
             for letter, what in self.split_dims.items()
@@ -117,6 +120,27 @@ class TensorParallel(Strategy):
                     f"{total} {what} cannot be split over {size} ranks",
                     f"use {nearest_divisors(common, size)}",
                 )
+
+    def _check_groups(self, dims: Mapping[str, int]) -> None:
+        heads, kv_heads = dims.get("Z", 0), dims.get("G", self.size)
+        if kv_heads % self.size and self.size % kv_heads:
+            fitting = [n for n in divisors(heads) if not (kv_heads % n and n % kv_heads)]
+            raise Unsupported(
+                f"{self.size} ranks neither divide {kv_heads} heads of keys and values nor are a multiple",
+                f"use {nearest(fitting, self.size)}",
+            )
+
+    def replicas(self, kv_heads: int) -> int:
+        """How many ranks hold each head of keys and values, of ``kv_heads`` in all."""
+        return max(1, self.size // kv_heads)
+
+    def replica_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
+        """What sums the gradients of replicated keys' and values' weights sends, for a site of the kind
+        grouped_query_linear_in."""
+        d = site.dims
+        payload, replicas = 2 * d["A"] * d["H"] * element_bytes, self.replicas(d["G"])
+        purpose = "gradient of replicated keys' and values' weights"
+        yield Traffic("backward", purpose, "all_reduce", site.count, payload, run=replicas)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):
@@ -142,6 +166,11 @@ class TensorParallel(Strategy):
                 # largest logit, label's logit, sum of exponentials, in at least float32
                 tokens = d["B"] * d["L"] * max(4, element_bytes)
                 yield Traffic("forward", "cross entropy", "all_reduce", 3 * count, tokens)
+            elif site.kind == "grouped_query_linear_in":
+                yield from self.replica_traffic(site, element_bytes)
+            elif site.kind == "shared_by_heads":
+                payload = d["A"] * element_bytes
+                yield Traffic("backward", "f: gradient of what heads share", "all_reduce", count, payload)
             elif site.kind == "overflow_flag":
                 yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
 
@@ -151,6 +180,8 @@ class TensorParallel(Strategy):
 
     def inside(self, site: Site) -> Site:
         split = {letter: site.dims[letter] // self.size for letter in ("Z", "F") if letter in site.dims}
+        if "G" in site.dims:
+            split["G"] = max(1, site.dims["G"] // self.size)
         return replace(site, dims={**site.dims, **split})
 
     @property
@@ -174,7 +205,7 @@ class TensorParallel(Strategy):
 
     def split_over(self, kind: str) -> tuple[str, ...]:
         others = super().split_over(kind)
-        return union(self.axes, others) if kind in ("features", "vocabulary") else others
+        return union(self.axes, others) if kind in ("features", "key_value", "vocabulary") else others
 
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """f, and the column-parallel projection that opens a block: x [B, L, H] -> [B, L, F/N]."""
@@ -192,6 +223,15 @@ class TensorParallel(Strategy):
 
     def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
         return ColumnParallelGroupedLinear(in_features, out_features, groups, self)
+
+    def grouped_query_linear_in(
+        self, in_features: int, head_size: int, heads: int, kv_heads: int
+    ) -> GroupedQueryLinear:
+        return ColumnParallelGroupedQuery(in_features, head_size, heads, kv_heads, self)
+
+    def shared_by_heads(self, weight: Tensor) -> Tensor:
+        # this rank's heads make only their part of its gradient
+        return super().shared_by_heads(copy_to_group(weight, self.group))
 
     def linear_out(self, in_features: int, out_features: int) -> Linear:
         return RowParallelLinear(in_features, out_features, self)

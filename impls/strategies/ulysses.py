@@ -6,6 +6,9 @@ alone, so before it an all-to-all each for queries, keys and values turns [all Z
 all-to-all turns its output back. What a rank sends falls with N, as 4 (N-1)/N B (L/N) Z A elements forward
 and as much backward (section 3.2 counts four messages of M/N); the heads limit N.
 
+Where keys and values have fewer heads than queries, theirs are sent as they are if N divides them, and else
+repeated up to the least common multiple with N.
+
 What it attends with to "whole" sequences may be another strategy within it, of ranks along another axis:
 around Ring Attention this is USP (arXiv 2405.07719), with the heads' limit on the one axis alone.
 """
@@ -59,10 +62,20 @@ class Ulysses(GridChunks):
         """``heads`` and those that are added."""
         return math.ceil(heads / self.size) * self.size
 
+    def sent(self, heads: int, kv_heads: int) -> int:
+        """How many heads of keys and values are sent, repeated from ``kv_heads`` so that every rank gets as
+        many, for that many ``heads`` of queries."""
+        # where heads are added, each needs a key of its own, for a group would end within a rank's heads
+        return heads if heads % self.size else math.lcm(kv_heads, self.size)
+
     def inside(self, site: Site) -> Site:
-        if "Z" not in site.dims:
+        d = site.dims
+        if "Z" not in d:
             return site
-        return replace(site, dims={**site.dims, "Z": self.padded(site.dims["Z"]) // self.size})
+        own = {"Z": self.padded(d["Z"]) // self.size}
+        if "G" in d:
+            own["G"] = self.padded(self.sent(d["Z"], d["G"])) // self.size
+        return replace(site, dims={**d, **own})
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         refuse_masks_of_own_queries(self.name, sites)
@@ -80,10 +93,15 @@ class Ulysses(GridChunks):
                 continue
             d = site.dims
             # q and k have D features a head in linear attention, v and the output A
-            positions = d["B"] * self.padded(d["Z"]) * (d["L"] // self.size) * element_bytes
+            head = d["B"] * (d["L"] // self.size) * element_bytes
+            both = [("q and k", d["Z"], d.get("D", d["A"])), ("v and the output", d["Z"], d["A"])]
+            if "G" in d:
+                sent = self.sent(d["Z"], d["G"])
+                both = [("q and the output", d["Z"], d["A"]), ("k and v", sent, d["A"])]
             for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
-                yield Traffic(phase, "q and k", "all_to_all", site.count * 2, positions * d.get("D", d["A"]))
-                yield Traffic(phase, "v and the output", "all_to_all", site.count * 2, positions * d["A"])
+                for purpose, heads, size in both:
+                    payload = head * self.padded(heads) * size
+                    yield Traffic(phase, purpose, "all_to_all", site.count * 2, payload)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """[B, Z, L/N, A] -> this rank's heads of the whole sequence [B, Z/N, L, A]."""
@@ -106,6 +124,9 @@ class Ulysses(GridChunks):
         return self.to_positions(attended, heads)
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        repeats = self.sent(q.shape[HEADS], k.shape[HEADS]) // k.shape[HEADS]
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
         return self.by_heads(super().causal_attention, q, k, v)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

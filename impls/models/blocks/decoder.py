@@ -81,10 +81,22 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention:
         """What mixes the tokens in a layer."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asked = [name for name in ("kv_heads", "qk_norm") if getattr(self, name)]
+        if asked and not any(isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)):
+            raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")
+
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
-        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
-        return [{"checkpointing": True}, plain | {"heads": 3}, {"tied": True, "cross_entropy": "fused"}]
+        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
+        # keys and values is held by all ranks
+        one = {"kv_heads": 1} if self.grouped else {}
+        return [
+            {"checkpointing": True} | one,
+            plain | {"heads": 3} | one,
+            {"tied": True, "cross_entropy": "fused"},
+        ]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return Decoder(self, strategy, seq_len, stage)
@@ -111,7 +123,9 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             for kind in ("linear_in", "linear_out")
         ]
         mixers = [site for i in layers for site in self.mixing(i).sites(self, batch, seq_len)]
-        alike = Counter((site.kind, tuple(site.dims.items())) for site in mixers)
+        alike: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
+        for site in mixers:
+            alike[site.kind, tuple(site.dims.items())] += site.count
         found += [Site(kind, count, dict(dims), again) for (kind, dims), count in alike.items()]
         found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
         found.append(Site("parameters", 1, self.parameters(rows, stage)))
@@ -119,15 +133,20 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
         """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
-        and vocabulary, and of these the ``vocabulary``'s; it has that many ``rows``."""
+        and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, and the ``key_value``
+        ones that grouped heads share, with the number of these heads."""
         h, layers = self.hidden, stage.layers(self.layers)
-        attention = sum((self.mixing(i).projections + 1) * h * h for i in layers)
-        split = attention + len(layers) * (self.mlp_projections + 1) * h * self.inner
+        mixers: Counter[str] = Counter()
+        for i in layers:
+            mixers.update(self.mixing(i).parameters(self))
         norms = h * (2 * len(layers) + stage.last) if self.weighted_norms else 0
         tables = stage.first or stage.last if self.tied else stage.first + stage.last
         vocabulary = tables * rows * h
-        split += vocabulary + sum(h for i in layers if self.mixing(i).lrpe)
-        return {"elements": split + norms, "split": split, "vocabulary": vocabulary}
+        split = mixers["split"] + len(layers) * (self.mlp_projections + 1) * h * self.inner + vocabulary
+        counts = {"elements": split + mixers["whole"] + norms, "split": split, "vocabulary": vocabulary}
+        if self.kv_heads is not None and mixers["key_value"]:
+            counts |= {"key_value": mixers["key_value"], "kv_heads": self.kv_heads}
+        return counts
 
     @property
     def mlp_projections(self) -> int:

@@ -40,6 +40,10 @@ class DecoderOptions(AttentionHeads):
     """What the layers of a decoder are made of, and which kernels they use.
 
     Attributes:
+        kv_heads: heads of keys and values in softmax attention, each for ``heads / kv_heads`` of queries
+            (grouped-query attention, arXiv 2305.13245); None: as many as ``heads``.
+        qk_norm: queries and keys of softmax attention are normalised head by head, with a weight of one
+            head's size each, before RoPE (Qwen3, arXiv 2505.09388).
         inner: width of the MLP.
         attention_norm: the output of linear attention is normalised over all features ("hidden"), or over
             those of each head ("head"), which a strategy that splits heads needs.
@@ -54,6 +58,8 @@ class DecoderOptions(AttentionHeads):
     layers: int = 16
     hidden: int = 2048
     heads: int = 16
+    kv_heads: int | None = None
+    qk_norm: bool = False
     inner: int = 5632
     attention_norm: str = "head"
     norm_epsilon: float = 1e-6
@@ -65,6 +71,13 @@ class DecoderOptions(AttentionHeads):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, _WAYS)
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether heads of queries share those of keys and values."""
+        return self.kv_heads not in (None, self.heads)
 
 
 class Places:
@@ -131,6 +144,11 @@ class LinearAttention:
         """Projections [H, H] of the layer's input."""
         return 4 if self.gated else 3
 
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        """As :meth:`SoftmaxAttention.parameters`."""
+        angles = model.hidden if self.lrpe else 0
+        return {"split": (self.projections + 1) * model.hidden**2 + angles}
+
     def sites(self, model: DecoderOptions, batch: int, seq_len: int) -> list[Site]:
         dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
         width = (2 if self.lrpe else 1) * model.head_size
@@ -145,15 +163,30 @@ class SoftmaxAttention:
     """A layer of causal softmax attention with RoPE of this base."""
 
     rotary_base: float = 10_000.0
-    projections = 3
-    lrpe = False
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return SoftmaxAttentionMixer(self, model, strategy)
 
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        """Counts of the layer's parameters: those that can be ``split`` over features, of these the
+        ``key_value`` ones that grouped heads share, and the ``whole`` ones that every rank holds."""
+        of_queries = 2 * model.hidden**2
+        key_value = 2 * (model.kv_heads or model.heads) * model.head_size * model.hidden
+        return {
+            "split": of_queries + key_value,
+            "key_value": key_value if model.grouped else 0,
+            "whole": 2 * model.head_size if model.qk_norm else 0,
+        }
+
     def sites(self, model: DecoderOptions, batch: int, seq_len: int) -> list[Site]:
-        dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
-        return [Site("causal_attention", 1, dims, model.checkpointing)]
+        heads, again = {"Z": model.heads, "A": model.head_size}, model.checkpointing
+        found = []
+        if model.kv_heads is not None and model.grouped:
+            heads["G"] = model.kv_heads
+            found.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden}, again))
+        if model.qk_norm:
+            found.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
+        return [*found, Site("causal_attention", 1, {"B": batch, "L": seq_len} | heads, again)]
 
 
 class LinearAttentionMixer(nn.Module):
@@ -210,15 +243,40 @@ class SoftmaxAttentionMixer(nn.Module):
     def __init__(self, kind: SoftmaxAttention, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
-        self.project = strategy.grouped_linear_in(model.hidden, model.hidden, kind.projections)
-        self.out = strategy.linear_out(model.hidden, model.hidden)
+        hidden, kv_heads = model.hidden, model.kv_heads
+        self.project: nn.Module
+        if kv_heads is not None and model.grouped:
+            self.project = strategy.grouped_query_linear_in(hidden, model.head_size, model.heads, kv_heads)
+        else:
+            self.project = strategy.grouped_linear_in(hidden, hidden, 3)
+        if model.qk_norm:
+            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
+        self.out = strategy.linear_out(hidden, hidden)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        q, k, v = (_heads(y, self.model) for y in self.project(x))
+        q, k, v = self._projected(x)
         turn = places.rotary(self.model.head_size, self.kind.rotary_base)
-        o = self.strategy.causal_attention(rotated(q, *turn), rotated(k, *turn), v.contiguous())
+        o = self.strategy.causal_attention(
+            rotated(q, *turn).flatten(1, -3), rotated(k, *turn), v.contiguous()
+        )
         del q, k, v
         return self.out.project(o.transpose(1, 2).flatten(2))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A]."""
+        if self.model.grouped:
+            q, k, v = self.project(x)
+        else:
+            q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
+        if self.model.qk_norm:
+            q, k = self._normalised(q, self.q_norm), self._normalised(k, self.k_norm)
+        q, k, v = (y.movedim(1, -2) for y in (q, k, v))
+        return q, k, v
+
+    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[..., A] -> [..., A]."""
+        weight = self.strategy.shared_by_heads(weight)
+        return rms_norm(x, weight, self.model.norm_epsilon, way=self.model.rms_norm)
 
 
 def _heads(x: Tensor, model: DecoderOptions) -> Tensor:

@@ -29,6 +29,7 @@ class AttentionModel(Model):
         decay: "linear_attention" gets a rate a head.
         rotary: queries and keys are rotated by their positions (:func:`rotated`).
         key_size: D of linear attention; all else has ``head_size``.
+        kv_heads: "causal_attention" gets so many heads of keys and values; None: as many as of queries.
     """
 
     kind: str = "causal_attention"
@@ -39,6 +40,7 @@ class AttentionModel(Model):
     rotary: bool = False
     decay: bool = True
     way: str = "chunked"
+    kv_heads: int | None = None
 
     sequence_dims: ClassVar[Mapping[str, int | None]] = {
         "q": 2,
@@ -53,9 +55,10 @@ class AttentionModel(Model):
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         key_size = self.key_size if self.kind == "linear_attention" else self.head_size
+        kv_heads = self.kv_heads or self.heads
         q, k, v = (
-            torch.randn(batch, self.heads, seq_len, size, generator=generator, dtype=torch.float64)
-            for size in (key_size, key_size, self.head_size)
+            torch.randn(batch, heads, seq_len, size, generator=generator, dtype=torch.float64)
+            for heads, size in ((self.heads, key_size), (kv_heads, key_size), (kv_heads, self.head_size))
         )
         padding = torch.zeros(batch, seq_len, dtype=torch.int64)
         padding[:, seq_len - seq_len // 8 :] = 1
@@ -65,6 +68,8 @@ class AttentionModel(Model):
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
         dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": self.head_size}
+        if self.kv_heads is not None:
+            dims["G"] = self.kv_heads
         return [Site(self.kind, 1, dims | ({"D": self.key_size} if self.kind == "linear_attention" else {}))]
 
     def parts(self) -> Mapping[str, ModelPart]:

@@ -93,6 +93,40 @@ def test_torchs_cpu_operators_compute_a_part_of_the_whole(
         assert error(x, of.grad) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+# one call of torch's CPU operators, two, and scores made one by one, for values of another head size
+@pytest.mark.parametrize(
+    ("length", "causal", "values"), [(32, False, 16), (32, True, 16), (400, True, 16), (32, True, 8)]
+)
+def test_heads_of_keys_that_several_queries_share(
+    dtype: torch.dtype, kv_heads: int, length: int, causal: bool, values: int, device: str
+) -> None:
+    """As if they were repeated, and the gradient of each is the sum of those of its copies."""
+    generator = torch.Generator().manual_seed(0)
+    q, d_o, k, v = (
+        torch.randn(3, heads, length, size, generator=generator, dtype=torch.float64).to(device, dtype)
+        for heads, size in ((4, 16), (4, values), (kv_heads, 16), (kv_heads, values))
+    )
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    keys, of_values = (x.repeat_interleave(4 // kv_heads, 1) for x in exact[1:])
+    reference = F.scaled_dot_product_attention(exact[0], keys, of_values, is_causal=causal)
+    reference.backward(d_o.double())
+    o, lse = flash_attention(q, k, v, 0.25, causal)
+    assert error(o, reference.detach()) < TOLERANCE[dtype]
+    gradients = flash_attention_backward(d_o, q, k, v, o, lse, 0.25, causal)
+    for x, of in zip(gradients, exact, strict=True):
+        assert of.grad is not None
+        assert error(x, of.grad) < TOLERANCE[dtype]
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v, d_o)]
+        fake = flash_attention(*fakes[:3], 0.25, causal)
+        fake += flash_attention_backward(fakes[3], *fakes[:3], *fake, 0.25, causal)
+    real = (o, lse, *gradients)
+    assert [(x.shape, x.dtype, x.stride()) for x in fake] == [(x.shape, x.dtype, x.stride()) for x in real]
+
+
 def test_scores_are_not_materialised() -> None:
     """Of 2,048 positions they would take 8 MiB a head, 48 MiB."""
     q, d_o, k, v = inputs(torch.float32, "cpu", 2048, 2048)
@@ -171,9 +205,12 @@ def test_fakes_are_like_the_real_ones(dtype: torch.dtype, m: int) -> None:
     assert [(x.shape, x.dtype, x.stride()) for x in fake] == [(x.shape, x.dtype, x.stride()) for x in real]
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(("causal", "pairs"), [(True, 32 * 33 // 2), (False, 32 * 32)])
-def test_flops(causal: bool, pairs: int) -> None:
+def test_flops(causal: bool, pairs: int, kv_heads: int) -> None:
+    """Those of the heads of queries, however many share a key."""
     q, d_o, k, v = inputs(torch.float32, "cpu")
+    k, v = k[:, :kv_heads], v[:, :kv_heads]
     with FlopCounterMode(display=False) as forward:
         o, lse = flash_attention(q, k, v, 0.25, causal)
     with FlopCounterMode(display=False) as backward:

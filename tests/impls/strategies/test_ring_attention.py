@@ -20,6 +20,8 @@ from tests.bench.verification.attention_model import AttentionModel, formula, me
 
 CASES: list[tuple[AttentionModel, str]] = [
     *((AttentionModel("causal_attention"), placement) for placement in PLACEMENTS),
+    *((AttentionModel("causal_attention", kv_heads=4), placement) for placement in PLACEMENTS),
+    (AttentionModel("causal_attention", kv_heads=1), "contiguous"),
     (AttentionModel("attention"), "contiguous"),
     (AttentionModel("attention"), "striped"),
     (AttentionModel("linear_attention"), "contiguous"),
@@ -50,6 +52,14 @@ def test_bytes_are_those_of_the_formula(
             assert metered(mesh, *case) == expected
     if n <= 4:
         assert pool.run({"sp": n}, metered, *case) == [expected] * n
+
+
+def test_only_heads_of_keys_and_values_travel() -> None:
+    """A third of them, a third of the bytes."""
+    whole, third = (
+        formula(3, RingAttention, {}, AttentionModel(kv_heads=n), torch.float32, 24) for n in (12, 4)
+    )
+    assert third == {key: sent / 3 for key, sent in whole.items()}
 
 
 def misuse(mesh: DeviceMesh) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.bench.verification.attention_model import AttentionModel, formula, me
 
 MODELS = [
     AttentionModel("causal_attention"),
+    *(AttentionModel("causal_attention", kv_heads=kv_heads) for kv_heads in (4, 2, 1)),
     AttentionModel("linear_attention"),
     AttentionModel("linear_attention", way="left_product"),
     AttentionModel("linear_attention", decay=False, way="quadratic"),
@@ -35,9 +37,10 @@ def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel) -> N
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("heads", [2, 5])
+@pytest.mark.parametrize("heads", [2, 6])
 def test_heads_that_ranks_do_not_divide_are_padded(pool: RankPool, heads: int, model: AttentionModel) -> None:
-    model = AttentionModel(model.kind, heads=heads, masked=model.masked, decay=model.decay, way=model.way)
+    grouped = None if model.kv_heads is None else heads // 2
+    model = replace(model, heads=heads, kv_heads=grouped)
     row = verify_case(pool, Case(Ulysses, model, "attention", options={"pad_heads": True}), 4)
     assert row.status == "green", row
     refused = verify_case(pool, Case(Ulysses, model, "attention"), 4)
@@ -78,3 +81,15 @@ def test_bytes_are_those_of_the_paper(n: int) -> None:
     sent = formula(n, Ulysses, {}, AttentionModel(), torch.float32, 24)
     one_way = 4 * (3 * 24 * 12 * 4) * 4 * (n - 1) / n**2
     assert sent == {("forward", "all_to_all"): one_way, ("backward", "all_to_all"): one_way}
+
+
+@pytest.mark.parametrize(
+    ("n", "kv_heads", "sent"),
+    [(2, 4, 4), (4, 4, 4), (3, 4, 12), (4, 2, 4), (12, 4, 12), (3, 1, 3), (4, 1, 4)],
+)
+def test_keys_are_sent_with_as_few_heads_as_ranks_allow(n: int, kv_heads: int, sent: int) -> None:
+    """Their own where N divides them, else the least common multiple; q and the output with all 12."""
+    payload = 3 * (24 // n) * 4 * 4
+    entries = Ulysses.planned(n).communication(AttentionModel(kv_heads=kv_heads).sites(3, 24), 4)
+    forward = {t.purpose: (t.count, t.payload_bytes // payload) for t in entries if t.phase == "forward"}
+    assert forward == {"q and the output": (2, 12), "k and v": (2, sent)}

@@ -25,7 +25,7 @@ class GatheredAttention(spbench.SequenceChunks):
         for site in sites:
             if site.kind in self.meets:
                 d = site.dims
-                payload = d["B"] * d["Z"] * d["L"] * d["A"] * element_bytes
+                payload = d["B"] * d.get("G", d["Z"]) * d["L"] * d["A"] * element_bytes
                 for phase in ["forward", *["backward"] * site.recomputed]:
                     yield spbench.Traffic(phase, "keys and values", "all_gather", 2 * site.count, payload)
                 yield spbench.Traffic(
@@ -33,7 +33,7 @@ class GatheredAttention(spbench.SequenceChunks):
                 )
 
     def whole(self, x: Tensor) -> Tensor:
-        """[B, Z, L/N, A] of this rank -> [B, Z, L, A]; its gradient is summed over the ranks."""
+        """[B, G, L/N, A] of this rank -> [B, G, L, A]; its gradient is summed over the ranks."""
         if self.size == 1:
             return x
         mesh = self.place.submesh(*self.axes)
@@ -45,7 +45,8 @@ class GatheredAttention(spbench.SequenceChunks):
         return self.local_attention(q, self.whole(k), self.whole(v), mask, dropout=dropout, softmax=softmax)
 
     def causal_attention(self, q, k, v):
-        """q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A]."""
+        """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
         keys = torch.arange(q.shape[POSITIONS] * self.size, device=q.device)
         earlier = self.shard(keys, 0).unsqueeze(1) >= keys
-        return F.scaled_dot_product_attention(q, self.whole(k), self.whole(v), attn_mask=earlier)
+        k, v = self.whole(k), self.whole(v)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=earlier, enable_gqa=True)
