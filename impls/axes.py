@@ -11,7 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
+<<<<<<< HEAD
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+=======
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+>>>>>>> step7-mesh
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -232,5 +237,7 @@ def global_ranks(sizes: Sizes, coordinates: Mapping[str, Sequence[int]]) -> Iter
     are given, the last axis of the mesh fastest; along axes that are left out any coordinate will do."""
     whole = whole_mesh(sizes)
     chosen = [coordinates.get(axis, range(size)) for axis, size in whole.items()]
+    counts = [*whole.values()]
+    strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
     for place in itertools.product(*chosen):
-        yield Place(whole, dict(zip(whole, place, strict=True))).global_rank
+        yield sum(map(operator.mul, place, strides))

@@ -119,6 +119,7 @@ def _settings(row: Row) -> dict[str, Any]:
     cell = row["cell"]
     settings = {name: cell.get(name) for name in _FIELDS}
     settings |= {axis: (cell.get("sizes") or {}).get(axis, 1) for axis in ("dp", "pp")}
+    settings["mesh"] = " ".join(cell.get("mesh") or ["default"])
     for group in ("model_options", "strategy_options", "training"):
         settings |= cell.get(group) or {}
     return settings

@@ -73,7 +73,7 @@ class Strategy(AttentionHooks, ParameterHooks, PlanningHooks):
     """
 
     name: ClassVar[str] = "single"
-    #: the mesh axes over which it spreads one sample, the outermost first; none for the single device
+    #: the mesh axes over which it spreads one sample; none for the single device
     axes: tuple[str, ...] = ()
     #: a frozen dataclass of what may be chosen about this strategy
     options_type: ClassVar[type[Options]] = Options
