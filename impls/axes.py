@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-<<<<<<< HEAD
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-=======
 import operator
-from collections.abc import Iterator, Mapping, Sequence
->>>>>>> step7-mesh
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
