@@ -24,7 +24,6 @@ from functools import cache, cached_property
 from typing import Any, get_type_hints
 
 from spbench.impls.axes import Place
-from spbench.impls.layout import Unsupported
 from spbench.impls.options import Options, set_options
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.registry import strategies, strategy_class
@@ -123,10 +122,8 @@ class Nesting:
         return owner.roles(axis, size)
 
     def sizes_for(self, size: int) -> dict[str, int]:
-        """As :meth:`Strategy.sizes_for`: that many ranks along the first axis of all."""
-        if not self.axes and size > 1:
-            raise Unsupported(f"{self.name} runs on one rank, not {size}", "use 1")
-        return dict.fromkeys(self.axes[:1], size)
+        """As :meth:`Strategy.sizes_for`, of the outermost."""
+        return self.classes[0].sizes_for(size)
 
     def meshes(self, size: int) -> list[dict[str, int]]:
         """The ways to split that many ranks over the axes, with more than one along each, or one rank."""
