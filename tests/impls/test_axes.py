@@ -134,3 +134,43 @@ def test_a_strategy_knows_the_axes_that_are_not_its_own() -> None:
     assert unused_axes(Strategy.axes, {"dp": 2, "tp": 2, "sp": 2}) == ["tp", "sp"]
     assert Rows.sizes_for(3) == {"tp": 3}
     assert (Rows.planned(3, 2).size, Rows.planned(3, 2).rank) == (3, 2)
+
+
+def sum_over_a_run(mesh: DeviceMesh, axis: str, size: int, asking: int) -> tuple[int, dict[str, str]]:
+    """The sum of global ranks over runs along an axis, of which only ranks below ``asking`` ask for one."""
+    place, x = Place.on(mesh), torch.tensor(dist.get_rank())
+    if dist.get_rank() < asking:
+        group = place.subgroup(axis, size)
+        assert group is place.subgroup(axis, size)
+        if group is not None:
+            dist.all_reduce(x, group=group)
+    dist.barrier()  # a rank that leaves closes the connections that others still make
+    return int(x), place.flattened
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "size", "sums"),
+    [
+        ({"tp": 4}, "tp", 2, [1, 1, 5, 5]),
+        ({"tp": 4}, "tp", 1, [0, 1, 2, 3]),
+        ({"tp": 2, "sp": 2}, "tp", 2, [2, 4, 2, 4]),
+    ],
+)
+def test_runs_along_an_axis(
+    pool: RankPool, sizes: dict[str, int], axis: str, size: int, sums: list[int]
+) -> None:
+    found = pool.run(sizes, sum_over_a_run, axis, size, 4)
+    assert [total for total, _ in found] == sums
+    part = 1 < size < sizes[axis]
+    assert [[*noted.values()] for _, noted in found] == [[axis] if part else []] * 4
+
+
+def test_a_run_is_made_by_its_ranks_alone(pool: RankPool) -> None:
+    """As a pipeline stage may have parameters that others have not."""
+    assert [total for total, _ in pool.run({"tp": 4}, sum_over_a_run, "tp", 2, 2)] == [1, 1, 2, 3]
+
+
+def test_runs_divide_the_axis() -> None:
+    with pytest.raises(ValueError, match="6 ranks along tp cannot be divided into runs of 4"):
+        Place({"tp": 6}).subgroup("tp", 4)
+    assert Place({"tp": 6}).subgroup("tp", 3) is None

@@ -15,6 +15,7 @@ from spbench.bench.engines.rank_pool import RankPool
 from spbench.impls.collectives import (
     all_reduce,
     all_to_all,
+    copy_rows_to_group,
     copy_to_group,
     reduce_from_group,
     ring,
@@ -62,6 +63,18 @@ def test_what_is_summed(
         assert torch.equal(y, total if sums_forward else mine(rank))
         expected = sum(range(1, N + 1)) if sums_backward else rank + 1
         assert torch.equal(gradient, torch.full_like(y, expected))
+
+
+def copy_second_row(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return copy_rows_to_group(x, slice(1, None), group)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_some_rows_are_summed(pool: RankPool, transposed: bool) -> None:
+    ranks = pool.run({"sp": N}, forward_and_backward, copy_second_row, transposed)
+    for rank, (y, gradient) in enumerate(ranks):
+        assert torch.equal(y, mine(rank))
+        assert gradient.tolist() == [[rank + 1] * 3, [sum(range(1, N + 1))] * 3]
 
 
 @pytest.mark.parametrize("primitive", [copy_to_group, reduce_from_group, sum_over_group, all_reduce])

@@ -248,3 +248,22 @@ def test_a_plain_trace_simulates_every_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert simulated_ranks(virtual.trace_classes(asked, events=True).simulator()) == ranks
     monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
     assert simulated_ranks(virtual.trace_classes(asked, events=True).simulator()) == asked.sizes.world
+
+
+@pytest.mark.parametrize(
+    ("ranks", "of_last"),
+    [
+        ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]),
+        ([2, 3], [10, 11]),
+        ([0, 1, 2], [9, 10, 11]),
+        ([0, 6], [5, 11]),
+        ([0, 1, 6, 7], [4, 5, 10, 11]),
+        ([1, 2], [7, 8]),  # of a mesh of 6 no run of two: all ranks have the one group
+    ],
+)
+def test_the_group_of_another_rank(ranks: list[int], of_last: list[int]) -> None:
+    """The whole axis, a run of consecutive ranks of it, and runs across another axis."""
+    mesh = (2, 1, 6, 1)
+    group = Group.of(ranks, mesh)
+    assert list(group.members(ranks[0], mesh)) == ranks
+    assert list(group.members(11, mesh)) == of_last

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,10 +54,15 @@ def counted(model: DecoderModel, stage: Stage = ONE_STAGE) -> dict[str, int]:
         ("tnl-7b", 7.08e9),
         ("linear-transformer-0.4b", 0.4e9),
         ("causal-transformer-1b", 1.0e9),
+        ("llama3-8b", 8.0e9),
     ],
 )
 def test_size_is_in_the_name(name: str, published: float) -> None:
     assert counted(decoder(name))["elements"] == pytest.approx(published, rel=0.03)
+
+
+def test_llama_3_has_as_many_parameters_as_were_released() -> None:
+    assert counted(decoder("llama3-8b"))["elements"] == 8_030_261_248
 
 
 def test_the_billion_of_linear_llama_is_in_its_layers() -> None:
@@ -169,6 +175,30 @@ def test_hybrid_layers(every: int | None, softmax: list[int]) -> None:
     assert [i for i in range(16) if isinstance(model.mixing(i), SoftmaxAttention)] == softmax
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4, 12])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_grouped_queries_and_norms_as_written_down(kv_heads: int, qk_norm: bool) -> None:
+    """Section 2.2 of arXiv 2305.13245 and Qwen3's norms, with torch's operators and repeated keys."""
+    model = decoder("causal-transformer-tiny", kv_heads=kv_heads, qk_norm=qk_norm, rms_norm="fused")
+    mixer = model.mixing(0).build(model, Strategy()).double()
+    initialize(mixer, 0, deviation=0.3, everything=True)
+    weights = dict(mixer.named_parameters())
+    x = torch.randn(3, 24, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if kv_heads < 12:
+        groups = weights["project.weight"].split([12 // kv_heads * 4, 4, 4], 1)
+        rows = [part.flatten(0, 1) for part in groups]
+    else:
+        rows = [*weights["project.weight"]]
+    q, k, v = ((x @ part.mT).unflatten(-1, (-1, 4)).transpose(1, 2) for part in rows)
+    if qk_norm:
+        q, k = (F.rms_norm(y, (4,), weights[f"{name}_norm"], 0.1) for y, name in ((q, "q"), (k, "k")))
+    turn = Places(Strategy(), 24, x).rotary(4, 10_000.0)
+    q, k, v = (y.repeat_interleave(12 // y.shape[1], 1) for y in (rotated(q, *turn), rotated(k, *turn), v))
+    scores = (q @ k.mT / 2).masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf)
+    expected = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ weights["out.weight"].mT
+    torch.testing.assert_close(mixer(x, Places(Strategy(), 24, x)), expected)
+
+
 def test_angles_are_precise_in_half_precision() -> None:
     like = torch.zeros((), dtype=torch.bfloat16)
     cos, _ = Places(Strategy(), 5000, like).turned(torch.tensor([1.0]))
@@ -183,6 +213,11 @@ def test_angles_are_precise_in_half_precision() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"kv_heads": 3}, "kv_heads 3 does not divide heads 16"),
+        ({"kv_heads": 0}, "kv_heads 0 does not divide heads 16"),
+        ({"kv_heads": 32}, "kv_heads 32 does not divide heads 16"),
+        ({"kv_heads": 4}, "kv_heads is of softmax attention, which no layer of this model has"),
+        ({"qk_norm": True}, "qk_norm is of softmax attention, which no layer of this model has"),
         ({"heads": 5}, "hidden 2048 is not divisible by heads 5"),
         ({"attention_norm": "layer"}, "attention_norm is one of hidden, head"),
         ({"cross_entropy": True}, "cross_entropy is one of plain, fused"),
