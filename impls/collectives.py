@@ -250,9 +250,7 @@ def exchange(
 def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part, of equal one-dimensional parts, of the sum over ranks."""
     part = whole.new_empty(whole.numel() // group.size())
-    # renamed in torch 2.13
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(part, whole, group=group)
+    _reduce_scatter_into(part, whole, group=group)
     return part
 
 

@@ -38,7 +38,8 @@ def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, 
         group: a group of entry points, each of which names a class, or a module that is searched like those
             of the package. Empty: no plug-ins.
 
-    Returns a read-only mapping, the classes of the package first, by module; the same one at every call.
+    Returns a read-only mapping, ``base`` first, then the classes of the package, by module; the same one at
+    every call.
 
     Raises:
         DiscoveryError: two classes have one name, or an entry point cannot be loaded or names no such class.
@@ -49,8 +50,8 @@ def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, 
 @cache
 def _named_classes(package: str, base: type, group: str) -> Mapping[str, type]:
     found = _Names(f"class derived from {base.__name__}")
-    for module in _modules(package):
-        for cls in _classes_in(module, base):
+    for place in (base, *_modules(package)):
+        for cls in _classes_in(place, base):
             found.add(vars(cls)["name"], cls, f"{cls.__module__}.{cls.__qualname__}")
     for label, loaded in _plugins(group):
         classes = list(_classes_in(loaded, base))

@@ -52,7 +52,7 @@ def joint_meetings(placement: str | None, rank: int, size: int, length: int) -> 
         if met is None:
             continue
         mine, theirs, causal = met
-        if not causal:
+        if not causal or last - first == 1:
             yield slice(first, last), mine, theirs, causal
             continue
         for step in keyed_steps(last - first, lambda step: None):

@@ -25,7 +25,7 @@ from spbench.impls import collectives
 from spbench.impls.collectives import Ring, exchange, ring
 from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.models.model import model_preset, models
-from spbench.impls.strategies import ring_attention
+from spbench.impls.strategies import all_gather_kv, ring_attention
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.placements import PLACEMENTS, PlacedChunks
 from spbench.impls.strategies.registry import strategies
@@ -72,7 +72,8 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked = self.run = 0
         self.whole = False
-        monkeypatch.setattr(collectives, "keyed_steps", self)
+        for module in (collectives, all_gather_kv):
+            monkeypatch.setattr(module, "keyed_steps", self)
 
     def __call__(self, size: int, key: Key) -> Iterator[int]:
         self.asked += size

@@ -1,4 +1,4 @@
-"""Gathered keys and values: values and gradients on real ranks; bytes, memory; with tensor parallelism."""
+"""Gathered keys and values: values and gradients on real ranks; bytes, memory; within other strategies."""
 
 from __future__ import annotations
 
@@ -95,11 +95,12 @@ def test_no_peak_is_larger_than_those_of_the_ranks_that_are_traced(n: int, place
     ("model", "placement"),
     [*(("causal-transformer-tiny", placement) for placement in PLACEMENTS), ("st-dit-tiny", "contiguous")],
 )
-@pytest.mark.parametrize("around", ["tensor_parallel", "megatron_sp"])
-def test_under_tensor_parallelism(around: str, model: str, placement: str) -> None:
+@pytest.mark.parametrize("around", ["tensor_parallel", "megatron_sp", "ulysses"])
+def test_within_another_strategy(around: str, model: str, placement: str) -> None:
+    axes = ("sp", "cp") if around == "ulysses" else ("tp", "sp")
     asked = cell(
         f"{around}+all_gather_kv",
-        {"tp": 2, "sp": 2, "dp": 2},
+        {**dict.fromkeys(axes, 2), "dp": 2},
         model=model,
         precision="bf16",
         model_options={"checkpointing": True},
@@ -107,4 +108,4 @@ def test_under_tensor_parallelism(around: str, model: str, placement: str) -> No
     )
     measured = VirtualEngine().measure(asked)
     assert measured.formula_difference == []
-    assert {"tp", "sp"} <= {row["axis"] for row in measured.communication}
+    assert {*axes} <= {row["axis"] for row in measured.communication}
