@@ -19,8 +19,8 @@ from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
+from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.registry import strategy_class
-from spbench.impls.strategies.ring_attention import PLACEMENTS
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 from tests.bench.engines.test_virtual import on_a_real_rank, seen
