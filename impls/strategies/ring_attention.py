@@ -38,6 +38,16 @@ def _keys_and_values(block: Sequence[Tensor]) -> Sequence[Tensor]:
     return block[0].unbind() if len(block) == 1 else block
 
 
+def _accumulate(sums: Sequence[Tensor], found: BlockGradients, *, first: bool) -> None:
+    """Add the gradients of a block's keys and values to their sums, or begin the sums with them."""
+    *gradients, part = found
+    for total, gradient in zip(_keys_and_values(sums), gradients, strict=True):
+        if first:
+            total[part].copy_(gradient)
+        else:
+            total[part].add_(gradient)
+
+
 def gradients_round(
     group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., BlockGradients | None]
 ) -> Sequence[Tensor]:
@@ -53,12 +63,8 @@ def gradients_round(
         own = owner == group.rank()
         sums = [x.new_empty(x.shape, dtype=precise) for x in block] if own else ring.finish()
         if found is not None:
-            *gradients, part = found
-            for total, gradient in zip(_keys_and_values(sums), gradients, strict=True):
-                if own:
-                    total[part].copy_(gradient)
-                else:
-                    total[part].add_(gradient)
+            _accumulate(sums, found, first=own)
+        del found  # else a rank that adds nothing to the next blocks would hold it until it does
         ring.start(*sums)
     return [x.to(block[0].dtype) for x in _keys_and_values(ring.finish())]
 

@@ -204,6 +204,8 @@ WRONG = [
     (("rnu",), "No such command 'rnu'"),
     (("list", "scenario"), "Invalid value for"),
     (("verify", "--strategy", "x"), "unknown strategy 'x'"),
+    (("verify", "--strategy", "megatron_sp+x"), "unknown strategy 'x'"),
+    (("verify", "--strategy", "lasp+ulysses"), "around another strategy; write ulysses+lasp"),
     (("verify", "--model", "bert-tny"), "unknown model 'bert-tny'; did you mean 'bert-tiny'?"),
     (("verify", "--dtype", "fp8"), "unknown dtype 'fp8'"),
     (("verify", "--part", "x"), "unknown part 'x'"),
@@ -317,6 +319,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         variant="",
         part="bert",
         size=2,
+        mesh="tp2",
         dtype="fp64",
         batch=3,
         seq_len=24,
@@ -348,6 +351,9 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
     assert spbench("verify", "--backend", "ddp")[0] == 1
     assert asked[-1][-1] == {"backend": "ddp"}
+    assert spbench("verify", "--pairs")[0] == 1
+    assert {"megatron_sp+ulysses", "ulysses+ring_attention"} <= set(asked[-1][0])
+    assert asked[-1][2] == [4]
     assert json.loads(spbench("verify", "--format", "json")[1])[1]["error"] is None
     found()
     assert spbench("verify")[1].splitlines()[-1] == "nothing to verify"

@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines import virtual
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.verification.cases import verify_case
@@ -60,6 +62,22 @@ def test_only_heads_of_keys_and_values_travel() -> None:
         formula(3, RingAttention, {}, AttentionModel(kv_heads=n), torch.float32, 24) for n in (12, 4)
     )
     assert third == {key: sent / 3 for key, sent in whole.items()}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_no_rank_holds_more_than_the_last(placement: str) -> None:
+    """Which stands for all: one that skips blocks must not keep the gradients of the block before."""
+    cell = Cell(
+        model="causal-transformer-tiny",
+        strategy="ring_attention",
+        sizes=Sizes(sp=4),
+        batch=2,
+        seq_len=4096,
+        precision="bf16",
+        strategy_options={"placement": placement},
+    )
+    peaks = [virtual.trace(cell, rank).memory.peak().nbytes for rank in range(4)]
+    assert peaks == [peaks[-1]] * 4
 
 
 def misuse(mesh: DeviceMesh) -> list[str]:
