@@ -72,7 +72,7 @@ def _whole_backward(
 #: FLOPs of attention over whole sequences. Traces are made on fake CPU tensors, whose attention kernels
 #: torch's counter does not know; and of a causal mask it counts what lies above the diagonal, which no flash
 #: attention computes
-_ATTENTION_FLOPS = {
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _whole_forward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _whole_backward,
 }
