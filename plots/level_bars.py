@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from spbench.plots.panel import status_mark
 from spbench.plots.style import GREY, INK, number
@@ -91,10 +91,14 @@ def draw_levels(ax: Axes, bars: Sequence[LevelBar], reach: float = 0.0) -> None:
             va="center",
             fontsize=6.5,
             color=INK,
+            # what crosses a panel, as the line of a limit, must not cross the text
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+            zorder=4,
         )
     ax.set_xlim(0, end * _ROOM)
     ax.set_ylim(len(bars) - 0.4, -0.6)
-    ax.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    ticks = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]).tick_values(0, end)
+    ax.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if 0 <= tick <= end]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     ax.grid(axis="y", visible=False)
 

@@ -21,9 +21,9 @@ _WIDTH_INCHES = 8.0
 
 
 def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
-    """A row for each model, of a panel for the longest sequence and one for the largest batch, with the splits
-    from the longest sequence to the shortest; a bar's ratio to the baseline, where the comparison has one,
-    stands at its end."""
+    """A row for each model, of a panel for the longest sequence and one for the largest batch, with the
+    splits from the longest sequence to the shortest; a bar's ratio to the baseline, where the comparison has
+    one, stands at its end."""
     rows = [row for row in rows if any(searches_for(row, searched.field) for searched in (LENGTH, BATCH))]
     look, ratios = looks(map(strategy, rows)), {c.numerator: c.ours for c in claims_of(comparison)}
     models = {name: _by_split(some) for name, some in by_model(rows).items()}
