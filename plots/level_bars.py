@@ -16,8 +16,8 @@ from spbench.plots.style import GREY, INK, number
 #: bars longer than this many times the median are cut there, or a few would leave no room for the others
 _LONGEST = 3.0
 _HEIGHT = 0.72
-#: how far past the longest bar the panel reaches, for the texts
-_ROOM = 1.32
+#: of the length of the longest bar, what a character of the texts beyond it needs
+_CHARACTER = 0.033
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def draw_levels(ax: Axes, bars: Sequence[LevelBar], reach: float = 0.0) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
             zorder=4,
         )
-    ax.set_xlim(0, end * _ROOM)
+    longest = max((len(text.get_text()) for text in ax.texts), default=0)
+    ax.set_xlim(0, end * (1.1 + _CHARACTER * longest))
     ax.set_ylim(len(bars) - 0.4, -0.6)
     ticks = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]).tick_values(0, end)
     ax.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if 0 <= tick <= end]))

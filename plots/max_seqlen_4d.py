@@ -13,11 +13,11 @@ from spbench.plots.largest import BATCH, GIVEN, LENGTH, Searched
 from spbench.plots.level_bars import LevelBar, Segment, draw_levels, height_inches, name_levels
 from spbench.plots.page import Page
 from spbench.plots.panel import lost_notes
-from spbench.plots.series import Row, by_model, gpus, searches_for, shared, strategy, title
+from spbench.plots.series import Row, by_model, searches_for, shared, strategy, title
 from spbench.plots.splits import split_names
 from spbench.plots.style import TIMES, looks, number
 
-_WIDTH_INCHES = 8.0
+_WIDTH_INCHES = 8.5
 
 
 def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
@@ -51,16 +51,10 @@ def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
             draw_levels(ax, bars)
             name_levels(ax, [] if column else list(some))
             given = GIVEN[searched]
-            ax.set_title(", ".join([name, *_value(given, list(found.values()))]), loc="left")
+            value = shared(list(found.values()), given.field)
+            ax.set_title(name + (f", {given.name} {value}" if value else ""), loc="left")
             ax.set_xlabel(f"Largest {searched.name} ({searched.unit})")
     return page.finish([], lost=[row for row in rows if row["status"] != "ok"])
-
-
-def _value(given: Searched, rows: Sequence[Row]) -> list[str]:
-    """What the panel's rows have in common beside the model: the given field and the number of GPUs."""
-    value, counts = shared(rows, given.field), sorted({gpus(row) for row in rows})
-    texts = [f"{given.name} {value}"] if value is not None else []
-    return [*texts, f"{counts[0]} GPUs"] if len(counts) == 1 else texts
 
 
 def _by_split(rows: Sequence[Row]) -> dict[str, dict[Searched, Row]]:

@@ -10,7 +10,7 @@ import seaborn as sns
 
 from spbench.impls.axes import MESH_AXES, in_order
 from spbench.plots.series import Row, settings, strategy
-from spbench.plots.style import TIMES, backend_name, strategy_name
+from spbench.plots.style import TIMES, backend_name, short_name
 
 #: of bytes that go over the ranks of several axes at once, as sums of gradients do
 SEVERAL = "several axes at once"
@@ -24,9 +24,11 @@ def axis_colors() -> dict[str, str]:
 
 def split_names(rows: Sequence[Row]) -> list[str]:
     """A name for each row, as "tp 4 x sp 16, Megatron-SP + RSA": the axes of several ranks from the outermost
-    of the mesh to the innermost, and the strategy; with the settings that tell rows apart which would have
-    the same name."""
-    names = [f"{_axes(row)}, {strategy_name(strategy(row))}" for row in rows]
+    of the mesh to the innermost, and the strategy; with the number of micro-batches if there are several, and
+    the settings that tell rows apart which would have the same name."""
+    names = [
+        ", ".join(filter(None, [_axes(row), short_name(strategy(row)), _micro_batches(row)])) for row in rows
+    ]
     alike: dict[str, list[int]] = {}
     for at, name in enumerate(names):
         alike.setdefault(name, []).append(at)
@@ -40,6 +42,11 @@ def _axes(row: Row) -> str:
     cell = row["cell"]
     sizes = in_order(cell["sizes"], cell.get("mesh") or MESH_AXES)
     return f" {TIMES} ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 GPU"
+
+
+def _micro_batches(row: Row) -> str:
+    count = row["cell"]["training"]["micro_batches"]
+    return f"{count} micro-batches" if count > 1 else ""
 
 
 def _told_apart(of_rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -40,11 +40,11 @@ _NAMES = {
     "lasp2": "LASP-2",
     "dsp": "DSP",
 }
-#: names of strategies within the name of several around each other, where they are shorter
+#: names of strategies where there are several in one name, or many names beside each other
 _SHORT_NAMES = {
     "tensor_parallel": "TP",
     "ring_self_attention": "RSA",
-    "ring_attention": "ring",
+    "ring_attention": "Ring",
 }
 _BACKENDS = {
     "legacy_ddp": "legacy DDP",
@@ -120,12 +120,14 @@ def tint(color: str, strength: float) -> tuple[float, float, float]:
 
 
 def strategy_name(strategy: str) -> str:
-    """The strategy's name as figures show it; of strategies around each other their names, short where there
-    is a short one, with plus signs between."""
-    if PLUS in strategy:
-        parts = strategy.split(PLUS)
-        return f" {PLUS} ".join(_SHORT_NAMES.get(part) or strategy_name(part) for part in parts)
-    return _NAMES.get(strategy, strategy.replace("_", " "))
+    """The strategy's name as figures show it; of strategies around each other, their :func:`short_name`."""
+    return short_name(strategy) if PLUS in strategy else _NAMES.get(strategy, strategy.replace("_", " "))
+
+
+def short_name(strategy: str) -> str:
+    """A short name of a strategy; of strategies around each other these names, with plus signs between."""
+    parts = strategy.split(PLUS)
+    return f" {PLUS} ".join(_SHORT_NAMES.get(part) or strategy_name(part) for part in parts)
 
 
 def backend_name(backend: str) -> str:

@@ -7,6 +7,8 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from spbench.bench.cell import Cell
+from spbench.bench.config.scenario import load_scenario
 from spbench.plots import four_d, max_seqlen_4d
 from spbench.plots.drawing import Drawing
 from spbench.plots.level_bars import LevelBar, Segment, draw_levels
@@ -80,12 +82,17 @@ def test_settings_tell_rows_apart_that_are_split_alike() -> None:
         timed(*common, training={"backend": "zero3"}, model_options={"checkpointing": True}),
         timed(RSA, {"sp": 8}, 1, 1),
     ]
-    split = "dp 2 \N{MULTIPLICATION SIGN} sp 4, ring self attention"
+    split = "dp 2 \N{MULTIPLICATION SIGN} sp 4, RSA"
     assert split_names(rows) == [
         f"{split}, ZeRO-1",
         f"{split}, ZeRO-3, recomputed",
-        "sp 8, ring self attention",
+        "sp 8, RSA",
     ]
+
+
+def test_micro_batches_stand_in_a_name() -> None:
+    rows = [timed(RSA, {"sp": 8}, 1, 1, training={"micro_batches": n}) for n in (1, 4)]
+    assert split_names(rows) == ["sp 8, RSA", "sp 8, RSA, 4 micro-batches"]
 
 
 def test_bytes_over_several_axes_are_one_kind() -> None:
@@ -116,7 +123,7 @@ def test_panels_are_works_and_levels_the_splits_by_time() -> None:
     assert "batch 16" in other.get_title("left")
     assert [label.get_text() for label in memory.get_yticklabels()] == [
         COMPOSED,
-        "sp 64, ring self attention",
+        "sp 64, RSA",
         "tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA",
     ]
     assert [bar.get_width() for bar in artists(figure, f"time {COMPOSED}")] == [5.9, 4.0]
@@ -145,6 +152,21 @@ def test_a_split_that_does_not_fit_reaches_past_the_cards_memory_and_has_no_time
     (mark,) = artists(figure, "time tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA")
     assert mark.get_marker() == "x"
     assert "out of memory" in legend(figure)
+
+
+def test_packaged_scenarios_names_do_not_overlap() -> None:
+    measured = {"peak_memory_bytes": 9 * GIB, "step_time_s": 1.5, "communication": sent(sp=12.0, dp_sp=1.0)}
+    cells = load_scenario("four_d").cells[""]
+    drawn(four_d.draw, [found(cell, measured) for cell in cells])
+    searches = load_scenario("max_seqlen_4d").cells["first-steps"]
+    rows = [found(cell, {"answer": 3072}) for cell in searches]
+    ratios = [compared("longest", 1.0, 1.125, row["key"], rows[0]["key"]) for row in rows]
+    drawn(max_seqlen_4d.draw, rows, table(*ratios))
+
+
+def found(cell: Cell, measured: Row) -> Row:
+    content = cell.model_dump(mode="json")
+    return {"key": cell.key, "cell": content, "measurement": measured, "status": "ok", "reason": ""}
 
 
 def test_a_refused_split_has_a_note() -> None:
@@ -183,14 +205,14 @@ def test_the_longest_split_stands_first_with_its_ratio() -> None:
     labels = [label.get_text() for label in length.get_yticklabels()]
     assert labels == [
         COMPOSED,
-        "sp 64, ring self attention",
+        "sp 64, RSA",
         "tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA",
     ]
     assert [text.get_text() for text in length.texts] == ["3,328  (1.08\N{MULTIPLICATION SIGN})", "3,072"]
     # a split without a search for the batch has neither a bar nor a mark
     assert [text.get_text().strip() for text in batch.texts] == ["864", "600", ""]
-    assert length.get_title("left") == "bert-large, batch 16, 64 GPUs"
-    assert batch.get_title("left") == "bert-large, sequence length 512, 64 GPUs"
+    assert length.get_title("left") == "bert-large, batch 16"
+    assert batch.get_title("left") == "bert-large, sequence length 512"
     (mark,) = artists(figure, "seq_len tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA")
     assert mark.get_marker() == "x"
 
