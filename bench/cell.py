@@ -215,6 +215,7 @@ class Measurement:
     Attributes:
         peak_memory_bytes: largest sum of live bytes over the step, as torch.cuda.max_memory_allocated.
         reserved_memory_bytes: what a caching allocator reserves for it.
+        usable_memory_bytes: of the card; a step that needs more is out of memory. None: not limited.
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak.
@@ -237,6 +238,7 @@ class Measurement:
     reason: str = ""
     peak_memory_bytes: int | None = None
     reserved_memory_bytes: int | None = None
+    usable_memory_bytes: int | None = None
     peak_phase: str | None = None
     peak_rank: int = 0
     peak_held: dict[str, int] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class Searched:
 
 BATCH, LENGTH = Searched("batch", "batch", "sequences"), Searched("seq_len", "sequence length", "tokens")
 #: the field that is given in a search for the other
-_GIVEN = {BATCH: LENGTH, LENGTH: BATCH}
+GIVEN = {BATCH: LENGTH, LENGTH: BATCH}
 
 
 def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searched) -> Figure:
@@ -66,7 +66,7 @@ def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searche
         claims=claims,
         width_inches=PAGE_INCHES if claims or len(models) > 1 else COLUMN_INCHES,
     )
-    axis_label, given = f"{searched.name.capitalize()} ({searched.unit})", _GIVEN[searched]
+    axis_label, given = f"{searched.name.capitalize()} ({searched.unit})", GIVEN[searched]
     quantity = PlottedQuantity("largest", axis_label, _answer)
     handles: list[Artist] = []
     for index, some in enumerate(names):

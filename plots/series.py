@@ -78,9 +78,9 @@ def title(rows: Sequence[Row], default: str) -> str:
     """The title of the rows' scenario, or ``default`` if they name none, and the settings that they share."""
     named = next((row["scenario"] for row in rows if row.get("scenario")), None)
     scenario = named.get("title") if isinstance(named, Mapping) else named
-    settings = [shared(rows, name) for name in ("cluster", "precision", "variant", "engine")]
-    text = ", ".join(str(value) for value in settings if value)
-    text += " engine" if settings[-1] else ""
+    common = [shared(rows, name) for name in ("cluster", "precision", "variant", "engine")]
+    text = ", ".join(str(value) for value in common if value)
+    text += " engine" if common[-1] else ""
     return f"{scenario or default}{f' ({text})' if text else ''}"
 
 
@@ -95,31 +95,29 @@ def differing_settings(rows: Sequence[Row], ignored: Sequence[str] = ()) -> Call
     names = {of: _differing(some, ignored) for of, some in grouped(rows, strategy).items()}
 
     def text(row: Row) -> str:
-        settings = _settings(row)
+        of_row = settings(row)
         return ", ".join(
-            str(settings.get(name)) if name in _SPEAKING else f"{name} {settings.get(name)}"
+            str(of_row.get(name)) if name in _SPEAKING else f"{name} {of_row.get(name)}"
             for name in names[strategy(row)]
         )
 
     return text
 
 
+def settings(row: Row) -> dict[str, Any]:
+    """The settings of a cell on one level, without the model, the strategy and the sizes of its axis."""
+    cell = row["cell"]
+    found = {name: cell.get(name) for name in _FIELDS}
+    found |= {axis: (cell.get("sizes") or {}).get(axis, 1) for axis in ("dp", "pp")}
+    found["mesh"] = " ".join(cell.get("mesh") or ["default"])
+    for group in ("model_options", "strategy_options", "training"):
+        found |= cell.get(group) or {}
+    return found
+
+
 def _differing(rows: Sequence[Row], ignored: Sequence[str]) -> list[str]:
     if len(gpu_counts(rows)) == len(rows):
         return []
-    settings = [
-        {name: value for name, value in _settings(row).items() if name not in ignored} for row in rows
-    ]
-    names = dict.fromkeys(name for of in settings for name in of)
-    return [name for name in names if len({str(of.get(name)) for of in settings}) > 1]
-
-
-def _settings(row: Row) -> dict[str, Any]:
-    """The settings of a cell on one level, without the model, the strategy and the sizes of its axis."""
-    cell = row["cell"]
-    settings = {name: cell.get(name) for name in _FIELDS}
-    settings |= {axis: (cell.get("sizes") or {}).get(axis, 1) for axis in ("dp", "pp")}
-    settings["mesh"] = " ".join(cell.get("mesh") or ["default"])
-    for group in ("model_options", "strategy_options", "training"):
-        settings |= cell.get(group) or {}
-    return settings
+    have = [{name: value for name, value in settings(row).items() if name not in ignored} for row in rows]
+    names = dict.fromkeys(name for of in have for name in of)
+    return [name for name in names if len({str(of.get(name)) for of in have}) > 1]

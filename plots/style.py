@@ -40,6 +40,12 @@ _NAMES = {
     "lasp2": "LASP-2",
     "dsp": "DSP",
 }
+#: names of strategies where there are several in one name, or many names beside each other
+_SHORT_NAMES = {
+    "tensor_parallel": "TP",
+    "ring_self_attention": "RSA",
+    "ring_attention": "Ring",
+}
 _BACKENDS = {
     "legacy_ddp": "legacy DDP",
     "ddp": "DDP",
@@ -49,6 +55,8 @@ _BACKENDS = {
     "fsdp_flat": "FSDP",
 }
 INK, GREY = "0.15", "0.45"
+#: between the names of strategies around each other
+PLUS = "+"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 _RC: Any = {
@@ -82,9 +90,18 @@ def looks(strategies: Iterable[str]) -> dict[str, Look]:
     """The look of each strategy, in the order of legends.
 
     A strategy looks the same in every figure, whichever others are in it: one that is not known here takes
-    its colour and marker from its name.
+    its colour and marker from its name. Strategies around each other, as "megatron_sp+lasp", have the colour
+    of the innermost and the marker of the outermost.
     """
     names = set(strategies)
+    if composed := {name for name in names if PLUS in name}:
+        single = looks(part for name in names for part in name.split(PLUS))
+        parts = {name: name.split(PLUS) for name in composed}
+        found = {name: single[name] for name in single if name in names}
+        return found | {
+            name: Look(single[parts[name][-1]].color, single[parts[name][0]].marker)
+            for name in sorted(composed)
+        }
     palette = [str(color) for color in sns.color_palette("colorblind", 10).as_hex()]
     found = {name: Look(palette[at], marker) for name, (at, marker) in _LOOKS.items() if name in names}
     return found | {name: _look_by_name(name) for name in sorted(names - set(_LOOKS))}
@@ -103,8 +120,14 @@ def tint(color: str, strength: float) -> tuple[float, float, float]:
 
 
 def strategy_name(strategy: str) -> str:
-    """The strategy's name as figures show it."""
-    return _NAMES.get(strategy, strategy.replace("_", " "))
+    """The strategy's name as figures show it; of strategies around each other, their :func:`short_name`."""
+    return short_name(strategy) if PLUS in strategy else _NAMES.get(strategy, strategy.replace("_", " "))
+
+
+def short_name(strategy: str) -> str:
+    """A short name of a strategy; of strategies around each other these names, with plus signs between."""
+    parts = strategy.split(PLUS)
+    return f" {PLUS} ".join(_SHORT_NAMES.get(part) or strategy_name(part) for part in parts)
 
 
 def backend_name(backend: str) -> str:

@@ -19,8 +19,9 @@ _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
 
 
 def result_table(title: str, rows: Sequence[Row]) -> Table:
-    """A line for each row, with a column for each loss of the models trained, and one for the mesh where
-    cells differ in it and not in the number of GPUs; what all rows have in common stands in the title."""
+    """A line for each row, with a column for each loss of the models trained, and two where cells differ in
+    the mesh and not in the number of GPUs: the mesh, and what a GPU sends along its axes; what all rows have
+    in common stands in the title."""
     from spbench.bench.cell import Cell
     from spbench.bench.sweep.results import flat
 
@@ -32,14 +33,17 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     losses = [_last_losses(row) for row in rows]
     names = list(dict.fromkeys(name for of_row in losses for name in of_row))
     lines = []
-    for entry, option, of_row in zip(flats, options, losses, strict=True):
+    split = len(by_mesh) > len(by_gpus)
+    for row, entry, option, of_row in zip(rows, flats, options, losses, strict=True):
         line: dict[str, Any] = {name: entry[name] for name in ("model", "strategy")}
         line["GPUs"] = entry["world_size"]
-        if len(by_mesh) > len(by_gpus):
+        if split:
             line["mesh"] = entry["mesh"]
         line["options"] = option
         line |= {name: entry[name] for name in _SHARED if name not in shared}
         line |= dict(_measured(entry))
+        if split:
+            line["MiB by axis"] = _sent_by_axis(row)
         line |= {f"last {name} loss": f"{of_row[name]:.6f}" if name in of_row else None for name in names}
         line["status"] = entry["status"]
         line["reason"] = entry["reason"] if entry["status"] != "ok" else None
@@ -59,6 +63,14 @@ def _measured(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "step s", entry.get("step_time_s") and f"{entry['step_time_s']:.4g}"
     yield "tokens/s", entry.get("tokens_per_s") and f"{entry['tokens_per_s']:.0f}"
     yield "steps", entry.get("last_step")
+
+
+def _sent_by_axis(row: Row) -> str:
+    """MiB that a GPU sends over the ranks along each axis, or along several, as "tp 5760.00, dp_sp 1.20"."""
+    sent: dict[str, float] = {}
+    for entry in row["measurement"].get("communication") or ():
+        sent[entry["axis"]] = sent.get(entry["axis"], 0) + entry["sent_bytes"]
+    return ", ".join(f"{axis} {_scaled(nbytes, _MIB)}" for axis, nbytes in sent.items() if nbytes)
 
 
 def _last_losses(row: Row) -> dict[str, float]:

@@ -56,6 +56,7 @@ class Trace:
         measurement = Measurement(
             peak_memory_bytes=peak.nbytes,
             reserved_memory_bytes=card.peak_reserved,
+            usable_memory_bytes=capacity,
             peak_phase=peak.phase,
             peak_rank=self.rank,
             peak_held=peak.held,

@@ -27,6 +27,7 @@ from spbench.bench.simulator.program import (
     ProgramBuilder,
     offset,
 )
+from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _OTHER = len(PRECISION_NAMES) - 1
@@ -46,12 +47,34 @@ _LOOKUPS = {"embedding", "gather", "index_select"}
 
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 _aten = torch.ops.aten
-#: traces are made on fake CPU tensors, whose attention kernels torch's counter does not know by name
-_SAME_FORMULA = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        _aten._scaled_dot_product_flash_attention_backward
-    ),
+
+
+def _whole_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
+) -> int:
+    return forward_flops(q.shape, k.shape, v.shape, causal)
+
+
+def _whole_backward(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dropout: float,
+    causal: bool,
+    **_: Any,
+) -> int:
+    return backward_flops(q.shape, k.shape, v.shape, causal)
+
+
+#: FLOPs of attention over whole sequences. Traces are made on fake CPU tensors, whose attention kernels
+#: torch's counter does not know; and of a causal mask it counts what lies above the diagonal, which no flash
+#: attention computes
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _whole_forward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _whole_backward,
 }
 
 
@@ -99,8 +122,8 @@ class _Recipe:
             positional[0], positional[3] = 0, 3
         self.weights = tuple(positional)
         self.product = _PRODUCTS.get(self.name, -1)
-        packet = _SAME_FORMULA.get(func.overloadpacket, func.overloadpacket)
-        self.formula = None if self.product >= 0 else flop_registry.get(packet)
+        formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        self.formula = None if self.product >= 0 else formula
         self.category = ATTENTION if "softmax" in self.name or "attention" in self.name else MEMORY_BOUND
 
 

@@ -21,7 +21,8 @@ class SequenceLength(Quantity):
     def parts(self, cell: Cell) -> int:
         place = Place(cell.mesh_sizes)
         strategy = nesting(cell.strategy).configured(place, cell.strategy_options)
-        return strategy.sequence_parts
+        # the chunks that it cuts: one a rank, two with a placement in zigzag
+        return strategy.length_multiple
 
     def smallest_sample(self, unit: int) -> int:
         return -(-SHORTEST_SAMPLE // unit)

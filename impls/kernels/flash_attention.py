@@ -236,16 +236,27 @@ def _pairs(q: Sequence[int], k: Sequence[int], causal: bool) -> int:
     return batch * heads * (m * (m + 1) // 2 if causal else m * k[2])
 
 
+def forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], causal: bool) -> int:
+    """Multiplications and additions of softmax attention without those above the diagonal of a causal mask,
+    which flash attention leaves out, from the shapes q [B, Z, M, A], k, v [B, Z, L, A]."""
+    return 2 * _pairs(q, k, causal) * (q[3] + v[3])
+
+
+def backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], causal: bool) -> int:
+    """As :func:`forward_flops`, of the gradients."""
+    # the scores again, d_q and d_k; d_v and the gradient of the probabilities
+    return 2 * _pairs(q, k, causal) * (3 * q[3] + 2 * v[3])
+
+
 @register_flop_formula(torch.ops.spbench.flash_attention)
 def _forward_flops(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], scale: float, causal: bool, **_: Any
 ) -> int:
-    return 2 * _pairs(q, k, causal) * (q[3] + v[3])
+    return forward_flops(q, k, v, causal)
 
 
 @register_flop_formula(torch.ops.spbench.flash_attention_backward)
 def _backward_flops(
     d_o: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any
 ) -> int:
-    # the scores again, d_q and d_k; d_v and the gradient of the probabilities
-    return 2 * _pairs(q, k, rest[-1]) * (3 * q[3] + 2 * v[3])
+    return backward_flops(q, k, v, rest[-1])

@@ -6,7 +6,7 @@ import pytest
 
 from spbench.impls.strategies.registry import strategies
 from spbench.plots.claims import claims_of, draw_claims
-from spbench.plots.style import house_style, looks, new_figure
+from spbench.plots.style import house_style, looks, new_figure, strategy_name
 from tests.plots.drawn import assert_nothing_overlaps
 from tests.plots.rows import compared, table
 
@@ -34,3 +34,13 @@ def test_a_claim_that_is_nearly_met_does_not_read_as_met(published: float, ours:
         draw_claims(ax, claims)
         assert_nothing_overlaps(figure)
     assert error in [text.get_text() for text in ax.texts]
+
+
+def test_strategies_around_each_other_have_the_colour_of_the_inner_and_the_marker_of_the_outer_one() -> None:
+    found = looks(["megatron_sp+ring_self_attention", "ring_self_attention", "megatron_sp"])
+    composed = found["megatron_sp+ring_self_attention"]
+    assert composed.color == found["ring_self_attention"].color
+    assert composed.marker == found["megatron_sp"].marker
+    assert looks(["megatron_sp+ring_self_attention"]) == {"megatron_sp+ring_self_attention": composed}
+    assert strategy_name("megatron_sp+ring_self_attention") == "Megatron-SP + RSA"
+    assert strategy_name("ring_self_attention") == "ring self attention"

@@ -59,7 +59,7 @@ class Claim(Answer):
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
         (published,) = self.numbers(results.folder)
         found = {
-            side: _number(selector.select(results.cells), selector, self.quantity, results.rows)
+            side: number_of(selector.select(results.cells), selector, self.quantity, results.rows)
             for side, selector in self.sides().items()
         }
         cells = [cell for cell, _, _ in found.values() if cell is not None]
@@ -98,10 +98,16 @@ def _searched(quantity: str, cell: Cell | None) -> str:
     return f"max_{search.quantity}" if search is not None and quantity == "answer" else quantity
 
 
-def _number(
+def number_of(
     selected: Sequence[Cell], selector: Selector, quantity: str, rows: Mapping[str, Row]
 ) -> tuple[Cell | None, float | None, str]:
-    """(the cell, its number, why there is none)."""
+    """(the one cell that was selected, its number, why there is none); None, and "" for the reason, where
+    there is no such thing.
+
+    Args:
+        selector: what selected the cells, for the reason.
+        quantity: a field of a measurement.
+    """
     if len(selected) != 1:
         return None, None, f"is {len(selected) or 'no'} cells ({selector})"
     (cell,) = selected
