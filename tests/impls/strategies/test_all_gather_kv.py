@@ -27,9 +27,11 @@ CASES: list[tuple[AttentionModel, str]] = [
     (AttentionModel("full_attention"), "contiguous"),
 ]
 
+DTYPES = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float64, torch.float32))]
+
 
 @pytest.mark.parametrize(("model", "placement"), CASES, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel, placement: str) -> None:
     options = {"placement": placement}
     # 2 n: a position or two a rank
@@ -38,7 +40,7 @@ def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel, plac
         assert row.status == "green", row
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("model", "placement"), CASES, ids=str)
 @pytest.mark.parametrize("n", [3, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))])
 def test_bytes_are_those_of_the_formula(
@@ -77,7 +79,7 @@ def cell(strategy: str, sizes: dict[str, int], **changes: Any) -> Cell:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 4, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_peak_is_larger_than_those_of_the_ranks_that_are_traced(n: int, placement: str) -> None:
     asked = cell(
         "all_gather_kv",
@@ -93,7 +95,14 @@ def test_no_peak_is_larger_than_those_of_the_ranks_that_are_traced(n: int, place
 
 @pytest.mark.parametrize(
     ("model", "placement"),
-    [*(("causal-transformer-tiny", placement) for placement in PLACEMENTS), ("st-dit-tiny", "contiguous")],
+    [
+        ("causal-transformer-tiny", "zigzag"),
+        ("st-dit-tiny", "contiguous"),
+        *(
+            pytest.param("causal-transformer-tiny", placement, marks=pytest.mark.slow)
+            for placement in ("contiguous", "striped")
+        ),
+    ],
 )
 @pytest.mark.parametrize("around", ["tensor_parallel", "megatron_sp", "ulysses"])
 def test_within_another_strategy(around: str, model: str, placement: str) -> None:

@@ -118,7 +118,7 @@ def on_ranks() -> Iterator[Any]:
     yield "single", 1, {}
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kv_heads", [4, pytest.param(2, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(("strategy", "n", "options"), [*on_ranks()])
 def test_outputs_and_gradients(
     pool: RankPool, strategy: str, n: int, options: Mapping[str, Any], kv_heads: int
@@ -133,7 +133,7 @@ def worst(pool: RankPool, strategy: str, sizes: dict[str, int], kv_heads: int) -
     return max((f.error, f.tensor) for rank in pool.run(sizes, check_rank, case) for f in rank)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("outer", SPLITTING)
 @pytest.mark.parametrize("inner", ["ring_attention", "ulysses"])
 def test_around_each_other(pool: RankPool, outer: str, inner: str, kv_heads: int) -> None:
@@ -166,7 +166,7 @@ def cell(strategy: str, sizes: dict[str, int], kv_heads: int, **changes: Any) ->
 
 
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n", [4, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))])
+@pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6, 12))])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("strategy", SPLITTING)
 def test_formula_is_what_virtual_ranks_send(strategy: str, kv_heads: int, n: int, precision: str) -> None:
@@ -180,7 +180,10 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, kv_heads: int, n: int
 
 
 @pytest.mark.parametrize("backend", sorted(backends()))
-@pytest.mark.parametrize("strategy", [f"{outer}+ring_attention" for outer in SPLITTING])
+@pytest.mark.parametrize(
+    "strategy",
+    ["megatron_sp+ring_attention", pytest.param("tensor_parallel+ring_attention", marks=pytest.mark.slow)],
+)
 def test_formula_of_backends(strategy: str, backend: str) -> None:
     asked = cell(strategy, {"tp": 4, "sp": 3, "dp": 2}, 2, precision="fp16", training={"backend": backend})
     assert VirtualEngine().measure(asked).formula_difference == []

@@ -30,9 +30,11 @@ CASES: list[tuple[AttentionModel, str]] = [
     (AttentionModel("linear_attention", decay=False), "contiguous"),
 ]
 
+DTYPES = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float64, torch.float32))]
+
 
 @pytest.mark.parametrize(("model", "placement"), CASES, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel, placement: str) -> None:
     options = {"placement": placement}
     # 2 n: a position or two a rank
@@ -41,7 +43,7 @@ def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel, plac
         assert row.status == "green", row
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("model", "placement"), CASES, ids=str)
 @pytest.mark.parametrize("n", [3, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))])
 def test_bytes_are_those_of_the_formula(

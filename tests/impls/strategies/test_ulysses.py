@@ -29,7 +29,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel) -> None:
     for dtype, seq_len in (("fp64", 24), ("fp64", 48), ("fp32", 24), ("bf16", 24)):
         row = verify_case(pool, Case(Ulysses, model, "attention", dtype, 3, seq_len), n)
@@ -60,7 +60,7 @@ def test_masks_of_own_queries_are_refused() -> None:
         Ulysses.planned(2).check([rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("n", [3, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))])
 def test_bytes_are_those_of_the_formula(
