@@ -13,6 +13,12 @@ from spbench.bench.config.compared import Comparison, ScenarioResults
 from spbench.bench.errors import suggestion
 
 
+def _split(cell: Cell) -> str:
+    count = cell.training.micro_batches
+    parts = f", {count} micro-batches" if count > 1 else ""
+    return f"{cell.strategy} {cell.mesh_text}{parts}"
+
+
 class Ratios(Answer):
     """The quantity of each of some cells over that of one cell, the largest ratio first.
 
@@ -57,7 +63,7 @@ class Ratios(Answer):
         _, value, why = number_of([cell], self.cells, self.quantity, results.rows)
         keys = [cell.key, baseline.key if baseline is not None else ""]
         return Comparison(
-            claim=f"{self.ratio}: {cell.strategy} {cell.mesh_text}",
+            claim=f"{self.ratio}: {_split(cell)}",
             published=None,
             reproduced=value / below if value is not None and below else None,
             relative_error=None,

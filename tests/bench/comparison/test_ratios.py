@@ -45,6 +45,15 @@ def test_the_largest_ratio_stands_first_and_nothing_is_published(tmp_path: Path)
     assert {entry.denominator for entry in found} == {found[1].numerator}
 
 
+def test_micro_batches_tell_alike_splits_apart(tmp_path: Path) -> None:
+    loaded = scenario(tmp_path)
+    (cell,) = (each for each in declared_cells(loaded, Narrowing()) if each.sizes.sp == 4)
+    parted = cell.model_copy(update={"training": cell.training.model_copy(update={"micro_batches": 4})})
+    kept = {each.key: as_row(each, measure(answer, each)) for each in (cell, parted)}
+    (entry,) = (each for each in compare(loaded, [parted], kept) if each.numerator == parted.key)
+    assert entry.claim == "over-four: ring_self_attention sp4, 4 micro-batches"
+
+
 def test_each_variant_has_its_own(tmp_path: Path) -> None:
     loaded = scenario(tmp_path)
     cells = declared_cells(loaded, Narrowing(variant="all"))
