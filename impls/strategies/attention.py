@@ -6,6 +6,8 @@ keys of linear attention, K Linformer's projected length.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +32,10 @@ class AttentionHooks:
     values that its queries attend to, of the heads that its projections made."""
 
     random: DropoutRandom
-    outermost: AttentionHooks
+    if TYPE_CHECKING:
+
+        @property
+        def outermost(self) -> AttentionHooks: ...
 
     @property_left_within
     def attention_axes(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ Shape letters: B batch, L sequence, H hidden, Z heads, A head size, N ranks in t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -103,9 +104,16 @@ class Strategy(AttentionHooks, ParameterHooks, PlanningHooks):
         self.size, self.rank = place.size(*self.axes), place.rank(*self.axes)
         self.group: dist.ProcessGroup | None = place.group(*self.axes)
         self.random = DropoutRandom(seed, place) if within is None else within.random
-        self.outermost: Strategy = self
-        for strategy in self.nested():
-            strategy.outermost = self
+        self._around: weakref.ref[Strategy] | None = None
+        if within is not None:
+            # no cycle, in which process groups would outlive what uses them until Python looks for garbage
+            within._around = weakref.ref(self)
+
+    @property
+    def outermost(self) -> Strategy:
+        """The strategy that is around all others, which models hold."""
+        around = None if self._around is None else self._around()
+        return self if around is None else around.outermost
 
     def nested(self) -> Iterator[Strategy]:
         """This strategy, the one within it, the one within that, and so on."""
