@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
-from spbench.impls.axes import MESH_AXES
+from spbench.impls.axes import MESH_AXES, Place
 
 
 def sum_of_ranks(mesh: DeviceMesh, axis: str, offset: int) -> tuple[int, int, list[int]]:
@@ -127,3 +127,21 @@ def test_workers_end_with_their_parent(number: signal.Signals, tmp_path) -> None
             parent.kill()
         assert parent.stdout.read() == b""  # the pipe ends when the worker, which holds it too, has ended
     assert parent.returncode != 0
+
+
+def threads_with_groups(mesh: DeviceMesh, fail: bool) -> int:
+    """The threads of this process, with a group over several axes that refers to itself."""
+    place = Place.on(mesh)
+    group = place.group("dp", "sp")
+    if fail:
+        raise ValueError(f"with {group} in sight")
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux does")
+def test_no_thread_of_a_process_group_is_left_behind(pool: RankPool) -> None:
+    sizes = {"dp": 2, "sp": 2}
+    first = pool.run(sizes, threads_with_groups, False)
+    with pytest.raises(RankError):
+        pool.run(sizes, threads_with_groups, True)
+    assert pool.run(sizes, threads_with_groups, False) == first
