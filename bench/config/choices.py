@@ -17,6 +17,7 @@ from spbench.bench.files.yaml_files import first_problem
 from spbench.bench.meters.registry import meters
 from spbench.bench.search.search import quantities
 from spbench.impls.backends.registry import backends
+from spbench.impls.strategies.nesting import PLUS, nesting
 from spbench.impls.strategies.registry import strategies
 
 
@@ -41,16 +42,12 @@ def _known(kind: str) -> Iterable[str]:
 @declared
 def strategy_axes(strategy: str) -> list[str]:
     """The axes of the strategies of that name; see :func:`nesting`."""
-    from spbench.impls.strategies.nesting import nesting
-
     return list(nesting(strategy).axes)
 
 
 @declared
 def strategy_problem(name: str) -> str:
     """What is wrong with the name of a strategy, or of several around each other; empty if nothing."""
-    from spbench.impls.strategies.nesting import PLUS, nesting
-
     known = names("strategy")
     for part in name.split(PLUS):
         if part not in known:
@@ -77,8 +74,6 @@ def option_mistakes(section: str, name: str, given: Mapping[str, Any]) -> list[t
 
         defaults = models()[name]
     elif section == "strategy_options":
-        from spbench.impls.strategies.nesting import nesting
-
         defaults = nesting(name).options_type()
     else:
         defaults, others = backends()[name].options_type(), list(TrainingOptions.model_fields)

@@ -21,12 +21,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from functools import cache, cached_property
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from spbench.impls.axes import Place
 from spbench.impls.options import Options, set_options
-from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.registry import strategies, strategy_class
+
+if TYPE_CHECKING:  # cells are checked and named with these, which needs no torch
+    from spbench.impls.strategies.base import Strategy
 
 #: axes over which sequences are spread, in the order in which strategies get them
 SEQUENCE_AXES = ("sp", "cp")
