@@ -140,12 +140,15 @@ def searching(folder: Path, mib: int, strategy: str, sizes: dict[str, int], **ch
     ("strategy", "sizes", "changes", "multiple"),
     [
         ("megatron_sp+ring_self_attention", {"tp": 2, "sp": 3}, {}, 6),
-        ("tensor_parallel+ring_self_attention", {"tp": 2, "sp": 3}, {}, 3),
-        (
+        pytest.param(
+            "tensor_parallel+ring_self_attention", {"tp": 2, "sp": 3}, {}, 3, marks=pytest.mark.slow
+        ),
+        pytest.param(
             "ulysses+ring_self_attention",
             {"sp": 2, "cp": 2},
             {"search": {"quantity": "seq_len", "step": 2}},
             8,
+            marks=pytest.mark.slow,
         ),
         # a zigzag's rank has two chunks, so that a multiple of the ranks is not enough
         (
@@ -169,6 +172,7 @@ def test_the_longest_sequence_of_a_composed_strategy_is_proved(
     assert tried[found.answer + multiple] == "oom"
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_composed_strategy_is_proved(tmp_path: Path) -> None:
     cell = searching(
         tmp_path,
