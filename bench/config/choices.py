@@ -39,6 +39,10 @@ def _known(kind: str) -> Iterable[str]:
     return {"engine": engines, "meter": meters, "quantity": quantities}[kind]()
 
 
+#: names that others have for strategies, which are unlike those here
+ELSEWHERE = {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"}
+
+
 @declared
 def strategy_axes(strategy: str) -> list[str]:
     """The axes of the strategies of that name; see :func:`nesting`."""
@@ -51,7 +55,9 @@ def strategy_problem(name: str) -> str:
     known = names("strategy")
     for part in name.split(PLUS):
         if part not in known:
-            return f"unknown strategy {part!r}{suggestion(part, known)}"
+            here = ELSEWHERE.get(part.lower())
+            hint = f"; here that is {here}" if here else suggestion(part, known)
+            return f"unknown strategy {part!r}{hint}"
     try:
         nesting(name)
     except ValueError as error:

@@ -205,6 +205,7 @@ WRONG = [
     (("list", "scenario"), "Invalid value for"),
     (("verify", "--strategy", "x"), "unknown strategy 'x'"),
     (("verify", "--strategy", "megatron_sp+x"), "unknown strategy 'x'"),
+    (("verify", "--strategy", "usp"), "unknown strategy 'usp'; here that is ulysses+ring_attention"),
     (("verify", "--strategy", "lasp+ulysses"), "around another strategy; write ulysses+lasp"),
     (("verify", "--model", "bert-tny"), "unknown model 'bert-tny'; did you mean 'bert-tiny'?"),
     (("verify", "--dtype", "fp8"), "unknown dtype 'fp8'"),
