@@ -2,9 +2,8 @@
 
 ``strategies``, ``models``, ``world_sizes`` and ``where`` choose among the declared cells. ``clusters`` and
 ``engines`` replace what the scenario names, since it mostly names one. A world size that none of the chosen
-cells has is made: for each of them, once, with the ranks that its replicas and stages leave along the first
-    of
-its strategy's axes.
+cells has is made: for each of them, once, with the ranks that its other axes leave along the last of its
+strategy's axes (the sequence of "tensor_parallel+ring_attention").
 """
 
 from __future__ import annotations

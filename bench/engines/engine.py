@@ -1,9 +1,8 @@
 """What an engine is: something that measures cells.
 
 An engine is found by being there: a class derived from :class:`Engine`, with a name, in a module of this
-    package or
-registered by another package under the entry point group ``spbench.engines``. A cell names its engine; what
-an engine can do stands on its class, so that nothing else has to know engines by name.
+package or registered by another package under the entry point group ``spbench.engines``. A cell names its
+engine; what an engine can do stands on its class, so that nothing else has to know engines by name.
 """
 
 from __future__ import annotations

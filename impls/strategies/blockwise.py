@@ -15,8 +15,8 @@ from torch import Tensor
 
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 
-#: (queries, keys, values, causal): the queries that see the block, as a slice of their positions; keys [B, Z,
-#: n, A] and values of the block; whether the i-th of these queries sees only keys j <= i
+#: (queries, keys, values, causal): the queries that see the block, as a slice of their positions; keys [B, Z
+#: or fewer, n, A] and values of the block; whether the i-th of these queries sees only keys j <= i
 Block = tuple[slice, Tensor, Tensor, bool]
 
 
