@@ -2,7 +2,8 @@
 
 A gradient that the ranks along axes of the strategy each hold a part of is summed over them and over all
 replicas at once; any other over the replicas alone. So a backend sees sets of parameters, each with the
-group that its gradients are summed over; with a strategy of one axis at most two, with strategies around each other a few.
+group that its gradients are summed over: at most two with a strategy of one axis, up to four with strategies
+around each other.
 """
 
 from __future__ import annotations
