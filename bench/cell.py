@@ -143,6 +143,8 @@ class Cell(_Strict):
     seq_len: PositiveInt | None = None
     cluster: str = "local"
     engine: str = "virtual"
+    #: where tensors are; the virtual engine's are fake ones on the CPU, whatever they stand for
+    device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
     model_options: dict[str, Any] = {}
     strategy_options: dict[str, Any] = {}

@@ -71,9 +71,12 @@ def spelled(sizes: Sizes) -> str:
     return "x".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
 
 
-def device_mesh(sizes: Sizes) -> DeviceMesh:
+def device_mesh(sizes: Sizes, device: str = "cpu") -> DeviceMesh:
     """The device mesh of these sizes over the ranks of the default process group, its axes in the order of
     ``sizes``; axes that are left out have one rank.
+
+    Args:
+        device: type of the devices on which the ranks' tensors are, as "cuda".
 
     Raises:
         ValueError: there is no such axis, or a size is not positive.
@@ -81,7 +84,7 @@ def device_mesh(sizes: Sizes) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = whole_mesh(sizes)
-    return init_device_mesh("cpu", tuple(whole.values()), mesh_dim_names=tuple(whole))
+    return init_device_mesh(device, tuple(whole.values()), mesh_dim_names=tuple(whole))
 
 
 def ranks_along(axes: Sequence[str], sizes: Sizes) -> int:
