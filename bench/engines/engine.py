@@ -28,6 +28,8 @@ class Engine(ABC):
     #: whether its memory and times are the same in every run on any machine, so that they can be compared
     #: exactly
     is_exact: ClassVar[bool] = False
+    #: whether it ends a cell at :attr:`Cell.timeout_s` itself, since it knows what its processes do by then
+    ends_in_time: ClassVar[bool] = False
 
     @abstractmethod
     def measure(self, cell: Cell) -> Measurement:
