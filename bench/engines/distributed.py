@@ -7,7 +7,6 @@ them. Tensors are on CPUs, with Gloo, or on GPUs, with NCCL, as the cell says.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +19,13 @@ from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.timed_steps import timed_steps
 from spbench.bench.engines.torchrun import AGENTS, ranks_for
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.bench.processes import usable_cores
-from spbench.impls.layout import Unsupported
+from spbench.impls.layout import Unavailable
 
 #: of weights and data, the same for every strategy and size
 SEED = 1
@@ -45,15 +45,17 @@ class DistributedEngine(Engine):
     ends_in_time = True
 
     def measure(self, cell: Cell) -> Measurement:
-        """Step time, communication, and peak memory as the meters count it.
+        """Step time, communication and peak memory; the peaks are those of torch's caching allocator on GPUs,
+        and as the meters count it on CPUs.
 
         Raises:
-            Unsupported: the strategy cannot run these sizes, or there are too few ranks or GPUs.
+            Unsupported: the strategy cannot run these sizes; Unavailable: there are too few ranks or GPUs.
             RankError: a rank failed, ran out of memory or did not answer in time.
         """
         plan(cell)
         by_rank = [found for _, found in sorted(launch(cell, measure_rank).items())]
         result = merged(cell, by_rank)
+        result.ranks = [entry for found in by_rank for entry in found.ranks]
         samples = by_rank[0].step_time_samples_s
         result.step_time_samples_s = samples
         add_step_time(result, cell, statistics.median(samples))
@@ -73,13 +75,13 @@ def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any
         work: a function of a module, since other processes import it.
 
     Raises:
-        Unsupported: there are too few ranks or GPUs.
+        Unavailable: there are too few ranks or GPUs.
         RankError: a rank failed, ran out of memory or did not answer in time.
     """
     world = cell.sizes.world
     if cell.device == "cuda" and AGENTS not in os.environ and world > torch.cuda.device_count():
         there = torch.cuda.device_count()
-        raise Unsupported(f"needs {world} GPUs, and this machine has {there}", "start it with torchrun")
+        raise Unavailable(f"needs {world} GPUs, and this machine has {there}", "start it with torchrun")
     with ranks_for(world, fresh=True) as ranks:
         limit = cell.timeout_s or DEFAULT_LIMIT_S
         found = ranks.run(cell.mesh_sizes, _on_rank, work, cell, timeout_s=limit, device=cell.device)
@@ -91,3 +93,21 @@ def _on_rank(mesh: DeviceMesh, work: Callable[[DeviceMesh, Cell], Any], cell: Ce
     here = int(os.environ.get("LOCAL_WORLD_SIZE", cell.sizes.world))
     torch.set_num_threads(max(1, usable_cores() // min(here, cell.sizes.world)))
     return work(mesh, cell)
+
+
+def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
+    """Measure one rank: its memory and communication in a metered step, then the times of further steps."""
+    recorder = Recorder(mesh, settle_s=_SETTLE_S, further=meter_classes(cell.meters))
+    with recorder:
+        training, inputs = record_step(cell, mesh, recorder, torch.Generator().manual_seed(SEED), SEED)
+    trace = Trace.of(cell, dist.get_rank(), recorder)
+    timed = timed_steps(lambda: training.step(inputs), cell.timing, mesh.device_type)
+    measurement = trace.measurement(capacity=None)
+    measurement.step_time_samples_s = timed.samples_s
+    measurement.ranks = [{"rank": dist.get_rank(), **timed.device}]
+    if "peak_memory_bytes" in timed.device:
+        metered = measurement.peak_memory_bytes
+        measurement.ranks[0]["metered_peak_memory_bytes"] = metered
+        measurement.peak_memory_bytes = timed.device["peak_memory_bytes"]
+        measurement.reserved_memory_bytes = timed.device["reserved_memory_bytes"]
+    return measurement

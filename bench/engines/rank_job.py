@@ -23,20 +23,19 @@ class RankError(RuntimeError):
 
     Attributes:
         status: of the cell that the ranks ran.
+        reason: one line: the rank and what it raised, or who did not answer in time.
         silent: the ranks that had not answered by then.
         log: what ranks printed, and the stacks of those that hung; "" where that is not known.
     """
 
-    def __init__(self, rank: int, what: str, status: Fate = "failed", silent: Collection[int] = ()):
-        super().__init__(what if status == "timeout" else f"rank {rank}: {what}")
+    def __init__(
+        self, rank: int, what: str, status: Fate = "failed", silent: Collection[int] = (), raised: str = ""
+    ):
+        who = "" if status == "timeout" else f"rank {rank}: "
+        super().__init__(who + what)
         self.rank, self.status, self.silent = rank, status, silent
+        self.reason = who + " ".join((raised or what).split())
         self.log = ""
-
-    @property
-    def reason(self) -> str:
-        """One line: the rank and the last line of what it raised, or who did not answer in time."""
-        lines = str(self).strip().splitlines()
-        return lines[0] if len(lines) == 1 else f"rank {self.rank}: {lines[-1].strip()}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,7 @@ class Answer:
         value: what the function returned; None unless status is ok.
         place: in the order in which ranks failed; 0 for one that died, which cannot count itself.
         text: a traceback, or what happened.
+        raised: type and message of what it raised; "" if it raised nothing.
         log: what it printed last.
     """
 
@@ -81,6 +81,7 @@ class Answer:
     status: Literal["ok", "failed", "oom"] = "ok"
     place: int = 0
     text: str = ""
+    raised: str = ""
     log: str = ""
 
 
@@ -114,7 +115,7 @@ def collect(
     if failures:
         first = min(failures, key=lambda answer: (answer.place, answer.rank))
         assert first.status != "ok"
-        error = RankError(first.rank, first.text, first.status, waiting)
+        error = RankError(first.rank, first.text, first.status, waiting, first.raised)
         error.log = "".join(answer.log for answer in sorted(failures, key=lambda answer: answer.rank))
         raise error
     if waiting:

@@ -68,9 +68,7 @@ class RankProcess:
         environment: of the process; the default is that of this one.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, local_rank: int, environment: Mapping[str, str] | None = None
-    ):
+    def __init__(self, rendezvous: Rendezvous, local_rank: int, environment: Mapping[str, str] | None = None):
         context = starting_context()
         self.connection, theirs = context.Pipe()
         surroundings = Surroundings({**(os.environ if environment is None else environment)})
@@ -138,8 +136,7 @@ def _serve(
         except BaseException as error:
             # counted before the group is destroyed, and so before other ranks fail for that reason
             place = store.add(f"failures{job.number}", 1)
-            status = "oom" if is_out_of_memory(error) else "failed"
-            answer = pickle.dumps(Answer(rank, None, status, place, traceback.format_exc()))  # type: ignore[arg-type]
+            answer = pickle.dumps(_answer_of(error, rank, place))
         if dist.is_initialized():
             # also closes the connections, so that ranks that wait for this one fail too
             dist.destroy_process_group()
@@ -147,6 +144,16 @@ def _serve(
         # they have seen; a group that is left over keeps a thread of Gloo that wakes up every 10 ms
         gc.collect()
         connection.send_bytes(answer)
+
+
+def _answer_of(error: BaseException, rank: int, place: int) -> Answer:
+    return Answer(
+        rank,
+        status="oom" if is_out_of_memory(error) else "failed",
+        place=place,
+        text="".join(traceback.format_exception(error)),
+        raised=f"{type(error).__name__}: {error}",
+    )
 
 
 def _run(store: dist.Store, job: Job, rank: int, local_rank: int) -> Any:
@@ -176,8 +183,8 @@ def _write_operations_on_signal(name: str) -> None:
     """From now on SIGUSR2 makes this process write the last collectives that its process groups have begun,
     as torch's flight recorder has them, to the file ``name`` in the folder of stacks, if there is one.
 
-    A thread waits for the signal, which all threads must block, as the main one may be inside a collective for
-    ever, which handles none.
+    A thread waits for the signal, which all threads must block: the main one may be inside a collective for
+    ever, and handle none.
     """
     if not (folder := os.environ.get(STACKS_FOLDER)):
         return

@@ -42,7 +42,7 @@ from spbench.bench.processes import (
     write_stacks_on_signal,
     written_stacks,
 )
-from spbench.impls.layout import Unsupported
+from spbench.impls.layout import Unavailable, Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
@@ -51,7 +51,7 @@ GRACE_S = 10.0
 START_LIMIT_S = 300.0
 
 #: seconds after its limit that a cell has whose engine ends it itself, before the worker is ended
-LATER_S = 20.0
+LATER_S = 60.0
 
 #: characters of a reason; the whole text is in the traceback
 REASON_LENGTH = 300
@@ -73,6 +73,7 @@ class Outcome:
         traceback: of what was raised; "" unless it failed.
         log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
             failed, ran out of time, or ran out of memory on real ranks.
+        final: whether another run would find the same, whatever is there then.
     """
 
     status: Status
@@ -81,6 +82,7 @@ class Outcome:
     traceback: str = ""
     log: str = ""
     elapsed_s: float | None = None
+    final: bool = True
 
 
 def measure(run: Run, cell: Cell) -> Outcome:
@@ -90,9 +92,9 @@ def measure(run: Run, cell: Cell) -> Outcome:
         found = run(cell)
         outcome = Outcome(found.status, found.reason, found.as_dict())
     except Unsupported as error:
-        outcome = Outcome("unsupported", str(error))
+        outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
     except RankError as error:
-        reason = _shortened(" ".join(error.reason.split()))
+        reason = _shortened(error.reason)
         said = "" if error.status == "timeout" else str(error)
         outcome = Outcome(error.status, reason, traceback=said, log=error.log)
     except (Exception, SystemExit) as error:

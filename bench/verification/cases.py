@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
+from spbench.bench.engines.torchrun import Agents, ranks_for
 from spbench.bench.verification.oracle import Case, Finding, check_rank, relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
@@ -88,7 +89,7 @@ def verify(
     backend: str = DEFAULT_BACKEND,
     batch: int = 3,
     seq_len: int = 24,
-    pool: RankPool | None = None,
+    pool: RankPool | Agents | None = None,
 ) -> Iterator[VerifyRow]:
     """Verify strategies; a row comes as soon as its case is done.
 
@@ -121,7 +122,7 @@ def verify(
     backend_class(backend)
     if pool is None and not world_sizes:
         return
-    with RankPool(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
+    with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
         for strategy in nestings:
             for name, preset in presets.items():
                 chosen = [p for p in preset.parts() if parts is None or p in parts]
@@ -140,7 +141,12 @@ def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
 
 
 def verify_case(
-    pool: RankPool, case: Case, mesh: Mapping[str, int] | int, *, model_name: str = "", variant: str = ""
+    pool: RankPool | Agents,
+    case: Case,
+    mesh: Mapping[str, int] | int,
+    *,
+    model_name: str = "",
+    variant: str = "",
 ) -> VerifyRow:
     """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it."""
     try:
