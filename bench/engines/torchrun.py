@@ -37,7 +37,7 @@ AGENTS = "SPBENCH_AGENTS"
 #: seconds in which all agents have to be there, before a job of theirs fails
 _START_S = 120.0
 #: seconds that agents have to leave once they are told to
-_LEAVE_S = 20.0
+_LEAVE_S = 10.0
 
 
 @contextmanager

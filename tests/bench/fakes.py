@@ -141,6 +141,7 @@ def _runs_out_of_memory() -> None:
 FAULTS_OF_A_RANK = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": _hangs,
+    "hangs too": _hangs,
     "raises": _raises,
     "out of memory": _runs_out_of_memory,
     "": lambda: None,
