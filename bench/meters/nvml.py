@@ -10,29 +10,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-#: how each error that ends everything is explained; by the names of nvidia-ml-py
+#: errors that end everything, by the names of nvidia-ml-py: what they mean, and what to do
 _MEANINGS = {
-    "NVML_ERROR_LIBRARY_NOT_FOUND": "no libnvidia-ml.so.1 can be loaded: is the NVIDIA driver installed?",
-    "NVML_ERROR_DRIVER_NOT_LOADED": "the NVIDIA driver is not loaded: see nvidia-smi and dmesg, or reboot",
-    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "driver and libnvidia-ml.so.1 are of different versions: reboot",
-    "NVML_ERROR_NO_PERMISSION": "no permission to talk to the driver: check the rights of /dev/nvidia*",
-    "NVML_ERROR_GPU_IS_LOST": "the GPU is lost: it fell off the bus, see dmesg for Xid errors, and reboot",
-    "NVML_ERROR_RESET_REQUIRED": "the GPU has to be reset: nvidia-smi --gpu-reset, or reboot",
-    "NVML_ERROR_GPU_NOT_FOUND": "the driver finds no GPU: see nvidia-smi and dmesg",
-    "NVML_ERROR_NOT_FOUND": "there is no such GPU",
-    "NVML_ERROR_UNINITIALIZED": "the library was closed",
+    "NVML_ERROR_LIBRARY_NOT_FOUND": ("no libnvidia-ml.so.1 can be loaded", "install the NVIDIA driver"),
+    "NVML_ERROR_DRIVER_NOT_LOADED": (
+        "the NVIDIA driver is not loaded",
+        "see nvidia-smi and dmesg, or reboot",
+    ),
+    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": ("driver and libnvidia-ml.so.1 differ in version", "reboot"),
+    "NVML_ERROR_NO_PERMISSION": ("no permission to talk to the driver", "check the rights of /dev/nvidia*"),
+    "NVML_ERROR_GPU_IS_LOST": ("the GPU fell off the bus", "see dmesg for Xid errors, and reboot"),
+    "NVML_ERROR_RESET_REQUIRED": ("the GPU has to be reset", "nvidia-smi --gpu-reset, or reboot"),
+    "NVML_ERROR_GPU_NOT_FOUND": ("the driver finds no GPU", "see nvidia-smi and dmesg"),
+    "NVML_ERROR_NOT_FOUND": ("there is no such GPU", "nvidia-smi -L lists them"),
 }
 #: errors after which every reading of the GPU would fail too
 _FATAL = (
     "NVML_ERROR_GPU_IS_LOST",
     "NVML_ERROR_RESET_REQUIRED",
     "NVML_ERROR_DRIVER_NOT_LOADED",
-    "NVML_ERROR_UNINITIALIZED",
 )
 
 
 class NvmlProblem(Exception):
-    """Nothing can be read; the text is one line: what, and what to do about it."""
+    """Nothing can be read; the text is one line: ``what``, and what to do about it, the ``remedy``."""
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(f"{what}: {remedy}")
+        self.what, self.remedy = what, remedy
 
 
 class NoPermission(Exception):
@@ -49,7 +54,7 @@ def nvml() -> Iterator[Any]:
     try:
         import pynvml
     except ImportError as error:
-        raise NvmlProblem("nvidia-ml-py is not installed: pip install nvidia-ml-py") from error
+        raise NvmlProblem("nvidia-ml-py is not installed", "pip install nvidia-ml-py") from error
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -75,7 +80,7 @@ def gpu_handle(pynvml: Any, uuid: str) -> Any:
         try:
             return pynvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
         except pynvml.NVMLError as error:
-            problem = NvmlProblem(f"{prefixes[0]}{uuid}: {_problem(pynvml, error)}")
+            problem = _problem(pynvml, error)
             if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INVALID_ARGUMENT):
                 break
     raise problem
@@ -91,7 +96,7 @@ def reading(pynvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
-        if error.value in {getattr(pynvml, name) for name in _FATAL}:
+        if error.value in {getattr(pynvml, name, None) for name in _FATAL}:
             raise _problem(pynvml, error) from error
         if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
             raise NoPermission from error
@@ -110,7 +115,7 @@ def newer_or_older(pynvml: Any, newer: str, older: str, *arguments: Any) -> Any:
 
 
 def _problem(pynvml: Any, error: Any) -> NvmlProblem:
-    for name, meaning in _MEANINGS.items():
-        if getattr(pynvml, name) == error.value:
-            return NvmlProblem(meaning)
-    return NvmlProblem(f"NVML says: {error}")
+    for name, (what, remedy) in _MEANINGS.items():
+        if getattr(pynvml, name, None) == error.value:
+            return NvmlProblem(what, remedy)
+    return NvmlProblem(f"NVML says {error}", "see nvidia-smi")

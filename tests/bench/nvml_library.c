@@ -42,6 +42,7 @@ static unsigned index_of(void *device) { return (unsigned)((int *)device - gpus)
 /* What every reading of a device begins with. */
 static int state(void) {
   if (is("lost") && samples > SAMPLES_BEFORE) return GPU_IS_LOST;
+  if (is("lost from the beginning")) return GPU_IS_LOST;
   if (is("not supported")) return NOT_SUPPORTED;
   if (is("no permission to read")) return NO_PERMISSION;
   return SUCCESS;

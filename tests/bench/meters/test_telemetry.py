@@ -71,7 +71,7 @@ def test_the_gpu_is_found_by_its_uuid(rows: Rows) -> None:
     for named in (ONE, BARE):
         assert rows[named]["gpu_name"] == "Test GPU one"
         assert rows[named]["power_max_w"] == 300.5
-    assert rows["@GPU-none"]["problem"] == "GPU-none: there is no such GPU"
+    assert rows["@GPU-none"]["problem"] == "there is no such GPU: nvidia-smi -L lists them"
 
 
 def test_clocks_that_fall_in_the_middle(rows: Rows) -> None:
@@ -111,10 +111,10 @@ def test_what_the_gpu_does_not_have_is_empty(rows: Rows) -> None:
 
 
 PROBLEMS = {
-    "lost": "the GPU is lost: it fell off the bus, see dmesg for Xid errors, and reboot",
+    "lost": "the GPU fell off the bus: see dmesg for Xid errors, and reboot",
     "driver not loaded": "the NVIDIA driver is not loaded: see nvidia-smi and dmesg, or reboot",
     "no permission": "no permission to talk to the driver: check the rights of /dev/nvidia*",
-    "versions differ": "driver and libnvidia-ml.so.1 are of different versions: reboot",
+    "versions differ": "driver and libnvidia-ml.so.1 differ in version: reboot",
     "hangs": "NVML did not answer for 0.2 s",
 }
 
@@ -144,7 +144,7 @@ def test_an_older_driver(tmp_path: Path) -> None:
 def test_a_library_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").touch()
     problem = printed(tmp_path, CODE, "")[""]["problem"]
-    assert problem == "no libnvidia-ml.so.1 can be loaded: is the NVIDIA driver installed?"
+    assert problem == "no libnvidia-ml.so.1 can be loaded: install the NVIDIA driver"
 
 
 def test_without_a_gpu_nothing_is_watched() -> None:
