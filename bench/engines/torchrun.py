@@ -112,6 +112,7 @@ class Agents:
         *args: Any,
         timeout_s: float = 120.0,
         device: str = "cpu",
+        backend: str = "",
     ) -> list[Any]:
         """As :meth:`RankPool.run`, on the first agents.
 
@@ -119,7 +120,8 @@ class Agents:
             RankError: a rank raised, died, its machine is gone, or it did not answer in time.
             ValueError: the mesh has no such axis, or more ranks than there are agents.
         """
-        job = replace(job_of(0, self.size, sizes, function, args, timeout_s, device), fresh=self.fresh)
+        job = job_of(0, self.size, sizes, function, args, timeout_s, device, backend)
+        job = replace(job, fresh=self.fresh)
         number = _post(self._store, job)
         answers = _Answers(self._store, number)
         try:
