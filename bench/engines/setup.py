@@ -26,7 +26,8 @@ def set_up(
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two."""
+    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two; all of it on
+    the device of the mesh."""
     model = model_preset(cell.model, cell.model_options)
     training: Training | Inference
     left_out: frozenset[str] = frozenset()
@@ -35,7 +36,9 @@ def set_up(
         training, left_out = Inference(module, around), model.targets
     else:
         training, strategy, around = build_training(cell, mesh, set_weights)
-    inputs = rank_inputs(model, strategy, around, model.inputs(*cell.shape, generator))
+    # drawn on the CPU, so that every device has the same, and moved before the rank's part is taken
+    batch = {name: x.to(mesh.device_type) for name, x in model.inputs(*cell.shape, generator).items()}
+    inputs = rank_inputs(model, strategy, around, batch)
     inputs = {name: part for name, part in inputs.items() if name not in left_out}
     if cell.training.batch_on_device == "part":
         inputs = {name: part.clone() for name, part in inputs.items()}
@@ -80,7 +83,7 @@ def build_module(
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
     around = Composition(place)
-    with default_dtype(precision.parameters):
+    with default_dtype(precision.parameters), torch.device(mesh.device_type):
         module = model.build(strategy, cell.shape[1], around.stage)
     if set_weights is not None:
         set_weights(module)
