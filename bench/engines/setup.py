@@ -26,8 +26,8 @@ def set_up(
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two; all of it on
-    the device of the mesh."""
+    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two, on the
+    mesh's device."""
     model = model_preset(cell.model, cell.model_options)
     training: Training | Inference
     left_out: frozenset[str] = frozenset()

@@ -130,8 +130,8 @@ _FILLED_FROM_OTHERS = frozenset(
 
 
 class MemoryMeter(Meter):
-    """Records the storages of the tensors that operators return, from their birth to their death; of those on
-    the mesh's device alone (the CPU without a mesh), since values that are drawn elsewhere take none of it."""
+    """Records the storages of the tensors that operators return, from their birth to their death: of those on
+    the mesh's device alone (the CPU without a mesh), as values that are drawn elsewhere take none of it."""
 
     name = "memory"
 

@@ -123,8 +123,8 @@ def with_options(model: Model, options: Mapping[str, Any]) -> Model:
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
-    """Compare what this rank of the mesh computes with its share of what one device computes, both on a device
-    of the mesh's type."""
+    """Compare what this rank of the mesh computes with its share of what one device computes, both on the
+    mesh's device."""
     model = with_options(case.model, {"dropout": 0.0})
     place = Place.on(mesh)
     strategy = case.strategy.configured(place, case.options)

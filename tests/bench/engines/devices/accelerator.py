@@ -67,8 +67,8 @@ def _no_arithmetic(*_: Any) -> Tensor:
     raise NotImplementedError("there are fake tensors alone on this device")
 
 
-#: a constant (torch.tensor of a list) is made on the CPU and copied, under fake tensors too; silu_backward has
-#: kernels on the CPU and on CUDA, and without one it is computed by several operators
+#: a constant (torch.tensor of a list) is made on the CPU and copied, under fake tensors too; silu_backward
+#: has kernels on the CPU and on CUDA, and without one it is computed by several operators
 _KERNELS: dict[str, Callable[..., Tensor]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty,

@@ -51,7 +51,7 @@ FAULTS: dict[str, tuple[tuple[str, str, str, int], AbstractContextManager[Any]]]
     "loss scale": (("single", "bert-tiny", "ddp", 1), _after(Optimizer, "__init__", _scale_on_cpu)),
     "pipeline buffer": (
         ("single", "bert-tiny", "ddp", 2),
-        mock.patch.object(pipeline, "_device_of", lambda inputs: torch.device("cpu")),
+        mock.patch.object(pipeline, "_device_of", return_value=torch.device("cpu")),
     ),
     "input": (("single", "bert-tiny", "ddp", 1), _after(setup, "rank_inputs", _tokens_on_cpu)),
 }
