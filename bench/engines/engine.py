@@ -33,6 +33,8 @@ class Engine(ABC):
     on_devices: ClassVar[bool] = False
     #: whether it plays one rank of a cell alone, which a cell may name (``--rank``)
     plays_one_rank: ClassVar[bool] = False
+    #: whether it ends a cell at :attr:`Cell.timeout_s` itself, since it knows what its processes do by then
+    ends_in_time: ClassVar[bool] = False
 
     @abstractmethod
     def measure(self, cell: Cell) -> Measurement:

@@ -29,7 +29,7 @@ def learn(cell: Cell) -> Measurement:
 
     Raises:
         Unsupported: the strategy cannot run these sizes, or there is no data for the model.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
+        RankError: a rank failed, ran out of memory or did not answer in time.
     """
     plan(cell)
     model_preset(cell.model, cell.model_options).batches(*cell.shape, seed=0)

@@ -1,6 +1,7 @@
 """Stand-ins for the engines, and a small scenario: importable by other processes."""
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -93,13 +94,10 @@ def meeting(cell: Cell) -> Measurement:
 
 
 def hanging(cell: Cell) -> Measurement:
-    """As :func:`answer`, but two ranks never end: on the engine virtual in Python, on the distributed one in
-    a collective that rank 1 does not join. Writes the processes to LOG."""
+    """As :func:`answer`, but two ranks never end. Writes the processes to LOG."""
     _log(str(os.getpid()))
     if cell.sizes.world == 2:
         print("last words", file=sys.stderr)
-        if cell.engine == "distributed":
-            launch(cell, in_a_collective_alone)
         waits_for_ever()
     return answer(cell)
 
@@ -109,12 +107,44 @@ def waits_for_ever() -> None:
         time.sleep(0.01)
 
 
-def in_a_collective_alone(mesh: DeviceMesh, cell: Cell) -> None:
+def faulty(cell: Cell) -> Measurement:
+    """As :func:`answer`, after two real ranks have met; rank 1 does what the cell's variant names."""
+    launch(cell, meet_unless)
+    return answer(cell)
+
+
+def meet_unless(mesh: DeviceMesh, cell: Cell) -> None:
+    """A fault on rank 1, in the middle of the work of both."""
     _log(str(os.getpid()))
-    if dist.get_rank() == 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as stubborn as a process can be
-        waits_for_ever()
     dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        FAULTS_OF_A_RANK[cell.variant]()
+    dist.all_reduce(torch.ones(2))
+
+
+def _hangs() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as stubborn as a process can be
+    waits_for_ever()
+
+
+def _raises() -> None:
+    raise ArithmeticError("planted\nin rank 1")
+
+
+def _runs_out_of_memory() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, most))
+    torch.empty(2**30)
+
+
+FAULTS_OF_A_RANK = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": _hangs,
+    "raises": _raises,
+    "out of memory": _runs_out_of_memory,
+    "": lambda: None,
+}
 
 
 def dying_later(cell: Cell) -> Measurement:

@@ -1,0 +1,70 @@
+"""Steps on a real device that are timed and not metered: what a training engineer would see of them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spbench.bench.cell import Timing
+from spbench.bench.engines.step_timer import seconds
+
+#: of torch.cuda.memory_stats, what says that a step was short of memory or fragmented it
+_STATISTICS = ("num_alloc_retries", "num_ooms", "inactive_split_bytes.all.peak")
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """What the steps have taken.
+
+    Attributes:
+        samples_s: seconds of each step on the slowest rank; the same on all ranks.
+        device: of this rank: ``host``, ``device``, and on a GPU the bytes of torch's caching allocator:
+            allocated before the steps, at the peak allocated and reserved, and what of
+            torch.cuda.memory_stats says that memory was short.
+    """
+
+    samples_s: list[float]
+    device: dict[str, Any] = field(default_factory=dict)
+
+
+def timed_steps(step: Callable[[], Any], timing: Timing, device_type: str) -> TimedSteps:
+    """Warm up, then time steps; all ranks call this together.
+
+    Raises:
+        torch.OutOfMemoryError: a GPU has no room for the step.
+    """
+    for _ in range(timing.warmup):
+        step()
+    before = allocator_before() if device_type == "cuda" else {}
+    samples = seconds(step, device_type, timing.samples)
+    found = {"host": platform.node(), "device": device_name(device_type)}
+    if device_type == "cuda":
+        found |= before | allocator_peaks()
+    return TimedSteps(samples, found)
+
+
+def device_name(device_type: str) -> str:
+    """Of the device that this process uses, as its driver calls it; "cpu" of a CPU."""
+    return torch.cuda.get_device_name() if device_type == "cuda" else device_type
+
+
+def allocator_before() -> dict[str, Any]:
+    """Bytes that torch's caching allocator has given to tensors on this GPU; peaks count from now."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return {"allocated_before_bytes": torch.cuda.memory_allocated()}
+
+
+def allocator_peaks() -> dict[str, Any]:
+    """Peaks of torch's caching allocator on this GPU since :func:`allocator_before`."""
+    torch.cuda.synchronize()
+    statistics = torch.cuda.memory_stats()
+    return {
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_memory_bytes": torch.cuda.max_memory_reserved(),
+        **{name: statistics.get(name, 0) for name in _STATISTICS},
+    }
