@@ -17,7 +17,7 @@ from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.inference import Inference
-from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
+from spbench.impls.training.step import PRECISIONS, Training, default_dtype
 
 
 def set_up(
@@ -108,20 +108,20 @@ def record_step(
     mesh: DeviceMesh,
     recorder: Recorder,
     generator: torch.Generator | None = None,
-    seed: int | None = None,
+    set_weights: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
     """Set up and run one step under an entered recorder; returns what further steps need.
 
     Args:
-        seed: give the weights values first, unseen by the recorder; None: there are none (fake tensors).
+        set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
     """
 
-    def set_weights(module: nn.Module) -> None:
-        if seed is not None:
+    def set_unseen(module: nn.Module) -> None:
+        if set_weights is not None:
             with recorder.paused():
-                initialize(module, seed)
+                set_weights(module)
 
-    training, inputs = set_up(cell, mesh, generator, set_weights)
+    training, inputs = set_up(cell, mesh, generator, set_unseen)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
     training.step(inputs, recorder.phase)

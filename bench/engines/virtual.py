@@ -72,16 +72,19 @@ class VirtualEngine(Engine):
 
 
 @contextmanager
-def fake_mesh(sizes: Mapping[str, int], rank: int, device: str = "cpu") -> Iterator[DeviceMesh]:
+def fake_mesh(
+    sizes: Mapping[str, int], rank: int, device: str = "cpu", backend: str = "fake"
+) -> Iterator[DeviceMesh]:
     """A device mesh as ``rank`` of a world of fake ranks sees it.
 
     Args:
         sizes: ranks along each axis, in the order of the mesh; axes that are left out have one.
         device: type of the device on which tensors are.
+        backend: of torch.distributed, whose groups need no other process.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
-    dist.init_process_group("fake", rank=rank, world_size=ranks_along([*sizes], sizes), store=FakeStore())
+    dist.init_process_group(backend, rank=rank, world_size=ranks_along([*sizes], sizes), store=FakeStore())
     try:
         yield device_mesh(sizes, device)
     finally:
