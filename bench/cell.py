@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -145,6 +146,8 @@ class Cell(_Strict):
     engine: str = "virtual"
     #: where tensors are; the virtual engine's are fake ones on the CPU, whatever they stand for
     device: Literal["cpu", "cuda"] = "cpu"
+    #: the rank that an engine plays which plays one alone; None: the one with the largest peak
+    rank: NonNegativeInt | None = None
     precision: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
     model_options: dict[str, Any] = {}
     strategy_options: dict[str, Any] = {}

@@ -42,9 +42,13 @@ def pairs(rows: list[Row]) -> list[dict[str, Any]]:
             continue
         cell = Cell.model_validate(measured["cell"])
         line: dict[str, Any] = {
-            **{"model": cell.model, "strategy": cell.strategy, "mesh": cell.mesh_text},
-            **{"batch": cell.batch, "seq_len": cell.seq_len},
-            **{"virtual": virtual["status"], "measured": measured["status"]},
+            "model": cell.model,
+            "strategy": cell.strategy,
+            "mesh": cell.mesh_text,
+            "batch": cell.batch,
+            "seq_len": cell.seq_len,
+            "virtual": virtual["status"],
+            "measured": measured["status"],
         }
         for name in ("peak_memory_bytes", "reserved_memory_bytes"):
             ours, theirs = virtual["measurement"].get(name), measured["measurement"].get(name)
@@ -66,7 +70,9 @@ def summary(folder: Path) -> tuple[str, bool]:
         counts = Counter(cases["status"])
         text += ["", "Verified: " + ", ".join(f"{n} {status}" for status, n in counts.items()) + "."]
         red = cases[cases["status"] == "RED"]
-        text += [f"- RED: {case['strategy']} {case['model']} {case['dtype']}" for case in red.to_dict("records")]
+        text += [
+            f"- RED: {case['strategy']} {case['model']} {case['dtype']}" for case in red.to_dict("records")
+        ]
     rows, problems = read_rows(folder / "memory" / "cells.jsonl")
     compared = pd.DataFrame(pairs(rows))
     if not compared.empty:
@@ -74,8 +80,10 @@ def summary(folder: Path) -> tuple[str, bool]:
         errors = compared["peak_memory_bytes_error"].dropna().abs()
         differing = compared[compared["virtual"] != compared["measured"]]
         text += ["", _errors(errors, len(compared)), ""]
-        text += [f"- {line['strategy']} {line['mesh']}: {line['virtual']} virtually, {line['measured']} measured"
-                 for line in differing.to_dict("records")]
+        text += [
+            f"- {line['strategy']} {line['mesh']}: {line['virtual']} virtually, {line['measured']} measured"
+            for line in differing.to_dict("records")
+        ]
         well = well and bool((errors <= PEAK_TOLERANCE).all()) and differing.empty
     text += [f"- {problem}" for problem in problems]
     return "\n".join(text) + "\n", well
@@ -84,7 +92,12 @@ def summary(folder: Path) -> tuple[str, bool]:
 def _said(part: dict[str, Any]) -> Line:
     code = part["exit_code"]
     end = "well" if code == 0 else "out of time" if code in _OUT_OF_TIME else f"exit code {code}"
-    return {"part": part["part"], "ended": end, "seconds": str(part["seconds"]), "limit": str(part["limit_s"])}
+    return {
+        "part": part["part"],
+        "ended": end,
+        "seconds": str(part["seconds"]),
+        "limit": str(part["limit_s"]),
+    }
 
 
 def _errors(errors: pd.Series, cells: int) -> str:

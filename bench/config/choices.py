@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.declarations import declared
-from spbench.bench.engines.engine import engines
+from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.errors import suggestion
 from spbench.bench.files.yaml_files import first_problem
 from spbench.bench.meters.registry import meters
@@ -37,6 +37,12 @@ def _known(kind: str) -> Iterable[str]:
     if kind == "backend":
         return sorted(backends())
     return {"engine": engines, "meter": meters, "quantity": quantities}[kind]()
+
+
+@declared
+def engine_property(engine: str, name: str) -> bool:
+    """What the class of an engine says of it, as ``on_devices``; see :class:`Engine`."""
+    return bool(getattr(engine_class(engine), name))
 
 
 #: names that others have for strategies, which are unlike those here

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step
-from spbench.bench.engines.timed_steps import remark, timed_steps
-from spbench.bench.engines.torchrun import AGENTS, ranks_for
+from spbench.bench.engines.timed_steps import on_device, remark, timed_steps
+from spbench.bench.engines.torchrun import check_gpus, ranks_for
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.bench.processes import usable_cores
-from spbench.impls.layout import Unavailable
+from spbench.impls.training.step import initialize
 
 #: of weights and data, the same for every strategy and size
 SEED = 1
@@ -43,6 +44,7 @@ class DistributedEngine(Engine):
     summary = "real ranks: Gloo on CPUs, NCCL on GPUs, of this machine or under torchrun; measured time"
     runs_alone = True
     ends_in_time = True
+    on_devices = True
 
     def measure(self, cell: Cell) -> Measurement:
         """Step time, communication and peak memory; the peaks are those of torch's caching allocator on GPUs,
@@ -80,9 +82,7 @@ def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any
         RankError: a rank failed, ran out of memory or did not answer in time.
     """
     world = cell.sizes.world
-    if cell.device == "cuda" and AGENTS not in os.environ and world > torch.cuda.device_count():
-        there = torch.cuda.device_count()
-        raise Unavailable(f"needs {world} GPUs, and this machine has {there}", "start it with torchrun")
+    check_gpus(world, cell.device)
     with ranks_for(world, fresh=True) as ranks:
         limit = cell.timeout_s or DEFAULT_LIMIT_S
         found = ranks.run(cell.mesh_sizes, _on_rank, work, cell, timeout_s=limit, device=cell.device)
@@ -100,15 +100,8 @@ def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
     """Measure one rank: its memory and communication in a metered step, then the times of further steps."""
     recorder = Recorder(mesh, settle_s=_SETTLE_S, further=meter_classes(cell.meters))
     with recorder:
-        training, inputs = record_step(cell, mesh, recorder, torch.Generator().manual_seed(SEED), SEED)
+        generator, set_weights = torch.Generator().manual_seed(SEED), partial(initialize, seed=SEED)
+        training, inputs = record_step(cell, mesh, recorder, generator, set_weights)
     trace = Trace.of(cell, dist.get_rank(), recorder)
     timed = timed_steps(lambda: training.step(inputs), cell.timing, mesh.device_type)
-    measurement = trace.measurement(capacity=None)
-    measurement.step_time_samples_s = timed.samples_s
-    measurement.ranks = [{"rank": dist.get_rank(), **timed.device}]
-    if "peak_memory_bytes" in timed.device:
-        metered = measurement.peak_memory_bytes
-        measurement.ranks[0]["metered_peak_memory_bytes"] = metered
-        measurement.peak_memory_bytes = timed.device["peak_memory_bytes"]
-        measurement.reserved_memory_bytes = timed.device["reserved_memory_bytes"]
-    return measurement
+    return on_device(trace.measurement(capacity=None), dist.get_rank(), timed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spbench.bench.cell import Timing
+from spbench.bench.cell import Measurement, Timing
 from spbench.bench.engines.step_timer import seconds
 from spbench.bench.meters.telemetry import telemetry_of
 
@@ -58,6 +58,18 @@ def remark(ranks: Sequence[Mapping[str, Any]]) -> str:
     """
     notes = {entry["rank"]: entry.get("telemetry", {}).get("clocks_note") for entry in ranks}
     return next((f"rank {rank}: {note}" for rank, note in notes.items() if note), "")
+
+
+def on_device(metered: Measurement, rank: int, steps: TimedSteps) -> Measurement:
+    """What the meters saw of a step, with the times of further ones, and with the peaks of the device's own
+    allocator in the place of the meters' where it has one."""
+    metered.step_time_samples_s = steps.samples_s
+    metered.ranks = [{"rank": rank, **steps.device}]
+    if "peak_memory_bytes" in steps.device:
+        metered.ranks[0]["metered_peak_memory_bytes"] = metered.peak_memory_bytes
+        metered.peak_memory_bytes = steps.device["peak_memory_bytes"]
+        metered.reserved_memory_bytes = steps.device["reserved_memory_bytes"]
+    return metered
 
 
 def device_name(device_type: str) -> str:

@@ -16,12 +16,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from spbench.bench.engines.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for, when_parent_is_gone
 from spbench.bench.engines.rank_job import GRACE_S, Answer, Job, RankError, collect
 from spbench.bench.engines.rank_pool import RankPool, job_of
 from spbench.bench.engines.rank_process import Rendezvous
+from spbench.bench.engines.staged_group import STAGED
 from spbench.bench.processes import (
     STACKS_S,
     Surroundings,
@@ -181,6 +183,32 @@ class _Answers:
             host = self.store.get(f"host/{rank}").decode()
             return f"no sign of life from its machine, {host}, for {LOST_S:g} s"
         return ""
+
+
+def check_gpus(ranks: int, device: str) -> None:
+    """Nothing, where each of the ranks has a device of that type to itself: agents bring their own.
+
+    Raises:
+        Unavailable: they are to have GPUs, and this machine has fewer.
+    """
+    if device == "cuda" and AGENTS not in os.environ and ranks > torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise Unavailable(f"needs {ranks} GPUs, and this machine has {there}", "start it with torchrun")
+
+
+def shared_backend(ranks: int, device: str) -> str:
+    """The backend of torch.distributed for ranks that share this machine's GPUs, as it has fewer; "" for the
+    usual one, where each has its own. Nothing should be timed on it.
+
+    Raises:
+        Unavailable: they are to have GPUs, and this machine has none.
+    """
+    check_gpus(1, device)
+    try:
+        check_gpus(ranks, device)
+    except Unavailable:
+        return STAGED
+    return ""
 
 
 def ranks_for(size: int, *, fresh: bool = False) -> RankPool | Agents:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
-from spbench.bench.engines.torchrun import Agents, ranks_for
+from spbench.bench.engines.torchrun import Agents, ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank, relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
@@ -87,6 +87,7 @@ def verify(
     parts: Sequence[str] | None = None,
     *,
     backend: str = DEFAULT_BACKEND,
+    device: str = "cpu",
     batch: int = 3,
     seq_len: int = 24,
     pool: RankPool | Agents | None = None,
@@ -105,6 +106,7 @@ def verify(
         dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
         backend: name of a backend.
+        device: type of the devices on which the ranks' tensors are, as "cuda".
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.
@@ -133,7 +135,9 @@ def verify(
                     for part, options in wanted:
                         varied = model_preset(name, options)
                         case = Case(strategy, varied, part, dtype, batch, seq_len, backend=backend)
-                        yield verify_case(ranks, case, mesh, model_name=name, variant=_spelled(options))
+                        yield verify_case(
+                            ranks, case, mesh, device=device, model_name=name, variant=_spelled(options)
+                        )
 
 
 def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
@@ -145,6 +149,7 @@ def verify_case(
     case: Case,
     mesh: Mapping[str, int] | int,
     *,
+    device: str = "cpu",
     model_name: str = "",
     variant: str = "",
 ) -> VerifyRow:
@@ -174,7 +179,10 @@ def verify_case(
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     try:
-        findings = pool.run(sizes, check_rank, case)
+        backend = shared_backend(row.size, device)
+        findings = pool.run(sizes, check_rank, case, device=device, backend=backend)
+    except Unsupported as unsupported:
+        return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
         return replace(row, status="RED", error=float("inf"), rank=failed.rank, reason=str(failed))
     return _judged(row, findings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -88,7 +89,9 @@ def weights_after_the_metered_step(mesh: DeviceMesh, cell: Cell) -> tuple[bool, 
     """Whether the weights are those of the seed before an update, finite after one; and the metered peak."""
     recorder = Recorder(mesh, settle_s=0.002)
     with recorder:
-        training, _ = record_step(cell, mesh, recorder, torch.Generator().manual_seed(1), seed=1)
+        training, _ = record_step(
+            cell, mesh, recorder, torch.Generator().manual_seed(1), partial(initialize, seed=1)
+        )
     log = recorder.memory.stop()
     updated = {name: p.detach().clone() for name, p in training.module.named_parameters()}
     initialize(training.module, 1)

@@ -69,7 +69,7 @@ def seen(trace: Trace) -> Seen:
 
 def on_a_real_rank(mesh: DeviceMesh, cell: Cell, settle_s: float) -> Seen:
     recorder = Recorder(mesh, settle_s)
-    with recorder, virtual._no_cyclic_collection():
+    with recorder, virtual.no_cyclic_collection():
         record_step(cell, mesh, recorder, torch.Generator().manual_seed(0))
     return seen(Trace.of(cell, dist.get_rank(), recorder))
 
@@ -252,7 +252,7 @@ def test_tensors_die_by_the_program_not_by_the_garbage_collector(strategy: str, 
     """Else a peak would depend on when Python looks for cycles; real ranks do not turn that off."""
     cell = cell_of(strategy, 2, model_options={"checkpointing": checkpointing})
     gc.collect()
-    with virtual.fake_mesh(cell.mesh_sizes, 0) as mesh, virtual._no_cyclic_collection():
+    with virtual.fake_mesh(cell.mesh_sizes, 0) as mesh, virtual.no_cyclic_collection():
         recorder = Recorder(mesh)
         with FakeTensorMode(), recorder:
             held = record_step(cell, mesh, recorder)

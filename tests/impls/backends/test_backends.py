@@ -195,7 +195,7 @@ def seen(trace: Trace) -> tuple[Counter[Operation], list[dict[str, Any]]]:
 def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
     recorder = Recorder(mesh)
     with recorder:
-        record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), 1)
+        record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), partial(initialize, seed=1))
     return seen(Trace.of(asked, dist.get_rank(), recorder))
 
 
