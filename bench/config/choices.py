@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -95,14 +96,14 @@ def _mistakes(
         defaults: the options as they are by default, a frozen dataclass.
         others: further keys that may stand there.
     """
-    known, hints = [*others, *(f.name for f in fields(defaults))], get_type_hints(type(defaults))
+    known = [*others, *(f.name for f in fields(defaults))]
     for name, value in given.items():
         if name not in known:
             what = "unknown key" if others else "unknown option"
             yield [name], what + (suggestion(name, known) or "; there are none")
             continue
         try:
-            TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
+            _checked_types(type(defaults), name).validate_python(value, strict=True)
         except ValidationError as error:
             yield [name], first_problem(BaseModel, error)[1]
         if type(value) is int:
@@ -115,3 +116,14 @@ def _mistakes(
             replace(defaults, **given)
         except ValueError as error:
             yield [], str(error)
+
+
+@cache
+def _field_types(options: type) -> Mapping[str, Any]:
+    return get_type_hints(options)
+
+
+@cache
+def _checked_types(options: type, name: str) -> TypeAdapter[Any]:
+    """What checks the values of one option; kept, as to evaluate annotations takes long."""
+    return TypeAdapter(_field_types(options).get(name, Any))
