@@ -1,4 +1,6 @@
-"""Stand-ins for the engines, and a small scenario: importable by other processes."""
+"""Stand-ins for the engines, and a small scenario: importable by other processes, without torch."""
+
+from __future__ import annotations
 
 import os
 import signal
@@ -6,14 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.engines.distributed import launch
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.layout import Unsupported
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: two strategies at a few sizes, one claim of each kind
 SCENARIO = """
@@ -99,6 +100,8 @@ def hanging(cell: Cell) -> Measurement:
     if cell.sizes.world == 2:
         print("last words", file=sys.stderr)
         if cell.engine == "distributed":
+            from spbench.bench.engines.distributed import launch
+
             launch(cell, in_a_collective_alone)
         waits_for_ever()
     return answer(cell)
@@ -110,6 +113,9 @@ def waits_for_ever() -> None:
 
 
 def in_a_collective_alone(mesh: DeviceMesh, cell: Cell) -> None:
+    import torch
+    import torch.distributed as dist
+
     _log(str(os.getpid()))
     if dist.get_rank() == 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as stubborn as a process can be
