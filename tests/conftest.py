@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a module's tests trace twice is traced once, as in sweeps: for tests that leave the code as it is."""
+    """What a module's tests trace twice is traced once, as in sweeps; for tests that change no code."""
     with pytest.MonkeyPatch.context() as patched:
         kept = DiskCache(tmp_path_factory.mktemp("traces"), trace_cache.LIMIT_BYTES)
         patched.setattr(trace_cache, "_cache", kept)

@@ -12,7 +12,6 @@ from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
 from tests.bench.engines.test_virtual import cell_of
 
-
 pytestmark = pytest.mark.usefixtures("kept_traces")
 
 
