@@ -2,9 +2,9 @@
 
     python scripts/gpu_summary.py FOLDER
 
-Writes summary.md, and memory.csv: for each cell the peak of allocated and of reserved bytes on the device beside those of
-the same rank on fake tensors. Exit code 1: a part failed, a strategy is not green, or a measured peak is further than
-PEAK_TOLERANCE from the virtual one.
+Writes summary.md, and memory.csv: for each cell the peak of allocated and of reserved bytes on the device
+beside those of the same rank on fake tensors. Exit code 1: a part failed, a strategy is not green, or a
+measured peak is further than PEAK_TOLERANCE from the virtual one.
 """
 
 from __future__ import annotations
