@@ -2,8 +2,8 @@
 
 torch's fake group leaves sums as they are and, in gathered, scattered and exchanged tensors, puts this rank's
 own part in the place of each other's. It leaves alone what arrives from one other rank, and what an exchange
-of uneven parts has no counterpart for: these are drawn here from a narrow normal distribution, in place. So no
-value of a step depends on what was in memory before, all are finite and of the size of activations, and
+of uneven parts has no counterpart for: these are drawn here from a narrow normal distribution, in place. So
+no value of a step depends on what was in memory before, all are finite and of the size of activations, and
 nothing is allocated. On a GPU the writes take of the memory's bandwidth as those of NCCL's kernels do.
 """
 
