@@ -192,6 +192,7 @@ def test_a_loss_that_is_not_finite_is_a_status(monkeypatch: pytest.MonkeyPatch) 
 def test_the_cap_is_the_part_that_the_card_has_of_this_gpu() -> None:
     assert memory_fraction(16 * 2**30, 80 * 2**30) == 0.2
     assert memory_fraction(None, 80 * 2**30) == 1.0
+    assert memory_fraction(81559 * 2**20, 84_929_150_976) == 1.0, "an H100 by nvidia-smi, and by CUDA"
     with pytest.raises(Unavailable, match=r"card has 80.0 GiB for tensors, and this GPU 16.0 GiB"):
         memory_fraction(80 * 2**30, 16 * 2**30)
 
