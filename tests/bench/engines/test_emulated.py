@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.engines import emulated, virtual
+from spbench.bench.engines import boundary, emulated, virtual
 from spbench.bench.engines.emulated import EmulatedEngine, memory_fraction
 from spbench.bench.engines.emulated_group import EmulatedGroup, emulated_mesh
 from spbench.bench.engines.plan import plan, rank_classes
@@ -224,21 +224,44 @@ def test_plays_the_rank_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 CARD = """
 extends: piz-daint-p100
 device:
-  memory_total_bytes: {value: 12000000, source: made up}
+  memory_total_bytes: {value: 6000000, source: made up}
   memory_context_bytes: {value: 0, source: made up}
 """
 
 
-def test_searches_as_the_virtual_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(emulated, "_player", in_this_process)
+def searching(tmp_path: Path) -> Cell:
     card = tmp_path / "small-card.yaml"
     card.write_text(CARD)
     changes = {"cluster": str(card), "seq_len": None, "search": {"quantity": "seq_len", "step": 4}}
-    cell = Cell.model_validate(RING.model_dump(exclude={"seq_len"}) | changes)
-    found, virtually = EmulatedEngine().search(cell), VirtualEngine().search(cell)
+    return Cell.model_validate(RING.model_dump(exclude={"seq_len"}) | changes)
+
+
+def tried(found: Measurement) -> list[tuple[int, str]]:
+    return [(probe["value"], probe["status"]) for probe in found.proof]
+
+
+@pytest.mark.parametrize("guess", [None, 64])
+def test_a_search_is_decided_by_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, guess: int | None
+) -> None:
+    """Whatever the virtual engine has guessed."""
+    monkeypatch.setattr(emulated, "_player", in_this_process)
+    monkeypatch.setattr(boundary, "largest_that_fits", lambda cell: Measurement(answer=guess, peak_rank=0))
+    cell = searching(tmp_path)
+    found = EmulatedEngine().search(cell)
+    assert found.answer is not None
+    assert {(found.answer, "ok"), (found.answer + 16, "oom")} <= set(tried(found))
+    expected = virtual.trace(cell.at(found.answer)).memory.peak().nbytes
+    assert (found.status, found.peak_memory_bytes) == ("ok", expected)
+
+
+@pytest.mark.slow
+def test_a_search_begins_with_the_virtual_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(emulated, "_player", in_this_process)
+    found, virtually = (engine().search(searching(tmp_path)) for engine in (EmulatedEngine, VirtualEngine))
+    assert virtually.answer is not None
     assert found.answer == virtually.answer
-    assert [probe["status"] for probe in found.proof] == ["ok", "oom"]
-    assert found.peak_memory_bytes == virtually.peak_memory_bytes
+    assert tried(found) == [(virtually.answer, "ok"), (virtually.answer + 16, "oom")]
 
 
 @given(count=st.integers(1, 300), data=st.data())
