@@ -20,7 +20,7 @@ from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step
-from spbench.bench.engines.timed_steps import on_device, timed_steps
+from spbench.bench.engines.timed_steps import on_device, remark, timed_steps
 from spbench.bench.engines.torchrun import check_gpus, ranks_for
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
@@ -58,6 +58,7 @@ class DistributedEngine(Engine):
         by_rank = [found for _, found in sorted(launch(cell, measure_rank).items())]
         result = merged(cell, by_rank)
         result.ranks = [entry for found in by_rank for entry in found.ranks]
+        result.reason = result.reason or remark(result.ranks)
         samples = by_rank[0].step_time_samples_s
         result.step_time_samples_s = samples
         add_step_time(result, cell, statistics.median(samples))

@@ -148,12 +148,12 @@ class _Agent:
 
     def _beat(self, store: dist.Store) -> None:
         """Show that this agent lives, and end it when the store does not answer any more."""
-        for number in itertools.count():
+        while True:
             silence = threading.Timer(LOST_S, self._lost, ["no answer from its store"])
             silence.daemon = True
             silence.start()
             try:
-                store.set(f"beat/{self.launched.rank}", str(number))
+                store.add(f"beat/{self.launched.rank}", 1)  # unlike set it waits for an answer
             except dist.DistError as error:
                 self._lost(error)
                 return

@@ -45,7 +45,8 @@ class Job:
     Attributes:
         number: differs from those of all other jobs with the same store.
         sizes: ranks along every axis of the mesh, in its order.
-        device: type of the devices on which tensors are: "cpu" (Gloo) or "cuda" (NCCL).
+        device: type of the devices on which tensors are: "cpu" or "cuda".
+        backend: of torch.distributed.
         timeout_s: when the job has failed, in seconds.
         work: a function of a module and its arguments, pickled; it is called with the mesh before these.
         fresh: whether the processes start for this job and end with it.
@@ -54,6 +55,7 @@ class Job:
     number: int
     sizes: dict[str, int]
     device: str
+    backend: str
     timeout_s: float
     work: bytes
     fresh: bool = False

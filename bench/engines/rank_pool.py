@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spbench.bench.engines.rank_job import Answer, Job, RankError, collect
-from spbench.bench.engines.rank_process import RankProcess, Rendezvous
+from spbench.bench.engines.rank_process import BACKENDS, RankProcess, Rendezvous
 from spbench.bench.processes import STACKS_FOLDER, stacks_of
 from spbench.impls.axes import whole_mesh
 
@@ -64,6 +64,7 @@ class RankPool:
         *args: Any,
         timeout_s: float = 120.0,
         device: str = "cpu",
+        backend: str = "",
     ) -> list[Any]:
         """Call ``function(mesh, *args)`` on every rank of a mesh; returns what each returned, by rank.
 
@@ -71,13 +72,14 @@ class RankPool:
             sizes: ranks along each axis of the mesh; axes that are left out have 1.
             function: of a module that the processes can import; its arguments and result are pickled.
             timeout_s: after it the job has failed and the processes are killed; the next job gets new ones.
-            device: type of the devices on which the ranks' tensors are; one GPU a rank.
+            device: type of the devices on which the ranks' tensors are.
+            backend: of torch.distributed; "": Gloo on CPUs, NCCL on GPUs, one a rank.
 
         Raises:
             RankError: a rank raised, died, or did not answer in time.
             ValueError: the mesh has no such axis, or more ranks than the pool.
         """
-        job = job_of(next(self._jobs), self.size, sizes, function, args, timeout_s, device)
+        job = job_of(next(self._jobs), self.size, sizes, function, args, timeout_s, device, backend)
         n = job.ranks
         while len(self._processes) < self.size:
             place = Rendezvous(_HOST, self._store.port)
@@ -120,6 +122,7 @@ def job_of(
     args: tuple[Any, ...],
     timeout_s: float,
     device: str,
+    backend: str,
 ) -> Job:
     """A job for the ranks of a mesh.
 
@@ -130,7 +133,8 @@ def job_of(
         ValueError: the mesh has no such axis, or more ranks.
     """
     # pickled here, so that what cannot be pickled is the caller's error and reaches no rank
-    job = Job(number, whole_mesh(sizes), device, timeout_s, pickle.dumps((function, args)))
+    work = pickle.dumps((function, args))
+    job = Job(number, whole_mesh(sizes), device, backend or BACKENDS[device], timeout_s, work)
     if job.ranks > size:
         raise ValueError(f"a job on {job.ranks} ranks does not fit in a pool of {size}")
     return job

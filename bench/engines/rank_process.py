@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from spbench.bench.engines.rank_job import GRACE_S, Answer, Job
+from spbench.bench.engines.staged_group import STAGED, register
 from spbench.bench.processes import (
     STACKS_FOLDER,
     Surroundings,
@@ -157,15 +158,18 @@ def _answer_of(error: BaseException, rank: int, place: int) -> Answer:
 
 
 def _run(store: dist.Store, job: Job, rank: int, local_rank: int) -> Any:
+    if job.backend == STAGED:
+        register()
+        local_rank %= max(1, torch.cuda.device_count())
     if job.device == "cuda":
         torch.cuda.set_device(local_rank)
     dist.init_process_group(
-        BACKENDS[job.device],
+        job.backend,
         store=dist.PrefixStore(f"job{job.number}", store),
         rank=rank,
         world_size=job.ranks,
         timeout=timedelta(seconds=job.timeout_s + _LATER_S),
-        device_id=torch.device("cuda", local_rank) if job.device == "cuda" else None,
+        device_id=torch.device("cuda", local_rank) if job.backend == "nccl" else None,
     )
     mesh = device_mesh(job.sizes, job.device)
     function, args = pickle.loads(job.work)

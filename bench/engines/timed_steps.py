@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from spbench.bench.cell import Measurement, Timing
 from spbench.bench.engines.step_timer import seconds
+from spbench.bench.meters.telemetry import telemetry_of
 
 #: of torch.cuda.memory_stats, what says that a step was short of memory or fragmented it
 _STATISTICS = ("num_alloc_retries", "num_ooms", "inactive_split_bytes.all.peak")
@@ -24,7 +25,8 @@ class TimedSteps:
         samples_s: seconds of each step on the slowest rank; the same on all ranks.
         device: of this rank: ``host``, ``device``, and on a GPU the bytes of torch's caching allocator:
             allocated before the steps, at the peak allocated and reserved, and what of
-            torch.cuda.memory_stats says that memory was short.
+            torch.cuda.memory_stats says that memory was short; under ``telemetry``,
+            :meth:`Telemetry.found`.
     """
 
     samples_s: list[float]
@@ -40,11 +42,22 @@ def timed_steps(step: Callable[[], Any], timing: Timing, device_type: str) -> Ti
     for _ in range(timing.warmup):
         step()
     before = allocator_before() if device_type == "cuda" else {}
-    samples = seconds(step, device_type, timing.samples)
+    with telemetry_of(torch.cuda.current_device() if device_type == "cuda" else None) as telemetry:
+        samples = seconds(step, device_type, timing.samples)
     found = {"host": platform.node(), "device": device_name(device_type)}
     if device_type == "cuda":
-        found |= before | allocator_peaks()
+        found |= before | allocator_peaks() | {"telemetry": telemetry.found(timing.samples)}
     return TimedSteps(samples, found)
+
+
+def remark(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """A line on the first rank whose clocks fell while steps were timed; "" if none did.
+
+    Args:
+        ranks: ``rank`` and :attr:`TimedSteps.device` of each.
+    """
+    notes = {entry["rank"]: entry.get("telemetry", {}).get("clocks_note") for entry in ranks}
+    return next((f"rank {rank}: {note}" for rank, note in notes.items() if note), "")
 
 
 def on_device(metered: Measurement, rank: int, steps: TimedSteps) -> Measurement:

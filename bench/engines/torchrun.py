@@ -23,6 +23,7 @@ from spbench.bench.engines.rank_agent import BEAT_S, LOST_S, Launched, serve, wa
 from spbench.bench.engines.rank_job import GRACE_S, Answer, Job, RankError, collect
 from spbench.bench.engines.rank_pool import RankPool, job_of
 from spbench.bench.engines.rank_process import Rendezvous
+from spbench.bench.engines.staged_group import STAGED
 from spbench.bench.processes import (
     STACKS_S,
     Surroundings,
@@ -38,7 +39,7 @@ AGENTS = "SPBENCH_AGENTS"
 #: seconds in which all agents have to be there, before a job of theirs fails
 _START_S = 120.0
 #: seconds that agents have to leave once they are told to
-_LEAVE_S = 20.0
+_LEAVE_S = 10.0
 
 
 @contextmanager
@@ -113,6 +114,7 @@ class Agents:
         *args: Any,
         timeout_s: float = 120.0,
         device: str = "cpu",
+        backend: str = "",
     ) -> list[Any]:
         """As :meth:`RankPool.run`, on the first agents.
 
@@ -120,7 +122,8 @@ class Agents:
             RankError: a rank raised, died, its machine is gone, or it did not answer in time.
             ValueError: the mesh has no such axis, or more ranks than there are agents.
         """
-        job = replace(job_of(0, self.size, sizes, function, args, timeout_s, device), fresh=self.fresh)
+        job = job_of(0, self.size, sizes, function, args, timeout_s, device, backend)
+        job = replace(job, fresh=self.fresh)
         number = _post(self._store, job)
         answers = _Answers(self._store, number)
         try:
@@ -191,6 +194,21 @@ def check_gpus(ranks: int, device: str) -> None:
     if device == "cuda" and AGENTS not in os.environ and ranks > torch.cuda.device_count():
         there = torch.cuda.device_count()
         raise Unavailable(f"needs {ranks} GPUs, and this machine has {there}", "start it with torchrun")
+
+
+def shared_backend(ranks: int, device: str) -> str:
+    """The backend of torch.distributed for ranks that share this machine's GPUs, as it has fewer; "" for the
+    usual one, where each has its own. Nothing should be timed on it.
+
+    Raises:
+        Unavailable: they are to have GPUs, and this machine has none.
+    """
+    check_gpus(1, device)
+    try:
+        check_gpus(ranks, device)
+    except Unavailable:
+        return STAGED
+    return ""
 
 
 def ranks_for(size: int, *, fresh: bool = False) -> RankPool | Agents:

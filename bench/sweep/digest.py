@@ -30,7 +30,7 @@ from spbench.impls.strategies.nesting import nesting
 PARTS = ("cluster", "model", "strategy", "code", "torch")
 
 #: keys of a cluster file that say where a figure comes from
-_ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from")
+_ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from", "measured")
 
 
 def digest(cell: Cell) -> dict[str, str]:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
-from spbench.bench.engines.torchrun import Agents, check_gpus, ranks_for
+from spbench.bench.engines.torchrun import Agents, ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank, relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
@@ -179,8 +179,8 @@ def verify_case(
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     try:
-        check_gpus(row.size, device)
-        findings = pool.run(sizes, check_rank, case, device=device)
+        backend = shared_backend(row.size, device)
+        findings = pool.run(sizes, check_rank, case, device=device, backend=backend)
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:

@@ -1,4 +1,6 @@
-"""Stand-ins for the engines, and a small scenario: importable by other processes."""
+"""Stand-ins for the engines, and a small scenario: importable by other processes, without torch."""
+
+from __future__ import annotations
 
 import os
 import resource
@@ -7,14 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.engines.distributed import launch
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.layout import Unsupported
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: two strategies at a few sizes, one claim of each kind
 SCENARIO = """
@@ -109,12 +110,17 @@ def waits_for_ever() -> None:
 
 def faulty(cell: Cell) -> Measurement:
     """As :func:`answer`, after two real ranks have met; rank 1 does what the cell's variant names."""
+    from spbench.bench.engines.distributed import launch
+
     launch(cell, meet_unless)
     return answer(cell)
 
 
 def meet_unless(mesh: DeviceMesh, cell: Cell) -> None:
     """A fault on rank 1, in the middle of the work of both."""
+    import torch
+    import torch.distributed as dist
+
     _log(str(os.getpid()))
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
@@ -132,6 +138,8 @@ def _raises() -> None:
 
 
 def _runs_out_of_memory() -> None:
+    import torch
+
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, most))
@@ -141,6 +149,7 @@ def _runs_out_of_memory() -> None:
 FAULTS_OF_A_RANK = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": _hangs,
+    "hangs too": _hangs,
     "raises": _raises,
     "out of memory": _runs_out_of_memory,
     "": lambda: None,

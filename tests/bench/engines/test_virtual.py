@@ -122,10 +122,23 @@ def test_virtual_ranks_are_as_real_ones(
     assert all(bool(v.counts) is (n > 1) for v in virtually)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp64"])
 @pytest.mark.parametrize("strategy", [*AXES])
 @pytest.mark.parametrize(
-    "changes", [{}, {"layers": 1, "linformer": 32}, {"layers": 1, "checkpointing": True}]
+    ("changes", "precision"),
+    [
+        ({}, "fp16"),
+        ({"layers": 1, "linformer": 32}, "bf16"),
+        ({"layers": 1, "checkpointing": True}, "fp64"),
+        *(
+            pytest.param(changes, precision, marks=pytest.mark.slow)
+            for changes, others in (
+                ({}, ("bf16", "fp64")),
+                ({"layers": 1, "linformer": 32}, ("fp16", "fp64")),
+                ({"layers": 1, "checkpointing": True}, ("fp16", "bf16")),
+            )
+            for precision in others
+        ),
+    ],
 )
 def test_formula_at_paper_scale(strategy: str, precision: str, changes: dict[str, Any]) -> None:
     # 64 heads, so that they can be split over 64 ranks too
