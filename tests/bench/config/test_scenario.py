@@ -115,7 +115,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"defaults__model": "bert-bse"}, "defaults.model: unknown model 'bert-bse'; did you mean 'bert-base'?"),
     ({"defaults__cluster": "piz-daint"}, "defaults.cluster: unknown cluster 'piz-daint'; did you mean"),
-    ({"defaults__engine": "real"}, "defaults.engine: unknown engine 'real' (known: distributed, virtual)"),
+    (
+        {"defaults__engine": "real"},
+        "defaults.engine: unknown engine 'real' (known: distributed, emulated, virtual)",
+    ),
     ({"defaults__precision": "fp8"}, "defaults.precision: must be"),
     (
         {"groups__1__model_options__layer": 3},
