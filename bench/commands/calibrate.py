@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from spbench.bench.calibration.fit import Residual
     from spbench.bench.files.cluster import Calibration
 
-QUANTITY = "throughput_tokens_per_s"
-
 
 @click.command("calibrate")
 @click.option("--scenario", help="A scenario with a published table: its name or its file.")
 @click.option("--table", help="The table's name in the scenario.")
-@click.option("--quantity", default=QUANTITY, show_default=True, help="Its column.")
+@click.option("--quantity", default="throughput_tokens_per_s", show_default=True, help="Its column.")
 @click.option(
     "--fit",
     "fits",
@@ -69,13 +67,12 @@ def command(
     from spbench.bench.commands.machine_report import Asked, measured_machine
     from spbench.bench.errors import UserError
 
-    if (engine is None) == (scenario is None):
+    if (engine is None) == (scenario is None and table is None and not fits):
         raise UserError("give either --scenario, --table and --fit, or --engine")
     if engine is not None:
         return measured_machine(Asked(engine, device, world_size, precision, sizes), output)
-    if table is None or not fits:
-        raise UserError("--scenario needs --table and --fit too")
-    assert scenario is not None
+    if scenario is None or table is None or not fits:
+        raise UserError("--scenario, --table and --fit go together")
     return _fitted(scenario, table, quantity, fits)
 
 
