@@ -35,13 +35,19 @@ if TYPE_CHECKING:
     help="Measure this machine: on real ranks with their collectives, or on one device alone.",
 )
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of ranks."
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Of ranks; cuda where torch sees a GPU, else cpu, if left out.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks; 2, or all GPUs, if left out.")
 @many("--precision", Words(), "Of products and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out.")
-@many("--message-bytes", Numbers(4), "Sizes of the collectives' messages instead of 1 KiB to 64 MiB.")
-@many("--sides", Numbers(), "Sides of the matrices instead of 128 to 2048.")
-@many("--lengths", Numbers(), "Sequence lengths of attention instead of 128 to 2048.")
+@many(
+    "--message-bytes",
+    Numbers(4),
+    "Sizes of the collectives' messages instead of 1 KiB to 64 MiB (1 GiB on GPUs).",
+)
+@many("--sides", Numbers(), "Sides of the matrices instead of 128 to 2048 (16384).")
+@many("--lengths", Numbers(), "Sequence lengths of attention instead of 128 to 2048 (32768).")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -57,7 +63,7 @@ def command(
     fits: tuple[str, ...],
     engine: str | None,
     output: Path,
-    device: str,
+    device: str | None,
     world_size: int | None,
     precision: tuple[str, ...],
     **sizes: tuple[int, ...],
