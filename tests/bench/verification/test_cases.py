@@ -63,8 +63,8 @@ ONE_OF_EACH_KIND = ["bert-tiny", "tnl-tiny", "st-dit-tiny"]
 
 def in_float64() -> Iterator[Any]:
     """Strategies, models, ranks and parts. In every run all pairs as whole models with their variants, and
-    the parts that these are made of for a model of each kind of attention; on three ranks: they have a first, a
-    middle and a last one, and divide few sizes."""
+    the parts that these are made of for a model of each kind of attention; on three ranks: they have a first,
+    a middle and a last one, and divide few sizes."""
     for strategy, model in product(strategies(), TINY):
         parts = None if model in ONE_OF_EACH_KIND else ["model"]
         yield pytest.param(strategy, model, {3}, parts, id=f"{strategy}-{model}-3")
