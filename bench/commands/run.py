@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spbench.bench.commands.execution import Ran, draw_figure, run_cells
-from spbench.bench.commands.options import Words, choosing_cells, fresh, jobs, many, output_folder, reported
+from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
+from spbench.bench.commands.options import (
+    Words,
+    choosing_cells,
+    executor,
+    fresh,
+    jobs,
+    many,
+    output_folder,
+    reported,
+)
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.report import Report, Table
 
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 @choosing_cells
 @many("--engine", Words(), "Run on these engines instead of the scenario's.")
 @jobs
+@executor
 @output_folder("Folder for results; default results/runs/NAME.")
 @fresh
 @click.option(
@@ -45,6 +55,7 @@ def command(
     narrowing: Narrowing,
     engine: tuple[str, ...],
     jobs: int | None,
+    executor: str | None,
     output: Path | None,
     fresh: bool,
     timeout: float | None,
@@ -63,8 +74,9 @@ def command(
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:
         return planned(loaded, narrowing, folder, fresh or plain_trace)
-    with _plain_traces() if plain_trace else nullcontext():
-        ran = run_cells(loaded, narrowing, folder, jobs, fresh or plain_trace, timeout_s=timeout)
+    fresh = fresh or plain_trace
+    with _plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
+        ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
     drawn, figure_failed = draw_figure(loaded, ran, folder)
     return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0)
 

@@ -68,6 +68,7 @@ class Outcome:
         traceback: of what was raised; "" unless it failed.
         log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
             failed or ran out of time.
+        provenance: of the process that ran it (:func:`provenance`); None: this one's machine and code.
     """
 
     status: Status
@@ -76,6 +77,7 @@ class Outcome:
     traceback: str = ""
     log: str = ""
     elapsed_s: float | None = None
+    provenance: dict[str, str | None] | None = None
 
 
 def measure(run: Run, cell: Cell) -> Outcome:
@@ -143,8 +145,7 @@ class Worker:
             outcome = self.connection.recv()
         except (EOFError, OSError):
             self.process.join(GRACE_S)
-            fate = _fate(self.process.exitcode)
-            outcome = Outcome("failed", f"the worker process {fate}")
+            outcome = Outcome("failed", f"the worker process {fate(self.process.exitcode)}")
         if outcome is None:
             self.begun = True
             self.deadline = time.monotonic() + self.cell.timeout_s if self.cell.timeout_s else None
@@ -226,7 +227,8 @@ class Worker:
         return text
 
 
-def _fate(exitcode: int | None) -> str:
+def fate(exitcode: int | None) -> str:
+    """How a process ended, as the end of a sentence."""
     if exitcode is None or exitcode >= 0:
         return f"ended by itself with exit code {exitcode}"
     name = signal.Signals(-exitcode).name
