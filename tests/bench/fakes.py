@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.distributed import launch
+from spbench.bench.files.cluster import load_cluster
 from spbench.impls.strategies.base import Unsupported
 
 #: two strategies at a few sizes, one claim of each kind
@@ -140,6 +141,12 @@ def gated(cell: Cell) -> Measurement:
     while cell.sizes.world < 4 and not Path(os.environ[GATE]).exists():
         time.sleep(0.02)
     return answer(cell)
+
+
+def cluster_of(cell: Cell) -> Measurement:
+    """The figures of the cell's cluster, and a reason with its name."""
+    figures = load_cluster(cell.cluster).model_dump(mode="json")
+    return Measurement(reason=f"cluster {cell.cluster} is this one", meters={"cluster": figures})
 
 
 def _log(line: str) -> None:
