@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.distributed import launch
 from spbench.bench.files.cluster import load_cluster
-from spbench.impls.strategies.base import Unsupported
+from tests.bench.gates import LOG, answer
+from tests.bench.gates import log as _log
 
 #: two strategies at a few sizes, one claim of each kind
 SCENARIO = """
@@ -49,21 +50,6 @@ inferred_from:
     answers: [rsa-linformer-upper-bound]
     reason: fewer would not fit the bound
 """
-
-#: names of environment variables
-GATE, LOG = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG"
-
-
-def answer(cell: Cell) -> Measurement:
-    """A sequence length of 1000 a rank; three ranks cannot be, five are a fault."""
-    if cell.sizes.world == 3:
-        raise Unsupported("3 ranks do not divide", "use 2 or 4")
-    if cell.sizes.world == 5:
-        raise ValueError("five\nis a fault")
-    sent = [{"phase": "forward", "collective": "send", "sent_bytes": 2**20}]
-    return Measurement(
-        answer=1000 * cell.sizes.world, peak_memory_bytes=2**30, communication=sent, formula=sent
-    )
 
 
 def moody(cell: Cell) -> Measurement:
@@ -134,21 +120,7 @@ def ending_with_words(cell: Cell) -> Measurement:
     os._exit(1)
 
 
-def gated(cell: Cell) -> Measurement:
-    """As :func:`answer`, but fewer than four ranks end only when the file GATE exists; writes the process
-    and the cell to LOG."""
-    _log(f"{os.getpid()} {cell.key}")
-    while cell.sizes.world < 4 and not Path(os.environ[GATE]).exists():
-        time.sleep(0.02)
-    return answer(cell)
-
-
 def cluster_of(cell: Cell) -> Measurement:
     """The figures of the cell's cluster, and a reason with its name."""
     figures = load_cluster(cell.cluster).model_dump(mode="json")
     return Measurement(reason=f"cluster {cell.cluster} is this one", meters={"cluster": figures})
-
-
-def _log(line: str) -> None:
-    with open(os.environ[LOG], "a") as log:
-        log.write(line + "\n")

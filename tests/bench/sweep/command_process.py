@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spbench.bench.sweep.results import RESULTS_FILE, read_rows
-from tests.bench import fakes
+from tests.bench.fakes import SCENARIO
+from tests.bench.gates import GATE, LOG
 
 ROOT = Path(__file__).parents[3]
+#: for PYTHONPATH: ours, and workers that start without torch
+LIGHT_PATH = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "light")])
 #: seconds after which a test gives up on another process
 PATIENCE_S = 180.0
 
@@ -27,12 +30,12 @@ class Command:
     def __init__(self, folder: Path, *options: str):
         self.folder, self.results = folder, folder / "out" / RESULTS_FILE
         self.gate, self.log, scenario = folder / "gate", folder / "log", folder / "small.yaml"
-        scenario.write_text(fakes.SCENARIO)
+        scenario.write_text(SCENARIO)
         self.environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
-            fakes.GATE: str(self.gate),
-            fakes.LOG: str(self.log),
+            "PYTHONPATH": LIGHT_PATH,
+            GATE: str(self.gate),
+            LOG: str(self.log),
         }
         self.command = [
             sys.executable,
@@ -74,7 +77,7 @@ class Command:
 
     def processes(self) -> list[int]:
         """The processes that have this command's environment; zombies are none."""
-        mark = f"{fakes.LOG}={self.log}".encode()
+        mark = f"{LOG}={self.log}".encode()
         return [pid for pid, variables in environments() if mark in variables.split(b"\0")]
 
     def end(self) -> None:

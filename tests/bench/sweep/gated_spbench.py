@@ -4,7 +4,7 @@ import functools
 
 import spbench.bench.sweep.sweep
 from spbench.bench.cli import main
-from tests.bench.fakes import gated
+from tests.bench.gates import gated
 
 if __name__ == "__main__":
     spbench.bench.sweep.sweep.sweep = functools.partial(spbench.bench.sweep.sweep.sweep, run=gated)
