@@ -8,8 +8,8 @@ from pathlib import Path
 from spbench.bench.cell import Cell, Measurement
 from spbench.impls.layout import Unsupported
 
-#: names of environment variables
-GATE, LOG = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG"
+#: names of environment variables; RUN: which of these functions gated_spbench.py measures cells with
+GATE, LOG, RUN = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG", "SPBENCH_TEST_RUN"
 
 
 def log(line: str) -> None:
@@ -36,6 +36,13 @@ def gated(cell: Cell) -> Measurement:
     log(f"{os.getpid()} {cell.key}")
     while cell.sizes.world < 4 and not Path(os.environ[GATE]).exists():
         time.sleep(0.02)
+    return answer(cell)
+
+
+def brief(cell: Cell) -> Measurement:
+    """As :func:`answer`, after a moment; writes the process and the cell to LOG."""
+    log(f"{os.getpid()} {cell.key}")
+    time.sleep(0.02)
     return answer(cell)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 import queue
 import select
 import shutil
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -99,28 +101,52 @@ class Runner:
 
 
 def main() -> None:
-    """The life of a runner."""
+    """The life of a runner. Not ended by the interpreter, which cannot end while a thread reads."""
+    code = 0
+    try:
+        _serve_cells()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
+
+
+def _serve_cells() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed is no answer
     folder = Path(tempfile.mkdtemp(prefix="spbench-runner-"))
-    requests: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+    busy = threading.Event()
     run = pickle.loads(pickle.load(sys.stdin.buffer))
-    threading.Thread(target=_read, args=(requests, folder), daemon=True).start()
+    threading.Thread(target=_read, args=(requests, busy, folder), daemon=True).start()
     with Crew(run) as crew, suppress(queue.Empty):
-        while True:
-            parcel = requests.get(timeout=IDLE_LIMIT_S)
-            pickle.dump(run_parcel(parcel, crew, folder), answers)
+        while (parcel := requests.get(timeout=IDLE_LIMIT_S)) is not None:
+            busy.set()
+            pickle.dump(_outcome(parcel, crew, folder), answers)
             answers.flush()
+            busy.clear()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read(requests: queue.SimpleQueue[Parcel], folder: Path) -> None:
-    """Pass on what comes; end this process when the one that sends is gone. Workers see that, and end too."""
+def _read(requests: queue.SimpleQueue[Parcel | None], busy: threading.Event, folder: Path) -> None:
+    """Pass on what comes. When the one that sends is gone, this process ends: as it should if it is idle, and
+    at once if a cell is running, whose processes see that, and end too."""
     with suppress(EOFError):
         while True:
             requests.put(pickle.load(sys.stdin.buffer))
+    requests.put(None)
+    busy.wait()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
+
+
+def _outcome(parcel: Parcel, crew: Crew, folder: Path) -> Outcome:
+    """As :func:`run_parcel`; what goes wrong with this machine (a full disk, no more processes) is one."""
+    try:
+        return run_parcel(parcel, crew, folder)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return Outcome("failed", f"{reason}, on {platform.node()}", traceback=traceback.format_exc())
 
 
 def run_parcel(parcel: Parcel, crew: Crew, folder: Path) -> Outcome:

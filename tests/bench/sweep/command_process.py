@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 from tests.bench.fakes import SCENARIO
-from tests.bench.gates import GATE, LOG
+from tests.bench.gates import GATE, LOG, RUN
 
 ROOT = Path(__file__).parents[3]
 #: for PYTHONPATH: ours, and workers that start without torch
@@ -25,15 +25,18 @@ class Command:
     Args:
         folder: of all its files; the results are in its folder "out".
         options: further ones of the command line.
+        scenario: the content of the scenario file.
+        run: a function of gates.py that measures the cells.
     """
 
-    def __init__(self, folder: Path, *options: str):
+    def __init__(self, folder: Path, *options: str, scenario: str = SCENARIO, run: str = "gated"):
         self.folder, self.results = folder, folder / "out" / RESULTS_FILE
-        self.gate, self.log, scenario = folder / "gate", folder / "log", folder / "small.yaml"
-        scenario.write_text(SCENARIO)
+        self.gate, self.log, file = folder / "gate", folder / "log", folder / "small.yaml"
+        file.write_text(scenario)
         self.environment = {
             **os.environ,
             "PYTHONPATH": LIGHT_PATH,
+            RUN: run,
             GATE: str(self.gate),
             LOG: str(self.log),
         }
@@ -43,7 +46,7 @@ class Command:
             "tests.bench.sweep.gated_spbench",
             "run",
             "--scenario",
-            str(scenario),
+            str(file),
         ]
         self.command += ["--output", str(folder / "out"), "--jobs", "2", *options]
         self.process: subprocess.Popen[str] | None = None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +19,7 @@ class DaskProcesses:
     """A scheduler, and workers of one thread each. A context, which ends them all.
 
     Args:
-        folder: an empty one, of all their files; temporary ones are in its folder "temporary".
+        folder: an empty one, of what they keep and print.
         environment: beside that of this process.
 
     Attributes:
@@ -26,8 +28,9 @@ class DaskProcesses:
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None):
-        self.folder, self.temporary = folder, folder / "temporary"
-        self.temporary.mkdir()
+        self.folder = folder
+        # no folder below, as names of sockets may not be long
+        self.temporary = Path(tempfile.mkdtemp(prefix="spbench-test-dask-"))
         self.environment = {
             **os.environ,
             "PYTHONPATH": LIGHT_PATH,
@@ -72,3 +75,4 @@ class DaskProcesses:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        shutil.rmtree(self.temporary)
