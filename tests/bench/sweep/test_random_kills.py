@@ -37,18 +37,23 @@ class Siege:
 
     Attributes:
         counts: how many kills there were of each kind, and how many sweeps were brought to their end.
+        expected: what the first sweep, which is left alone, finds for each cell.
     """
 
     def __init__(self, folder: Path, seed: int):
         self.folder, self.random = folder, random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.command = self._next_sweep()
+        self.expected: dict[str, object] = {}
+        self._begin_sweep()
+        self._finish()
+        self.expected = self._final()
+        assert len(self.expected) == CELLS
 
-    def _next_sweep(self) -> Command:
-        self.before = b""
+    def _begin_sweep(self) -> None:
+        self.before, self.cut = b"", set[int]()
         folder = self.folder / str(self.counts["sweeps"])
         folder.mkdir()
-        return Command(folder, scenario=SCENARIO, run="brief")
+        self.command = Command(folder, scenario=SCENARIO, run="brief")
 
     @property
     def kills(self) -> int:
@@ -56,6 +61,7 @@ class Siege:
 
     def run(self, kills: int) -> None:
         """Kill so many times, and check the file after each."""
+        self._begin_sweep()
         while self.kills < kills:
             process = self.command.start()
             kind = "worker"
@@ -66,10 +72,10 @@ class Siege:
             process.communicate(timeout=PATIENCE_S)
             assert process.returncode in (*KILLS[kind], 0, 1)  # it may have ended before
             self.command.until_processes_are_gone()
-            self._check()
+            self._check(may_be_cut=kind == "SIGKILL")
             if len(self._final()) == CELLS:
                 self.counts["sweeps"] += 1
-                self.command = self._next_sweep()
+                self._begin_sweep()
         self._finish()
 
     def _wait(self) -> None:
@@ -89,11 +95,11 @@ class Siege:
             return
         if kind != "worker":
             os.kill(process.pid, signal.Signals[kind])
-        elif begun := self.command.begun():
-            with suppress(ProcessLookupError):  # it has been replaced
-                os.kill(self.random.choice(begun[-2:])[0], signal.SIGKILL)
         else:
-            return
+            workers = {pid for pid, _ in self.command.begun()} & {*self.command.processes()}
+            if not workers:
+                return
+            os.kill(self.random.choice(sorted(workers)), signal.SIGKILL)
         self.counts[kind] += 1
 
     def _lines(self) -> int:
@@ -106,33 +112,34 @@ class Siege:
             return self.command.results.read_bytes()
         return b""
 
-    def _check(self) -> None:
-        """What was there is there; each line is a row; of no cell there are two that are final."""
+    def _check(self, may_be_cut: bool = False) -> None:
+        """What was there is there, and each line is a row; but the last one, if the command was killed inside
+        of its write."""
         content = self._content()
         assert content.startswith(self.before)
-        assert content == b"" or content.endswith(b"\n")
+        if content and not content.endswith(b"\n"):
+            assert may_be_cut
+            self.cut.add(content.count(b"\n"))
         self.before = content
         final = self._final()
-        assert len({*final}) == len(final)
+        assert final.items() <= (self.expected or final).items()
 
-    def _final(self) -> list[str]:
-        rows = [json.loads(line) for line in self._content().splitlines()]
-        return [row["key"] for row in rows if row["status"] in FINAL]
+    def _final(self) -> dict[str, object]:
+        """Status and measurement of the cells that are done, by key; of none there are two rows."""
+        lines = self._content().split(b"\n")[:-1]
+        rows = [json.loads(line) for number, line in enumerate(lines) if number not in self.cut]
+        final = [(row["key"], [row["status"], row["measurement"]]) for row in rows if row["status"] in FINAL]
+        assert len(dict(final)) == len(final)
+        return dict(final)
 
     def _finish(self) -> None:
-        """Undisturbed, the sweep comes to its end, with the numbers that it always has."""
+        """Undisturbed, the sweep comes to its end."""
         process = self.command.start()
         process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
         self.command.until_processes_are_gone()
         self._check()
-        rows = [json.loads(line) for line in self._content().splitlines()]
-        final = {row["key"]: row for row in rows if row["status"] in FINAL}
-        assert len(final) == CELLS
-        for row in final.values():
-            world = row["cell"]["sizes"]["sp"]
-            assert row["status"] == ("unsupported" if world == 3 else "ok")
-            assert row["measurement"].get("answer") == (None if world == 3 else 1000 * world)
+        assert len(self._final()) == CELLS
         self.counts["sweeps"] += 1
 
 
@@ -143,6 +150,5 @@ def test_nothing_is_lost(tmp_path: Path, kills: int, capsys: pytest.CaptureFixtu
         siege.run(kills)
     finally:
         siege.command.end()
-        with capsys.disabled():
-            print(f"\n{siege.kills} kills: {dict(siege.counts)}", end=" ")
-    assert siege.kills >= kills
+    with capsys.disabled():
+        print(f"\n{siege.kills} kills: {dict(siege.counts)}", end=" ")
