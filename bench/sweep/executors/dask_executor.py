@@ -79,7 +79,8 @@ class DaskExecutor(Executor):
             if isinstance(found, Installation):
                 problem = self.installation.difference(found)
             else:
-                what = " ".join(f"{type(found).__name__}: {found}".split())
+                # Dask puts what it cannot pass on as it is into an exception of no kind
+                what = str(found) if type(found) is Exception else f"{type(found).__name__}: {found}"
                 problem = f"cannot load spbench ({what}); install the same as here and start it again"
             if problem:
                 raise UserError(f"the Dask worker {worker} {problem}")

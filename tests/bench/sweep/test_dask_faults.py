@@ -177,7 +177,7 @@ def test_workers_of_other_code_are_refused(tmp_path: Path) -> None:
     with DaskProcesses(tmp_path / "dask") as dask:
         for path, problem in (
             (copy, r"has other code of spbench or its plug-ins \(.*\); install"),
-            (broken.parent, r"cannot load spbench \(ImportError: no such luck\); install"),
+            (broken.parent, r"cannot load spbench \(ImportError\('no such luck'\)\); install"),
         ):
             dask.start_workers(1, {"PYTHONPATH": str(path)})
             with pytest.raises(UserError, match=rf"^the Dask worker tcp://127.0.0.1:\d+ {problem}"):
