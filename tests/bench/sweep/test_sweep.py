@@ -1,6 +1,7 @@
 """Sweeps: failures are rows, deaths cost one cell, and what has ended is kept through any interruption."""
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,3 +163,25 @@ def test_ctrl_c_says_how_to_go_on(command: Command) -> None:
     assert "Traceback" not in err
     assert len(read_rows(command.results)[0]) == 2
     command.until_processes_are_gone()
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs limits of another process")
+def test_a_disk_that_is_full_within_a_row(command: Command) -> None:
+    """What was written of the row is cut off again, the processes end, and once there is room it goes on."""
+    process = command.start()
+    command.until_two_are_held_up()
+    kept = command.results.read_bytes()
+    limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (len(kept) + 100, limits[1]))
+    command.gate.touch()
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"spbench: cannot write to {command.results}: ")
+    assert command.results.read_bytes() == kept
+    command.until_processes_are_gone()
+
+    command.start().communicate(timeout=PATIENCE_S)
+    rows, problems = read_rows(command.results)
+    assert [row["status"] for row in rows] == ["ok"] * 5
+    assert command.results.read_bytes().startswith(kept)
+    assert problems == []
