@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.engines import trace_cache
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.files.disk_cache import DiskCache
 
 torch.set_num_threads(1)  # as the ranks have
 
@@ -30,6 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.fixture(scope="module")
+def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a module's tests trace twice is traced once, as in sweeps; for tests that change no code."""
+    with pytest.MonkeyPatch.context() as patched:
+        kept = DiskCache(tmp_path_factory.mktemp("traces"), trace_cache.LIMIT_BYTES)
+        patched.setattr(trace_cache, "_cache", kept)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -13,6 +13,7 @@ from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, 
 from spbench.bench.commands.options import (
     Words,
     choosing_cells,
+    device,
     executor,
     fresh,
     jobs,
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 @click.command("run")
 @choosing_cells
 @many("--engine", Words(), "Run on these engines instead of the scenario's.")
+@device
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    help="The rank that an engine plays which plays one alone; that with the largest peak if left out.",
+)
 @jobs
 @executor
 @output_folder("Folder for results; default results/runs/NAME.")
@@ -54,6 +61,8 @@ def command(
     scenario: str,
     narrowing: Narrowing,
     engine: tuple[str, ...],
+    device: Literal["cpu", "cuda"] | None,
+    rank: int | None,
     jobs: int | None,
     executor: str | None,
     output: Path | None,
@@ -70,7 +79,7 @@ def command(
     from spbench.bench.config.scenario import load_scenario
 
     loaded = load_scenario(scenario)
-    narrowing = dataclasses.replace(narrowing, engines=engine)
+    narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:
         return planned(loaded, narrowing, folder, fresh or plain_trace)

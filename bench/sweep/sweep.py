@@ -122,7 +122,7 @@ def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = Non
         "provenance": outcome.provenance or provenance(),
     }
     row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
-    return row
+    return row if outcome.final else row | {"final": False}
 
 
 def _relative_cost(cell: Cell) -> int:

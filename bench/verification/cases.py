@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
+from spbench.bench.engines.torchrun import Agents, ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank, relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
@@ -86,9 +87,10 @@ def verify(
     parts: Sequence[str] | None = None,
     *,
     backend: str = DEFAULT_BACKEND,
+    device: str = "cpu",
     batch: int = 3,
     seq_len: int = 24,
-    pool: RankPool | None = None,
+    pool: RankPool | Agents | None = None,
 ) -> Iterator[VerifyRow]:
     """Verify strategies; a row comes as soon as its case is done.
 
@@ -104,6 +106,7 @@ def verify(
         dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
         backend: name of a backend.
+        device: type of the devices on which the ranks' tensors are, as "cuda".
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.
@@ -121,7 +124,7 @@ def verify(
     backend_class(backend)
     if pool is None and not world_sizes:
         return
-    with RankPool(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
+    with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
         for strategy in nestings:
             for name, preset in presets.items():
                 chosen = [p for p in preset.parts() if parts is None or p in parts]
@@ -132,7 +135,9 @@ def verify(
                     for part, options in wanted:
                         varied = model_preset(name, options)
                         case = Case(strategy, varied, part, dtype, batch, seq_len, backend=backend)
-                        yield verify_case(ranks, case, mesh, model_name=name, variant=_spelled(options))
+                        yield verify_case(
+                            ranks, case, mesh, device=device, model_name=name, variant=_spelled(options)
+                        )
 
 
 def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
@@ -140,7 +145,13 @@ def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
 
 
 def verify_case(
-    pool: RankPool, case: Case, mesh: Mapping[str, int] | int, *, model_name: str = "", variant: str = ""
+    pool: RankPool | Agents,
+    case: Case,
+    mesh: Mapping[str, int] | int,
+    *,
+    device: str = "cpu",
+    model_name: str = "",
+    variant: str = "",
 ) -> VerifyRow:
     """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it."""
     try:
@@ -168,7 +179,10 @@ def verify_case(
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     try:
-        findings = pool.run(sizes, check_rank, case)
+        backend = shared_backend(row.size, device)
+        findings = pool.run(sizes, check_rank, case, device=device, backend=backend)
+    except Unsupported as unsupported:
+        return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
         return replace(row, status="RED", error=float("inf"), rank=failed.rank, reason=str(failed))
     return _judged(row, findings)

@@ -29,11 +29,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.processes import environment_of_child
+from spbench.bench.processes import environment_of_child, fate
 from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.executors.executor import Parcel
 from spbench.bench.sweep.provenance import provenance
-from spbench.bench.sweep.workers import Outcome, fate
+from spbench.bench.sweep.workers import Outcome
 
 #: seconds without a cell after which a runner ends by itself: of a sweep that has vanished nothing stays
 IDLE_LIMIT_S = 60.0

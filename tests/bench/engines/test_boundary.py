@@ -15,6 +15,8 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.strategies.base import Unsupported
 from tests.bench.engines.test_virtual import cell_of, write_cluster
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
 SINGLE, TP, RSA = "single", "tensor_parallel", "ring_self_attention"
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spbench.bench.sweep.results import RESULTS_FILE, read_rows
-from tests.bench.fakes import SCENARIO
-from tests.bench.gates import GATE, LOG, RUN
+from tests.bench.fakes import GATE, LOG, RUN, SCENARIO
 
 ROOT = Path(__file__).parents[3]
 #: for PYTHONPATH: ours, and workers that start without torch
@@ -26,7 +25,7 @@ class Command:
         folder: of all its files; the results are in its folder "out".
         options: further ones of the command line.
         scenario: the content of the scenario file.
-        run: a function of gates.py that measures the cells.
+        run: a function of fakes.py that measures the cells.
     """
 
     def __init__(self, folder: Path, *options: str, scenario: str = SCENARIO, run: str = "gated"):

@@ -19,7 +19,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.sweep.executors.executor import opened
 from spbench.bench.sweep.results import ResultsFile, read_rows
 from spbench.bench.sweep.sweep import sweep
-from tests.bench import gates
+from tests.bench import fakes
 from tests.bench.sweep.command_process import PATIENCE_S, ROOT, Command, until
 from tests.bench.sweep.dask_processes import DaskProcesses
 
@@ -139,7 +139,7 @@ def test_a_cell_that_kills_its_workers_is_a_failed_row(tmp_path: Path, dask: Das
     dask.start_workers(1)
     cells = [cell(world) for world in (1, 2, 4, 8)]
     with opened(dask.address) as executor, ResultsFile(tmp_path) as results:
-        rows = sweep(cells, results, run=gates.killing_its_host, executor=executor)
+        rows = sweep(cells, results, run=fakes.killing_its_host, executor=executor)
         assert len(results.path.read_text().splitlines()) == 4
     assert [row["status"] for row in rows] == ["ok", "failed", "ok", "ok"]
     assert rows[1]["reason"].startswith(
@@ -152,11 +152,11 @@ def test_a_cell_that_kills_its_workers_is_a_failed_row(tmp_path: Path, dask: Das
 def test_a_time_limit_holds_there(
     tmp_path: Path, dask: DaskProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(gates.LOG, str(tmp_path / "log"))
-    monkeypatch.setenv(gates.GATE, str(tmp_path / "gate"))
+    monkeypatch.setenv(fakes.LOG, str(tmp_path / "log"))
+    monkeypatch.setenv(fakes.GATE, str(tmp_path / "gate"))
     with opened(dask.address) as executor, ResultsFile(tmp_path) as results:
         rows = sweep(
-            [cell(2, timeout_s=2.0), cell(4, timeout_s=60.0)], results, run=gates.gated, executor=executor
+            [cell(2, timeout_s=2.0), cell(4, timeout_s=60.0)], results, run=fakes.gated, executor=executor
         )
     assert [row["status"] for row in rows] == ["timeout", "ok"]
     assert rows[0]["reason"] == "no end within its limit of 2 s"

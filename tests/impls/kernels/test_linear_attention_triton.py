@@ -1,5 +1,6 @@
 """The Triton kernels: their values by Triton's interpreter on the CPU, their types by its compiler."""
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -124,8 +125,17 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+#: the precision in which each case is of every run
+ALWAYS = dict(zip(CASES, itertools.cycle([torch.bfloat16, torch.float16, torch.float32]), strict=False))
+
+
+def in_precisions() -> Iterator[Any]:
+    for name, dtype in itertools.product(CASES, (torch.float32, torch.float16, torch.bfloat16)):
+        marks = [] if dtype is ALWAYS[name] else pytest.mark.slow
+        yield pytest.param(name, dtype, id=f"{name}-{dtype}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*in_precisions()])
 def test_kernels_are_the_plain_operators(
     name: str, dtype: torch.dtype, interpreter: ProcessPoolExecutor
 ) -> None:
