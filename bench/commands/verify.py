@@ -101,4 +101,5 @@ def _check_names(
 
 
 def _rounded(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: f"{value:.1e}" if isinstance(value, float) else value for key, value in line.items()}
+    shown = {key: f"{value:.1e}" if isinstance(value, float) else value for key, value in line.items()}
+    return shown | ({} if line["factor"] is None else {"factor": f"{line['factor']:.4g}"})

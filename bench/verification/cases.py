@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
-from spbench.bench.verification.oracle import Case, Finding, check_rank, relative_errors
+from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.models.model import model_preset
@@ -37,8 +37,6 @@ from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting
 from spbench.impls.strategies.registry import strategies as all_strategies
 from spbench.impls.training.step import PRECISIONS
-
-__all__ = ["VerifyRow", "relative_errors", "verify", "verify_case"]
 
 FLOAT64_LIMIT = 1e-10
 NOISE_FACTOR = 4.0
@@ -58,7 +56,9 @@ class VerifyRow:
         error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
             the one with the largest error for its limit.
         tensor, rank: which tensor that is, and where.
-        reason: why it is unsupported, or what a rank raised.
+        factor: the number that this tensor is the reference times, where a RED one is that
+            (:class:`Discrepancy`).
+        reason: why it is unsupported, what a rank raised, or in which way tensors are wrong.
     """
 
     strategy: str
@@ -75,6 +75,7 @@ class VerifyRow:
     limit: float | None = None
     tensor: str = ""
     rank: int | None = None
+    factor: float | None = None
     reason: str = ""
 
 
@@ -174,27 +175,59 @@ def verify_case(
     return _judged(row, findings)
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """A finding of a rank beside what its error may be."""
+
+    rank: int
+    finding: Finding
+    limit: float
+
+    @property
+    def excess(self) -> float:
+        return self.finding.found.error / self.limit
+
+    @property
+    def factor(self) -> float | None:
+        return self.finding.found.factor(self.limit)
+
+    def __str__(self) -> str:
+        return f"{self.finding.tensor} {self.finding.found.described(self.limit)}"
+
+
 def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
     """The row with the worst of the findings of ranks 0, 1, ..."""
     dtype = PRECISIONS[row.dtype].parameters
     typical = median(f.noise for ranks in findings for f in ranks)
-    worst = (0.0, 0, findings[0][0], FLOAT64_LIMIT)
-    for rank, found in enumerate(findings):
-        for finding in found:
-            limit = FLOAT64_LIMIT
-            if dtype is not torch.float64:
-                limit = NOISE_FACTOR * max(finding.noise, typical, torch.finfo(dtype).eps)
-            if (excess := finding.error / limit) > worst[0]:
-                worst = (excess, rank, finding, limit)
-    excess, rank, finding, limit = worst
-    return replace(
+
+    def limit(finding: Finding) -> float:
+        if dtype is torch.float64:
+            return FLOAT64_LIMIT
+        return NOISE_FACTOR * max(finding.noise, typical, torch.finfo(dtype).eps)
+
+    judged = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
+    worst = max(judged, key=lambda each: each.excess)
+    row = replace(
         row,
-        status="green" if excess <= 1 else "RED",
-        error=finding.error,
-        limit=limit,
-        tensor=finding.tensor,
-        rank=rank,
+        error=worst.finding.found.error,
+        limit=worst.limit,
+        tensor=worst.finding.tensor,
+        rank=worst.rank,
     )
+    wrong = [each for each in judged if each.excess > 1]
+    if not wrong:
+        return row
+    return replace(row, status="RED", factor=worst.factor, reason=_how_wrong(worst, wrong))
+
+
+def _how_wrong(worst: _Judged, wrong: list[_Judged]) -> str:
+    """In which way the worst tensor is wrong, and, where that has no factor, the worst one that has."""
+    scaled = [each for each in wrong if each.factor is not None]
+    shown = (
+        [worst] if worst.factor is not None or not scaled else [worst, max(scaled, key=lambda e: e.excess)]
+    )
+    others = len({each.finding.tensor for each in wrong} - {each.finding.tensor for each in shown})
+    return "; ".join([*map(str, shown), *([f"{others} other tensors are wrong too"] if others else [])])
 
 
 def _spelled(options: Mapping[str, Any]) -> str:
