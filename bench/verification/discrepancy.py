@@ -86,7 +86,7 @@ def _discrepancy(reference: Tensor | None, x: Tensor | None) -> Discrepancy:
     # divided by the largest element, so that squares of tiny gradients do not underflow
     reference, x = reference / largest, x / largest
     norm = reference.norm().item()
-    scale = (x @ reference).item() / norm**2
+    scale = (x @ reference / (reference @ reference)).item()
     left = (x - scale * reference).norm().item()
     residual = left / (abs(scale) * norm) if scale else float("inf")
     return Discrepancy((x - reference).norm().item() / norm, scale=scale, residual=residual)
