@@ -10,6 +10,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class
 from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.engines.peer_packages import requirements
 from spbench.bench.processes import usable_cores
 from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.digest import digest, is_final
@@ -21,6 +22,16 @@ from spbench.bench.sweep.workers import Outcome, Run
 def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
     """The cells without a final row: never run, failed, or run when their digest was another."""
     return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key))]
+
+
+def unproven(cells: Sequence[Cell]) -> dict[str, Outcome]:
+    """The outcome, numerics, of those of the cells whose strategy is a peer (:mod:`impls.peers`) that
+    verification does not prove right, by key."""
+    if not any(requirements(cell.strategy) for cell in cells):  # which is known without torch
+        return {}
+    from spbench.bench.verification.proof import reasons_against
+
+    return {key: Outcome("numerics", reason) for key, reason in reasons_against(cells).items()}
 
 
 def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
@@ -42,7 +53,8 @@ def sweep(
     """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
 
     A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
-    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. An interrupt, or a row that
+    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. A cell of a peer that is not
+    proven right is not run (:func:`unproven`). An interrupt, or a row that
     cannot be written, ends the sweep and its processes; only cells that were running are lost.
 
     Args:
@@ -59,6 +71,13 @@ def sweep(
     todo = sorted(unfinished(cells, results), key=_relative_cost, reverse=True)
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest(cell) for cell in todo}
+    refused = unproven(todo)
+    for key, outcome in refused.items():
+        cell = next(cell for cell in todo if cell.key == key)
+        on_start(cell)
+        results.append(row := as_row(cell, outcome, made_by[key]))
+        on_end(row)
+    todo = [cell for cell in todo if cell.key not in refused]
     alone = [cell for cell in todo if _runs_alone(cell)]
     together = [cell for cell in todo if not _runs_alone(cell)]
 

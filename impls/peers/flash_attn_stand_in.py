@@ -1,4 +1,4 @@
-"""A module ``flash_attn`` for processes that compute on the CPU, where FlashAttention's package has no kernels.
+"""A module ``flash_attn`` for processes that compute on the CPU, for which FlashAttention has no kernels.
 
 It has the functions that ring-flash-attn and yunchang import from that package, made of the operators of
 :mod:`impls.kernels.flash_attention`, which are torch's CPU flash operators. So a peer on the CPU is its own
@@ -68,9 +68,7 @@ def _backward(
         into.copy_(gradient.transpose(1, 2))
 
 
-def _whole(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **_: Any
-) -> Tensor:
+def _whole(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **_: Any) -> Tensor:
     """Attention with autograd: q [B, L, Z, A], k, v [B, L, G, A] -> [B, L, Z, A]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = k.shape[1] < q.shape[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,24 +11,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spbench.impls.layout import Site, Unsupported
 from spbench.impls.peers import flash_attn_stand_in
+from spbench.impls.peers.registry import INSTALL, absent
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.ring_attention import RingAttention
-from spbench.impls.strategies.ulysses import HEADS, Ulysses
-
-#: the optional dependencies of this project that bring all peers
-EXTRA = "peers"
+from spbench.impls.strategies.ulysses import HEADS, POSITIONS, Ulysses
 
 
 class Peer(Strategy):
     """A strategy that calls the attention of another package on more than one rank.
 
-    A derived class says by ``requires`` which distributions that needs, and imports from them in :meth:`load`,
-    so that its module can be imported without them. Its gradients are another's, so measurements of it are
-    shown only where verification is green (:mod:`bench.verification.proof`).
+    A derived class says by ``requires`` which distributions that needs, and imports from them in
+    :meth:`load`, so that its module can be imported without them. Its gradients are another's work: it is
+    measured only where verification is green (:mod:`bench.verification.proof`).
     """
-
-    #: the distributions whose code it calls
-    requires: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -45,32 +39,10 @@ class Peer(Strategy):
         there."""
         raise NotImplementedError
 
-    @classmethod
-    def missing(cls) -> list[str]:
-        """Those of :attr:`requires` that are not installed."""
-        return [name for name, found in cls.versions().items() if found is None]
-
-    @classmethod
-    def versions(cls) -> dict[str, str | None]:
-        """The version of each distribution of :attr:`requires`; None where it is not installed."""
-        return {name: _version(name) for name in cls.requires}
-
     def _check_own(self, sites: Sequence[Site]) -> None:
-        if missing := self.missing():
-            raise Unsupported(*not_installed(self.name, missing))
+        if missing := absent(self.requires):
+            raise Unsupported(f"{self.name} needs {' and '.join(missing)}", INSTALL)
         super()._check_own(sites)
-
-
-def not_installed(name: str, missing: Sequence[str]) -> tuple[str, str]:
-    """What is wrong with a peer whose distributions are missing, and how to mend that."""
-    return f"{name} needs {' and '.join(missing)}", f"install the extra {EXTRA}: pip install 'spbench[{EXTRA}]'"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def imported(path: str) -> Any:
@@ -105,7 +77,8 @@ class UlyssesPeer(Peer, Ulysses):
     can_enclose = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        """q [B, L/N, Z, A], k, v [B, L/N, G, A] -> [B, L/N, Z, A], scores scaled by A**-0.5."""
+        """The layer's attention, scores scaled by A**-0.5: q [B, L/N, Z, A], k, v [B, L/N, G, A] -> [B, L/N,
+        Z, A]."""
         raise NotImplementedError
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
@@ -122,12 +95,13 @@ class UlyssesPeer(Peer, Ulysses):
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.size == 1:
             return super().causal_attention(q, k, v)
-        return self._by_position(q, k, v, True)
+        return self._by_position(q, k, v, causal=True)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.size == 1:
             return super().full_attention(q, k, v)
-        return self._by_position(q, k, v, False)
+        return self._by_position(q, k, v, causal=False)
 
-    def _by_position(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return self.attend(*(x.transpose(HEADS, 2) for x in (q, k, v)), causal).transpose(HEADS, 2)
+    def _by_position(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        q, k, v = (x.transpose(HEADS, POSITIONS) for x in (q, k, v))
+        return self.attend(q, k, v, causal).transpose(HEADS, POSITIONS)

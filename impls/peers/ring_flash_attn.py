@@ -1,4 +1,4 @@
-"""ring-flash-attention (https://github.com/zhuzilin/ring-flash-attention): Ring Attention in three placements."""
+"""ring-flash-attention (https://github.com/zhuzilin/ring-flash-attention): rings of three placements."""
 
 from __future__ import annotations
 

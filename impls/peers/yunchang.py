@@ -52,7 +52,7 @@ class YunchangUlysses(UlyssesPeer):
 
 
 class YunchangUSP(Peer, PlacedChunks):
-    """yunchang's LongContextAttention: Ulysses over sp around a ring over cp, as ulysses+ring_attention is."""
+    """yunchang's LongContextAttention: Ulysses over sp around a ring over cp, like ulysses+ring_attention."""
 
     name = "yunchang_usp"
     summary = "USP, Ulysses around a ring, by the package yunchang"
@@ -65,6 +65,7 @@ class YunchangUSP(Peer, PlacedChunks):
 
     def load(self) -> None:
         groups = imported("yunchang.globals:PROCESS_GROUP")  # from which layers take them as they are made
+        assert self.place.mesh is not None
         groups.ULYSSES_PG, groups.RING_PG = (self.place.mesh.get_group(axis) for axis in self.axes)
         layer = imported("yunchang.hybrid.attn_layer:LongContextAttention")
         self._layers = {placement: layer(ring_impl_type=ring) for placement, ring in self.rings.items()}
