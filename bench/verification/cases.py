@@ -86,6 +86,7 @@ def verify(
     dtypes: Sequence[str] = ("fp64",),
     parts: Sequence[str] | None = None,
     *,
+    options: Mapping[str, Any] | None = None,
     backend: str = DEFAULT_BACKEND,
     batch: int = 3,
     seq_len: int = 24,
@@ -104,6 +105,7 @@ def verify(
             leaves more than one to each: 6 ranks as 2 x 3 and 3 x 2.
         dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
+        options: of every strategy, by name.
         backend: name of a backend.
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
@@ -120,20 +122,24 @@ def verify(
         if dtype not in PRECISIONS:
             raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
     backend_class(backend)
+    chosen = dict(options or {})
     if pool is None and not world_sizes:
         return
     with RankPool(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
         for strategy in nestings:
             for name, preset in presets.items():
-                chosen = [p for p in preset.parts() if parts is None or p in parts]
-                wanted: list[tuple[str, Mapping[str, Any]]] = [(part, {}) for part in chosen]
-                wanted += [(part, options) for part in chosen[-1:] for options in preset.variants()]
+                those = [p for p in preset.parts() if parts is None or p in parts]
+                wanted: list[tuple[str, Mapping[str, Any]]] = [(part, {}) for part in those]
+                wanted += [(part, varying) for part in those[-1:] for varying in preset.variants()]
                 meshes = [mesh for size in world_sizes for mesh in _meshes(strategy, size)]
                 for mesh, dtype in itertools.product(meshes, dtypes):
-                    for part, options in wanted:
-                        varied = model_preset(name, options)
-                        case = Case(strategy, varied, part, dtype, batch, seq_len, backend=backend)
-                        yield verify_case(ranks, case, mesh, model_name=name, variant=_spelled(options))
+                    for part, varying in wanted:
+                        varied = model_preset(name, varying)
+                        case = Case(
+                            strategy, varied, part, dtype, batch, seq_len, options=chosen, backend=backend
+                        )
+                        variant = _spelled({**varying, **chosen})
+                        yield verify_case(ranks, case, mesh, model_name=name, variant=variant)
 
 
 def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:

@@ -38,8 +38,8 @@ class FlaContextParallel(Peer, SequenceChunks):
     def check_sizes(self, sites: Sequence[Site]) -> None:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < AMPERE:
             raise Unsupported(
-                f"{self.name} has Triton kernels only for NVIDIA GPUs of compute capability 8.0 or more, which "
-                "this machine lacks",
+                f"{self.name} has Triton kernels only for NVIDIA GPUs of compute capability 8.0 or more, and "
+                "none is here",
                 "use lasp or lasp2",
             )
 

@@ -121,7 +121,11 @@ class TorchContextParallel(Peer, PlacedChunks):
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         """Keys and values by either way forward and backward, and their gradients, in float32, from rank to
-        rank until they are home, after N steps."""
+        rank until they are home, after N steps.
+
+        A step from rank to rank is an all-to-all whose whole share goes to one rank. It is counted like any
+        other all-to-all, as in the meters, which makes of N bytes N - 1.
+        """
         for site in as_sequences(sites, self.grid_dim):
             if site.kind not in self.meets or self.size == 1:
                 continue
@@ -133,8 +137,8 @@ class TorchContextParallel(Peer, PlacedChunks):
                     yield Traffic(phase, "keys and values", "all_gather", site.count, payload)
                 else:
                     steps = site.count * (self.size - 1)
-                    yield Traffic(phase, "keys and values", "send", steps, block * element_bytes)
-            yield Traffic("backward", "their gradients", "send", site.count * self.size, block * 4)
+                    yield Traffic(phase, "keys and values", "all_to_all", steps, block * element_bytes)
+            yield Traffic("backward", "their gradients", "all_to_all", site.count * self.size, block * 4)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
         options = placement == "zigzag", self.options.rotate
