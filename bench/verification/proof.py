@@ -25,15 +25,17 @@ from spbench.impls.strategies.nesting import nesting
 MOST, MOST_OF_EACH = 4, 2
 
 
-def reasons_against(cells: Iterable[Cell]) -> dict[str, str]:
+def reasons_against(cells: Iterable[Cell], pool: RankPool | None = None) -> dict[str, str]:
     """By key of the cells that may not be measured: why, in a line.
 
     A cell that its strategy refuses may be measured: it ends as unsupported.
+
+    Args:
+        pool: of :data:`MOST` ranks; None: started if there is something to verify.
     """
     found: dict[str, str] = {}
     verdicts: dict[str, str] = {}
     with ExitStack() as stack:
-        pool: RankPool | None = None
         for cell in cells:
             if not nesting(cell.strategy).requires or cell.sizes.world == 1 or _refused(cell):
                 continue
@@ -47,6 +49,8 @@ def reasons_against(cells: Iterable[Cell]) -> dict[str, str]:
 
 
 def _refused(cell: Cell) -> bool:
+    if cell.search is not None:  # for some sizes, perhaps, which the search finds out
+        return False
     try:
         plan(cell)
     except Unsupported:

@@ -21,8 +21,8 @@ from spbench.impls.strategies.nesting import Nesting
 
 #: the dim of positions in [B, L, Z, A], the memory layout in which a projection leaves q, k and v
 POSITIONS = 1
-#: times the error of one device, above which an attention is wrong: the results of blocks are rounded once more
-#: when they are merged
+#: times the error of one device, from which on an attention is wrong: the results of blocks are rounded once
+#: more when they are merged
 WORST_ERROR = 3.0
 
 

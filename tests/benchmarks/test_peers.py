@@ -2,7 +2,7 @@
 pip install -e '.[test,peers]'
 pytest tests/benchmarks/test_peers.py --benchmark-only -s
 
-Prints, for each algorithm on 2 and 4 ranks, the CPU milliseconds of a forward and a backward pass summed over
+Prints, for each algorithm on 2 and 4 ranks in float32, and on 4 in bfloat16, the CPU milliseconds of a forward and a backward pass summed over
 ranks, and the wall milliseconds of the slowest rank, each the median of rounds in which all take turns;
 "ours_of_its" is the median of our CPU time divided by the other's in the same round. "error" is the worst
 relative error of an output or a gradient on any rank, in multiples of one device's error in that dtype. What
@@ -31,7 +31,7 @@ from spbench.impls.strategies.nesting import nesting
 from tests.benchmarks import mended
 from tests.benchmarks.contest import WORST_ERROR, Entrant, Found, Shape, contest
 
-ROUNDS = 9
+ROUNDS = 7
 #: ours, and the peers that are made for the same, by algorithm
 ALGORITHMS = {
     **{
@@ -110,6 +110,8 @@ def test_attention_beside_the_peers(
 ) -> None:
     if (algorithm == "usp") != ("cp" in mesh):
         pytest.skip("USP is of two axes, and it alone")
+    if dtype == "bf16" and ranks == "2":
+        pytest.skip("bf16 is timed on 4 ranks")
     precision = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     chosen = list(entrants(algorithm, precision))
     case = (mesh, contest, chosen, Shape(), precision, ROUNDS)
