@@ -41,6 +41,9 @@ from spbench.impls.training.step import PRECISIONS
 FLOAT64_LIMIT = 1e-10
 NOISE_FACTOR = 4.0
 
+#: in the reason of a RED row, names of wrong tensors beside the worst
+OTHERS_NAMED = 4
+
 
 @dataclass(frozen=True)
 class VerifyRow:
@@ -232,8 +235,11 @@ def _how_wrong(worst: _Judged, wrong: list[_Judged]) -> str:
     shown = (
         [worst] if worst.factor is not None or not scaled else [worst, max(scaled, key=lambda e: e.excess)]
     )
-    others = len({each.finding.tensor for each in wrong} - {each.finding.tensor for each in shown})
-    return "; ".join([*map(str, shown), *([f"{others} other tensors are wrong too"] if others else [])])
+    named = [each.finding.tensor for each in shown]
+    others = list(dict.fromkeys(e.finding.tensor for e in wrong if e.finding.tensor not in named))
+    more = [f"and {len(others) - OTHERS_NAMED} more"] if len(others) > OTHERS_NAMED else []
+    listed = [f"wrong too: {', '.join([*others[:OTHERS_NAMED], *more])}"] if others else []
+    return "; ".join([*map(str, shown), *listed])
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

@@ -58,6 +58,16 @@ def test_a_mean_in_place_of_a_sum_is_named_by_its_factor(pool: RankPool, dtype: 
     assert row.reason.startswith(f"{row.tensor} is 0.25 times the reference (residual ")
 
 
+def test_other_wrong_tensors_are_named(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.OneNthGradients, model_preset("bert-tiny"), "attention"), 2)
+    assert row.reason.endswith("; wrong too: gradient of layer.qkv.weight, gradient of layer.qkv.bias")
+    row = verify_case(pool, Case(faults.ZeroGradients, model_preset("bert-tiny"), "model"), 2)
+    *_, named = row.reason.split("; wrong too: ")
+    assert len(named.split(", ")) == 5
+    assert named.split(", ")[-1].startswith("and ")
+    assert named.endswith(" more")
+
+
 def test_stale_blocks_are_no_factor(pool: RankPool) -> None:
     case = Case(faults.StaleBlockInBackward, model_preset("bert-tiny"), "attention")
     row = verify_case(pool, case, 4)
