@@ -2,13 +2,13 @@
 pip install -e '.[test,peers]'
 pytest tests/benchmarks/test_peers.py --benchmark-only -s
 
-Prints, for each algorithm on 2 and 4 ranks in float32, and on 4 in bfloat16, the CPU milliseconds of a forward
-and a backward pass summed over ranks, and the wall milliseconds of the slowest rank, each the median of rounds
-in which all take turns; "ours_of_its" is the median of our CPU time divided by the other's in the same round.
-"error" is the worst relative error of an output or a gradient on any rank, in multiples of one device's error
-in that dtype. What is wrong is not timed; the rings that are wrong in float32 as published stand there mended
-too (:mod:`tests.benchmarks.mended`). With SPBENCH_PEERS=FILE the table also goes to that CSV file. Times are
-reported, not judged; ours must be right.
+Prints, for each algorithm on 2 and 4 ranks in float32, and on 4 in bfloat16, the CPU milliseconds of a
+forward and a backward pass summed over ranks, and the wall milliseconds of the slowest rank, each the median
+of rounds in which all take turns; "ours_of_its" is the median of our CPU time divided by the other's in the
+same round. "error" is the worst relative error of an output or a gradient on any rank, in multiples of one
+device's error in that dtype. What is wrong is not timed; the rings that are wrong in float32 as published
+stand there mended too (:mod:`tests.benchmarks.mended`). With SPBENCH_PEERS=FILE the table also goes to that
+CSV file. Times are reported, not judged; ours must be right.
 """
 
 from __future__ import annotations
