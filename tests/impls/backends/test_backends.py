@@ -26,7 +26,8 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.cases import verify_case
-from spbench.bench.verification.oracle import Case, relative_errors
+from spbench.bench.verification.discrepancy import relative_errors
+from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import model_preset
