@@ -70,15 +70,20 @@ def _do_nothing() -> None:
     """The first process of a server, which exists once the server is ready."""
 
 
-@contextmanager
-def _environment_of_server() -> Iterator[None]:
-    """What is started inside finds modules where this process finds them, and never in the folder it is in,
-    and has no threads for linear algebra."""
-    changed = {
+def environment_of_child() -> dict[str, str]:
+    """Variables with which a Python process finds modules where this one finds them, and never in the folder
+    it is in, and has no threads for linear algebra."""
+    return {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PYTHONSAFEPATH": "1",
         "OPENBLAS_NUM_THREADS": "1",  # numpy's would start its threads as it is imported
     }
+
+
+@contextmanager
+def _environment_of_server() -> Iterator[None]:
+    """What is started inside has :func:`environment_of_child`."""
+    changed = environment_of_child()
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:

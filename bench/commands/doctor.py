@@ -45,4 +45,5 @@ def _summary(found: list[Finding], broken: list[str]) -> str:
     if broken:
         return f"needed and not working: {', '.join(broken)}"
     others = sum(line.status != "ok" for line in found)
-    return f"nothing that is needed is missing{f'; {others} remarks' if others else ''}"
+    remarks = f"; {others} remark{'s' * (others > 1)}" if others else ""
+    return f"nothing that is needed is missing{remarks}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,12 @@ class Asked:
     """What a user asks to be measured; ``sizes`` and ``precisions`` that are empty are the default ones.
 
     Attributes:
+        device: None: "cuda" where torch sees a GPU, else "cpu".
         sizes: fields of :class:`RateSweep`, by name.
     """
 
     engine: str
-    device: str
+    device: str | None
     world_size: int | None
     precisions: tuple[str, ...]
     sizes: Mapping[str, tuple[int, ...]]
@@ -67,14 +68,16 @@ def measured_machine(asked: Asked, output: Path) -> Report:
 
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")
+    device = asked.device or ("cuda" if _gpus() else "cpu")
+    asked = replace(asked, device=device)
     world, sweep = _world(asked), _sweep(asked)
-    message(f"measuring {world} rank{'s' * (world > 1)} on {asked.device}; let the machine do nothing else")
-    machine = measure(world, sweep, asked.device)
+    message(f"measuring {world} rank{'s' * (world > 1)} on {device}; let the machine do nothing else")
+    machine = measure(world, sweep, device)
     about = provenance()
     day = datetime.now(UTC).date().isoformat()
     source = (
         f"measured on {about['host']} on {day}, torch {about['torch']}, {world} ranks at once on "
-        f"{asked.device}: {asked.command}"
+        f"{device}: {asked.command}"
     )
     cluster = cluster_of(machine, output.stem, source)
     heading = f"{asked.command}\nsamples: {output.with_suffix('.csv').name}; spbench {about['commit']}"

@@ -90,6 +90,12 @@ fresh = click.option("--fresh", is_flag=True, help="Start again; earlier results
 jobs = click.option(
     "--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out."
 )
+executor = click.option(
+    "--executor",
+    metavar="ADDRESS",
+    help="Spread cells of exact engines over other machines: dask://HOST:PORT, the workers of a Dask "
+    "scheduler (under Slurm, for example, of dask-jobqueue). Needs the extra 'cluster'.",
+)
 variant = click.option(
     "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
 )

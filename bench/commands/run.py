@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from spbench.bench.commands.execution import Ran, draw_figure, run_cells
+from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
 from spbench.bench.commands.options import (
     Words,
     choosing_cells,
     device,
+    executor,
     fresh,
     jobs,
     many,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     help="The rank that an engine plays which plays one alone; that with the largest peak if left out.",
 )
 @jobs
+@executor
 @output_folder("Folder for results; default results/runs/NAME.")
 @fresh
 @click.option(
@@ -62,6 +64,7 @@ def command(
     device: Literal["cpu", "cuda"] | None,
     rank: int | None,
     jobs: int | None,
+    executor: str | None,
     output: Path | None,
     fresh: bool,
     timeout: float | None,
@@ -80,8 +83,9 @@ def command(
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:
         return planned(loaded, narrowing, folder, fresh or plain_trace)
-    with _plain_traces() if plain_trace else nullcontext():
-        ran = run_cells(loaded, narrowing, folder, jobs, fresh or plain_trace, timeout_s=timeout)
+    fresh = fresh or plain_trace
+    with _plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
+        ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
     drawn, figure_failed = draw_figure(loaded, ran, folder)
     return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0)
 

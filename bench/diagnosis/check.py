@@ -24,6 +24,8 @@ from spbench.impls.discovery import named_values
 _CHILD = "from spbench.bench.diagnosis.check import print_findings; print_findings()"
 #: characters of what a check said last that are shown
 _SAID = 200
+#: for which the end of a killed check is waited for
+_REAPING_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class _Running:
             printed, said = self.process.communicate(timeout=self.check.limit_s)
         except subprocess.TimeoutExpired:
             self.end()
-            self.process.communicate()
+            with suppress(subprocess.TimeoutExpired):  # a process of its own session may hold the pipe
+                self.process.communicate(timeout=_REAPING_S)
             return [self._failure(f"no answer within {self.check.limit_s:g} s")]
         if code := self.process.returncode:
             ending = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -74,6 +74,7 @@ class Outcome:
         log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
             failed, ran out of time, or ran out of memory on real ranks.
         final: whether another run would find the same, whatever is there then.
+        provenance: of the process that ran it (:func:`provenance`); None: this one's machine and code.
     """
 
     status: Status
@@ -83,6 +84,7 @@ class Outcome:
     log: str = ""
     elapsed_s: float | None = None
     final: bool = True
+    provenance: dict[str, str | None] | None = None
 
 
 def measure(run: Run, cell: Cell) -> Outcome:

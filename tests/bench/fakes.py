@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell, Measurement
+from spbench.bench.files.cluster import load_cluster
 from spbench.impls.layout import Unsupported
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ inferred_from:
     reason: fewer would not fit the bound
 """
 
-#: names of environment variables
-GATE, LOG = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG"
+#: names of environment variables; RUN: which of these functions gated_spbench.py measures cells with
+GATE, LOG, RUN = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG", "SPBENCH_TEST_RUN"
 
 
 def answer(cell: Cell) -> Measurement:
@@ -179,6 +180,30 @@ def gated(cell: Cell) -> Measurement:
     while cell.sizes.world < 4 and not Path(os.environ[GATE]).exists():
         time.sleep(0.02)
     return answer(cell)
+
+
+def brief(cell: Cell) -> Measurement:
+    """As :func:`answer`, after a moment; writes the process and the cell to LOG."""
+    _log(f"{os.getpid()} {cell.key}")
+    time.sleep(0.02)
+    return answer(cell)
+
+
+def killing_its_host(cell: Cell) -> Measurement:
+    """As :func:`answer`; two ranks kill the program above the one whose worker process this is."""
+    if cell.sizes.world == 2:
+        process = os.getpid()
+        for _ in ("the server it was forked from", "the runner", "the host"):
+            process = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(process, signal.SIGKILL)
+        time.sleep(60.0)
+    return answer(cell)
+
+
+def cluster_of(cell: Cell) -> Measurement:
+    """The figures of the cell's cluster, and a reason with its name."""
+    figures = load_cluster(cell.cluster).model_dump(mode="json")
+    return Measurement(reason=f"cluster {cell.cluster} is this one", meters={"cluster": figures})
 
 
 def _log(line: str) -> None:
