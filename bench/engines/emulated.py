@@ -114,7 +114,9 @@ def _player(cell: Cell) -> Iterator[Callable[..., Measurement]]:
 
         def run(function: Callable[..., Any], *args: Any) -> Any:
             limit = cell.timeout_s or DEFAULT_LIMIT_S
-            return process.run({}, function, *args, timeout_s=limit, device=cell.device)[0]
+            # Gloo, as NCCL would take memory of the GPU for a group that is left at once
+            (found,) = process.run({}, function, *args, timeout_s=limit, device=cell.device, backend="gloo")
+            return found
 
         fraction = 1.0
         if cell.device == "cuda":

@@ -55,15 +55,15 @@ def test_a_rank_is_one_of_the_cells_on_an_engine_that_plays_one() -> None:
         playing_rank([REAL], 0)
 
 
-def test_verification_on_more_gpus_than_there_are_is_unsupported(
+def test_verification_on_gpus_without_one_is_unsupported(
     monkeypatch: pytest.MonkeyPatch, pool: RankPool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     rows = verify(["ulysses"], ["bert-tiny"], [2], parts=["block"], device="cuda", pool=pool)
     (row, *_) = rows
     assert (row.status, row.reason) == (
         "unsupported",
-        "needs 2 GPUs, and this machine has 1; start it with torchrun",
+        "needs 1 GPUs, and this machine has 0; start it with torchrun",
     )
 
 
