@@ -70,13 +70,13 @@ def command(
 ) -> Report:
     """Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
     --fit), or measure this machine and write a cluster file for --cluster (--engine)."""
-    from spbench.bench.commands.machine_report import Asked, measured_machine
+    from spbench.bench.commands.machine_report import MachineRequest, measured_machine
     from spbench.bench.errors import UserError
 
     if (engine is None) == (scenario is None and table is None and not fits):
         raise UserError("give either --scenario, --table and --fit, or --engine")
     if engine is not None:
-        return measured_machine(Asked(engine, device, world_size, precision, sizes), output)
+        return measured_machine(MachineRequest(engine, device, world_size, precision, sizes), output)
     if scenario is None or table is None or not fits:
         raise UserError("--scenario, --table and --fit go together")
     return _fitted(scenario, table, quantity, fits)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class MachineRequest:
     """What a user asks to be measured; ``sizes`` and ``precisions`` that are empty are the default ones.
 
     Attributes:
@@ -50,7 +50,7 @@ class Asked:
         return " ".join(words)
 
 
-def measured_machine(asked: Asked, output: Path) -> Report:
+def measured_machine(asked: MachineRequest, output: Path) -> Report:
     """Measure, and write the cluster file ``output`` with samples (.csv) and plots (.png, .svg) beside it.
 
     Raises:
@@ -60,7 +60,7 @@ def measured_machine(asked: Asked, output: Path) -> Report:
     from spbench.bench.calibration.measured_cluster import (
         cluster_of,
         cluster_yaml,
-        measure,
+        measure_machine,
         sample_rows,
     )
     from spbench.bench.sweep.provenance import provenance
@@ -72,7 +72,7 @@ def measured_machine(asked: Asked, output: Path) -> Report:
     asked = replace(asked, device=device)
     world, sweep = _world(asked), _sweep(asked)
     message(f"measuring {world} rank{'s' * (world > 1)} on {device}; let the machine do nothing else")
-    machine = measure(world, sweep, device)
+    machine = measure_machine(world, sweep, device)
     about = provenance()
     day = datetime.now(UTC).date().isoformat()
     source = (
@@ -100,7 +100,7 @@ def measured_machine(asked: Asked, output: Path) -> Report:
     )
 
 
-def _world(asked: Asked) -> int:
+def _world(asked: MachineRequest) -> int:
     from spbench.bench.errors import UserError
 
     gpus = _gpus() if asked.device == "cuda" else 0
@@ -119,7 +119,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _sweep(asked: Asked) -> RateSweep:
+def _sweep(asked: MachineRequest) -> RateSweep:
     from spbench.bench.calibration.rate_points import RateSweep
     from spbench.bench.errors import UserError, suggestion
     from spbench.impls.training.step import PRECISIONS
