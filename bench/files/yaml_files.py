@@ -33,8 +33,8 @@ _parsers = (yaml.composer.Composer, _Parser) if yaml.__with_libyaml__ else (_Par
 
 
 class _QuickLoader(*_parsers):  # type: ignore[misc]  # bases are as PyYAML was built
-    """As :class:`_Loader`, with libyaml's parser. The composer stays that in Python, which raises RecursionError
-    at deep nesting; libyaml's overflows the stack."""
+    """As :class:`_Loader`, with libyaml's parser. The composer stays that in Python, which at deep nesting
+    raises RecursionError; libyaml's overflows the stack."""
 
     def __init__(self, stream: str):
         _Parser.__init__(self, stream)
