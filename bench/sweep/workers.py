@@ -250,7 +250,8 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
     (folder / _STACKS).mkdir()
     os.environ[STACKS_FOLDER] = str(folder / _STACKS)
     write_stacks_on_signal("stacks of the worker")
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    end = threading.Thread(target=_end_with_parent, args=(folder,), daemon=True)
+    end.start()
     run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
     import torch
 
@@ -266,6 +267,7 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send(outcome)
+    end.join(GRACE_S)  # an idle worker whose parent is gone sees that here first, and would leave its folder
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -95,7 +95,7 @@ def until(what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def environments() -> Iterator[tuple[int, bytes]]:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 #: 48 cells, a third of them unsupported
 SCENARIO = """
 title: Many quick cells
-defaults: {model: bert-tiny, strategy: ring_self_attention, seq_len: 24}
+defaults: {model: bert-tiny, strategy: ring_self_attention, seq_len: 24, model_options: {dropout: 0.0}}
 groups: [{sizes: {sp: [1, 2, 3]}, batch: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]}]
 """
 CELLS = 48

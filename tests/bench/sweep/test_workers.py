@@ -1,6 +1,11 @@
 """Workers that hang, die idle or cannot start: the row has what they said, nothing of them is left, and the
 next cell runs."""
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from spbench.bench.sweep.results import FINAL, ResultsFile, Row
 from spbench.bench.sweep.sweep import sweep, unfinished
 from tests.bench import fails_to_import, fakes, slow_to_import
 from tests.bench.processes import left_of, needs_proc
+from tests.bench.sweep.command_process import LIGHT_PATH, until
 
 #: of the cells that hang; the others may take as long as they do
 LIMIT_S = 3.0
@@ -100,3 +106,25 @@ def test_no_file_of_a_worker_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sweep([cell(1)], results, crew=crew)
         assert list((tmp_path / "temporary").iterdir())
     assert not list((tmp_path / "temporary").iterdir())
+
+
+#: twelve workers have each had a cell when their parent is killed
+PARENT = """
+import os, signal
+from spbench.bench.cell import Cell
+from spbench.bench.sweep.crew import Crew
+from tests.bench import fakes
+crew = Crew(fakes.answer)
+for _ in range(12):
+    crew.idle(12).give(Cell(model="bert-tiny", strategy="ring_self_attention", batch=2, seq_len=8))
+while crew.busy:
+    crew.ended()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_file_of_a_worker_is_left_by_a_parent_that_is_killed(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="spbench-test-") as temporary:  # names of sockets may not be long
+        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": LIGHT_PATH}
+        assert subprocess.run([sys.executable, "-c", PARENT], env=environment).returncode == -signal.SIGKILL
+        until(lambda: not [*Path(temporary).glob("spbench-worker-*")])
