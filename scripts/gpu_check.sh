@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 device=${DEVICE:-cuda}
 scenario=${SCENARIO:-gpu_check}
-models=${MODELS:-bert-tiny,bert-tiny-linformer,causal-transformer-tiny-gqa,tnl-tiny,linear-llama3-tiny,st-dit-tiny}
+models=${MODELS:-bert-tiny,causal-transformer-tiny-gqa,tnl-tiny,st-dit-tiny}
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || exit 2
 if [ "$device" = cuda ] && [ "$gpus" -eq 0 ]; then
     echo "gpu_check: torch sees no GPU here; spbench doctor says why" >&2
@@ -40,16 +40,18 @@ part() {
 }
 
 part doctor 30 python -m spbench doctor
-part verify 150 python -m spbench verify --device "$device" --model "$models" --part model \
+part verify 140 python -m spbench verify --device "$device" --model "$models" --part model \
     --dtype fp32,bf16 --world-size 2 --format csv
 if [ "$device" = cuda ]; then
     part kernels 60 python scripts/check_kernels_on_gpu.py --output "$out"
 fi
-part memory 170 python -m spbench run --scenario "$scenario" --device "$device" --output "$out/memory" \
-    --timeout 60 --format csv
-part calibrate 90 python -m spbench calibrate --engine emulated --device "$device" --output "$out/machine.yaml"
+memory_s=230
 if [ "$gpus" -gt 1 ]; then
-    part ranks 120 python -m spbench run --scenario "$scenario" --engine distributed --device "$device" \
+    memory_s=150
+    part ranks 80 python -m spbench run --scenario "$scenario" --engine distributed --device "$device" \
         --world-size "$gpus" --output "$out/ranks" --timeout 60 --format csv
 fi
+part memory "$memory_s" python -m spbench run --scenario "$scenario" --device "$device" --output "$out/memory" \
+    --timeout 60 --format csv
+part calibrate 80 python -m spbench calibrate --engine emulated --device "$device" --output "$out/machine.yaml"
 python scripts/gpu_summary.py "$out"

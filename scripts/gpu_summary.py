@@ -63,7 +63,7 @@ def summary(folder: Path) -> tuple[str, bool]:
     parts = pd.read_csv(folder / "parts.csv", names=_PARTS)
     well = bool((parts["exit_code"] == 0).all())
     lines = [_said(part) for part in parts.to_dict("records")]
-    text = [f"# {folder.name}", "", *markdown(lines)]
+    text = [f"# {folder.name}", "", markdown(lines)]
     verified = folder / "verify.txt"
     if verified.exists() and verified.stat().st_size:
         cases = pd.read_csv(verified)

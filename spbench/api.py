@@ -19,7 +19,7 @@ from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.errors import UserError
 from spbench.bench.files.yaml_files import dotted
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
-from spbench.bench.sweep.sweep import as_row, sweep, unfinished
+from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
 from spbench.bench.sweep.workers import measure
 from spbench.impls.backends.registry import DEFAULT_BACKEND
 
@@ -76,8 +76,10 @@ def run(
         results = stack.enter_context(ResultsFile(Path(folder), fresh=fresh))
         _warn(results.problems)
         if jobs == 0:
-            for cell in unfinished(cells, results):
-                results.append(as_row(cell, measure(run_on_engine, cell)))
+            todo = unfinished(cells, results)
+            refused = unproven(todo)
+            for cell in todo:
+                results.append(as_row(cell, refused.get(cell.key) or measure(run_on_engine, cell)))
         else:
             sweep(cells, results, jobs=jobs)
         return as_frame(results.rows[cell.key] for cell in cells)

@@ -1,5 +1,6 @@
 """What all tests share: a pool of ranks, a folder in place of the user's cache, and one thread for torch."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what is imported by now, which takes it half a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or else libraries in C++ complain at the end of what they take for leaks
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,11 @@ memory) is in the rates: four ranks on two cores get about half a core each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,55 +33,77 @@ _BACKWARD = 2.5
 SMALL = Cell(model="bert-tiny", strategy="single", batch=1, seq_len=8)
 
 
+#: a point without samples, and what makes the call to time
+_Trial = tuple[RatePoint, Callable[[], Callable[[], Any]]]
+
+
 def compute_rates(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePoint]:
     """The points of this rank's device; the same on all ranks."""
     device, ranks = mesh.device_type, dist.get_world_size()
     points: list[RatePoint] = []
     for precision in sweep.precisions:
-        dtype = PRECISIONS[precision].parameters
-        points += _matrix_products(precision, dtype, device, ranks, sweep)
-        points += _attention(precision, dtype, device, ranks, sweep)
-    points += _sums(device, ranks, sweep)
+        for widening in (1, 4):
+            points += _series(_products(precision, widening, device, ranks, sweep), device, sweep)
+        for backward in (False, True):
+            points += _series(_attention(precision, backward, device, ranks, sweep), device, sweep)
+    points += _series(_sums(device, ranks, sweep), device, sweep)
     return [*points, _small_step(mesh, cell, ranks, sweep)]
 
 
-def _matrix_products(
-    precision: str, dtype: torch.dtype, device: str, ranks: int, sweep: RateSweep
-) -> Iterator[RatePoint]:
-    for widening in (1, 4):
-        expected_s = 0.0
-        for side in sweep.sides:
-            rows, inner, columns = widening * side, side, widening * side
-            flops = 2 * rows * inner * columns
-            if expected_s * flops > sweep.longest_call_s:
-                break
-            a = torch.randn(rows, inner, device=device).to(dtype)
-            b = torch.randn(inner, columns, device=device).to(dtype)
-            samples = timed(partial(torch.matmul, a, b), device, sweep)
-            size = f"[{rows}, {inner}] x [{inner}, {columns}]"
-            yield RatePoint("matrix product", size, side, precision, ranks, samples, flops)
-            expected_s = min(samples) / flops
+def _series(trials: Iterable[_Trial], device: str, sweep: RateSweep) -> Iterator[RatePoint]:
+    """Time trials of one operation, by size, up to one that would take too long or for which there is no
+    memory on some rank."""
+    expected_s = 0.0  # for a FLOP or a byte
+    for point, make in trials:
+        work = point.flops or point.nbytes
+        if expected_s * work > sweep.longest_call_s:
+            return
+        call = _made_on_all_ranks(make, device)
+        if call is None:
+            return
+        samples = timed(call, device, sweep)
+        yield replace(point, samples_s=samples)
+        expected_s = min(samples) / work
 
 
-def _attention(
-    precision: str, dtype: torch.dtype, device: str, ranks: int, sweep: RateSweep
-) -> Iterator[RatePoint]:
-    """Without a mask; forward alone, and forward with backward."""
-    for backward in (False, True):
-        expected_s = 0.0
-        for length in sweep.lengths:
-            flops = round(4 * HEADS * length**2 * HEAD_SIZE * (1 + _BACKWARD * backward))
-            if expected_s * flops > sweep.longest_call_s:
-                break
-            q, k, v = (
-                torch.randn(1, HEADS, length, HEAD_SIZE, device=device).to(dtype).requires_grad_(backward)
-                for _ in range(3)
-            )
-            samples = timed(partial(_attend, q, k, v), device, sweep)
-            operation = "attention forward and backward" if backward else "attention forward"
-            size = f"[1, {HEADS}, {length}, {HEAD_SIZE}]"
-            yield RatePoint(operation, size, length, precision, ranks, samples, flops)
-            expected_s = min(samples) / flops
+def _made_on_all_ranks(make: Callable[[], Callable[[], Any]], device: str) -> Callable[[], Any] | None:
+    """The call, which has run once; None on all ranks if one of them has no memory for it."""
+    call = None
+    with suppress(torch.OutOfMemoryError):
+        made = make()
+        made()
+        call = made
+    failed = torch.tensor(int(call is None), device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    return None if failed else call
+
+
+def _products(precision: str, widening: int, device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
+    dtype = PRECISIONS[precision].parameters
+    for side in sweep.sides:
+        outer = widening * side
+        size = f"[{outer}, {side}] x [{side}, {outer}]"
+
+        def make(outer: int = outer, side: int = side) -> Callable[[], Any]:
+            a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((outer, side), (side, outer)))
+            return partial(torch.matmul, a, b)
+
+        yield RatePoint("matrix product", size, side, precision, ranks, flops=2 * outer * side * outer), make
+
+
+def _attention(precision: str, backward: bool, device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
+    """Without a mask; forward alone, or forward with backward."""
+    operation = "attention forward and backward" if backward else "attention forward"
+    dtype = PRECISIONS[precision].parameters
+    for length in sweep.lengths:
+        shape = (1, HEADS, length, HEAD_SIZE)
+        flops = round(4 * HEADS * length**2 * HEAD_SIZE * (1 + _BACKWARD * backward))
+
+        def make(shape: tuple[int, ...] = shape) -> Callable[[], Any]:
+            q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
+            return partial(_attend, q, k, v)
+
+        yield RatePoint(operation, str(list(shape)), length, precision, ranks, flops=flops), make
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -87,12 +112,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> None:
         torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
 
-def _sums(device: str, ranks: int, sweep: RateSweep) -> Iterator[RatePoint]:
+def _sums(device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
     """Two tensors into new memory, as an activation is made; the bytes are those of all three."""
     for nbytes in sweep.summed_bytes:
-        x, y = (torch.randn(nbytes // 4, device=device) for _ in range(2))
-        samples = timed(partial(torch.add, x, y), device, sweep)
-        yield RatePoint("sum", f"{nbytes} B", nbytes, "fp32", ranks, samples, nbytes=3 * nbytes)
+
+        def make(count: int = nbytes // 4) -> Callable[[], Any]:
+            x, y = (torch.randn(count, device=device) for _ in range(2))
+            return partial(torch.add, x, y)
+
+        yield RatePoint("sum", f"{nbytes} B", nbytes, "fp32", ranks, nbytes=3 * nbytes), make
 
 
 def _small_step(mesh: DeviceMesh, cell: Cell, ranks: int, sweep: RateSweep) -> RatePoint:

@@ -57,11 +57,10 @@ class Machine:
         return sorted(found, key=lambda point: point.extent)
 
 
-def measure(world: int, sweep: RateSweep, device: str = "cpu") -> Machine:
+def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machine:
     """Measure this machine on that many real ranks at once; one rank measures no collectives.
 
-    Raises:
-        Whatever :func:`distributed.launch` raises.
+    Errors are those of :func:`distributed.launch`.
     """
     cell = SMALL.model_copy(
         update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
@@ -84,13 +83,13 @@ def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
     return {
         "points": points,
         "device_type": mesh.device_type,
-        "device_name": device_name(mesh.device_type),
+        "device_name": hardware_name(mesh.device_type),
         "memory_bytes": memory,
         "per_node": ranks_per_node(group),
     }
 
 
-def device_name(device_type: str) -> str:
+def hardware_name(device_type: str) -> str:
     """What the system calls the device of a rank, with the threads of one on a CPU."""
     if device_type == "cuda":
         return torch.cuda.get_device_name()
@@ -217,7 +216,7 @@ def measured_cluster(world: int, precision: str = "fp32") -> Cluster:
     sweep = RateSweep(
         (precision,), sides=(512,), lengths=(), summed_bytes=(2**24,), message_bytes=(2**6, 2**22)
     )
-    return cluster_of(measure(world, sweep), "local", f"measured in this run, {world} ranks at once")
+    return cluster_of(measure_machine(world, sweep), "local", f"measured in this run, {world} ranks at once")
 
 
 def cluster_yaml(cluster: Cluster, heading: str) -> str:

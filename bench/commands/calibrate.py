@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from spbench.bench.calibration.fit import Residual
     from spbench.bench.files.cluster import Calibration
 
-QUANTITY = "throughput_tokens_per_s"
-
 
 @click.command("calibrate")
 @click.option("--scenario", help="A scenario with a published table: its name or its file.")
 @click.option("--table", help="The table's name in the scenario.")
-@click.option("--quantity", default=QUANTITY, show_default=True, help="Its column.")
+@click.option("--quantity", default="throughput_tokens_per_s", show_default=True, help="Its column.")
 @click.option(
     "--fit",
     "fits",
@@ -37,13 +35,19 @@ QUANTITY = "throughput_tokens_per_s"
     help="Measure this machine: on real ranks with their collectives, or on one device alone.",
 )
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of ranks."
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Of ranks; cuda where torch sees a GPU, else cpu, if left out.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks; 2, or all GPUs, if left out.")
 @many("--precision", Words(), "Of products and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out.")
-@many("--message-bytes", Numbers(4), "Sizes of the collectives' messages instead of 1 KiB to 64 MiB.")
-@many("--sides", Numbers(), "Sides of the matrices instead of 128 to 2048.")
-@many("--lengths", Numbers(), "Sequence lengths of attention instead of 128 to 2048.")
+@many(
+    "--message-bytes",
+    Numbers(4),
+    "Sizes of the collectives' messages instead of 1 KiB to 64 MiB (1 GiB on GPUs).",
+)
+@many("--sides", Numbers(), "Sides of the matrices instead of 128 to 2048 (16384).")
+@many("--lengths", Numbers(), "Sequence lengths of attention instead of 128 to 2048 (32768).")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -59,23 +63,22 @@ def command(
     fits: tuple[str, ...],
     engine: str | None,
     output: Path,
-    device: str,
+    device: str | None,
     world_size: int | None,
     precision: tuple[str, ...],
     **sizes: tuple[int, ...],
 ) -> Report:
     """Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
     --fit), or measure this machine and write a cluster file for --cluster (--engine)."""
-    from spbench.bench.commands.machine_report import Asked, measured_machine
+    from spbench.bench.commands.machine_report import MachineRequest, measured_machine
     from spbench.bench.errors import UserError
 
-    if (engine is None) == (scenario is None):
+    if (engine is None) == (scenario is None and table is None and not fits):
         raise UserError("give either --scenario, --table and --fit, or --engine")
     if engine is not None:
-        return measured_machine(Asked(engine, device, world_size, precision, sizes), output)
-    if table is None or not fits:
-        raise UserError("--scenario needs --table and --fit too")
-    assert scenario is not None
+        return measured_machine(MachineRequest(engine, device, world_size, precision, sizes), output)
+    if scenario is None or table is None or not fits:
+        raise UserError("--scenario, --table and --fit go together")
     return _fitted(scenario, table, quantity, fits)
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from spbench.bench.commands.options import reported
 from spbench.bench.commands.report import Report
 from spbench.bench.declarations import declared
+
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
 
 Entries = Iterator[tuple[str, str]]
 
@@ -42,10 +45,22 @@ def _clusters() -> Entries:
 def _strategies() -> Entries:
     from spbench.impls.strategies.registry import strategies
 
-    for name, cls in sorted(strategies().items()):
+    return _described_strategies(strategies())
+
+
+def _peers() -> Entries:
+    """Whether or not they are installed."""
+    from spbench.impls.peers.registry import peers
+
+    return _described_strategies(peers())
+
+
+def _described_strategies(classes: Mapping[str, type[Strategy]]) -> Entries:
+    for name, cls in sorted(classes.items()):
         axes = f"{'axis' if len(cls.axes) == 1 else 'axes'} {', '.join(cls.axes)}" if cls.axes else ""
         around = f"{name}+S: around a strategy S" if cls.can_enclose else ""
-        notes = [axes, around, cls.source]
+        needs = f"needs {' and '.join(cls.requires)}" if cls.requires else ""
+        notes = [axes, around, needs, cls.source]
         yield name, f"{cls.summary} ({', '.join(n for n in notes if n)})".replace(" ()", "")
 
 
@@ -111,6 +126,7 @@ def _first_sentence(documented: object) -> str:
 _OF_FILES = {"scenarios": _scenarios, "clusters": _clusters}
 _OF_CODE = {
     "strategies": _strategies,
+    "peers": _peers,
     "models": _models,
     "backends": _backends,
     "engines": _engines,
@@ -120,7 +136,7 @@ _OF_CODE = {
     "forms": _forms,
 }
 #: in the order in which they are printed
-_KINDS = ("scenarios", "strategies", "models", "clusters", *list(_OF_CODE)[2:])
+_KINDS = ("scenarios", "strategies", "peers", "models", "clusters", *list(_OF_CODE)[3:])
 
 
 def _entries(kind: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class MachineRequest:
     """What a user asks to be measured; ``sizes`` and ``precisions`` that are empty are the default ones.
 
     Attributes:
+        device: None: "cuda" where torch sees a GPU, else "cpu".
         sizes: fields of :class:`RateSweep`, by name.
     """
 
     engine: str
-    device: str
+    device: str | None
     world_size: int | None
     precisions: tuple[str, ...]
     sizes: Mapping[str, tuple[int, ...]]
@@ -49,7 +50,7 @@ class Asked:
         return " ".join(words)
 
 
-def measured_machine(asked: Asked, output: Path) -> Report:
+def measured_machine(asked: MachineRequest, output: Path) -> Report:
     """Measure, and write the cluster file ``output`` with samples (.csv) and plots (.png, .svg) beside it.
 
     Raises:
@@ -59,7 +60,7 @@ def measured_machine(asked: Asked, output: Path) -> Report:
     from spbench.bench.calibration.measured_cluster import (
         cluster_of,
         cluster_yaml,
-        measure,
+        measure_machine,
         sample_rows,
     )
     from spbench.bench.sweep.provenance import provenance
@@ -67,14 +68,16 @@ def measured_machine(asked: Asked, output: Path) -> Report:
 
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")
+    device = asked.device or ("cuda" if _gpus() else "cpu")
+    asked = replace(asked, device=device)
     world, sweep = _world(asked), _sweep(asked)
-    message(f"measuring {world} rank{'s' * (world > 1)} on {asked.device}; let the machine do nothing else")
-    machine = measure(world, sweep, asked.device)
+    message(f"measuring {world} rank{'s' * (world > 1)} on {device}; let the machine do nothing else")
+    machine = measure_machine(world, sweep, device)
     about = provenance()
     day = datetime.now(UTC).date().isoformat()
     source = (
         f"measured on {about['host']} on {day}, torch {about['torch']}, {world} ranks at once on "
-        f"{asked.device}: {asked.command}"
+        f"{device}: {asked.command}"
     )
     cluster = cluster_of(machine, output.stem, source)
     heading = f"{asked.command}\nsamples: {output.with_suffix('.csv').name}; spbench {about['commit']}"
@@ -97,7 +100,7 @@ def measured_machine(asked: Asked, output: Path) -> Report:
     )
 
 
-def _world(asked: Asked) -> int:
+def _world(asked: MachineRequest) -> int:
     from spbench.bench.errors import UserError
 
     gpus = _gpus() if asked.device == "cuda" else 0
@@ -116,7 +119,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _sweep(asked: Asked) -> RateSweep:
+def _sweep(asked: MachineRequest) -> RateSweep:
     from spbench.bench.calibration.rate_points import RateSweep
     from spbench.bench.errors import UserError, suggestion
     from spbench.impls.training.step import PRECISIONS

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import click
 
-from spbench.bench.commands.options import Numbers, Words, device, many, reported
+from spbench.bench.commands.options import Numbers, Settings, Words, device, many, reported
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.report import Report, Table
 
@@ -18,6 +18,8 @@ from spbench.bench.commands.report import Report, Table
 @many("--strategy", Words(), "Verify these strategies; all if left out.")
 @many("--model", Words(), "On these models; the tiny ones if left out.")
 @click.option("--pairs", is_flag=True, help="Every two strategies of which one can be around the other.")
+@click.option("--peers", is_flag=True, help="Every peer that is installed, and no other if none is named.")
+@many("--strategy-option", Settings(), "With these options of the strategies, such as placement=zigzag.")
 @many("--world-size", Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out, 4 for pairs.")
 @many("--dtype", Words(), "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
 @many("--part", Words(), "These parts of the models; all if left out.")
@@ -30,6 +32,8 @@ def command(
     strategy: tuple[str, ...],
     model: tuple[str, ...],
     pairs: bool,
+    peers: bool,
+    strategy_option: tuple[tuple[str, str], ...],
     world_size: tuple[int, ...],
     dtype: tuple[str, ...],
     part: tuple[str, ...],
@@ -40,7 +44,13 @@ def command(
 
     A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
     """
+    if peers:
+        from spbench.impls.peers.registry import absent
+        from spbench.impls.peers.registry import peers as all_peers
+
+        strategy += tuple(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires))
     _check_names(strategy, model, dtype, part, backend)
+    options = _options(strategy, strategy_option)
     from spbench.bench.config.placement import chosen_device
     from spbench.bench.sweep.results import finite
     from spbench.bench.verification import cases
@@ -54,6 +64,7 @@ def command(
         list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
         list(dtype or ("fp64",)),
         list(part) or None,
+        options=options,
         backend=backend,
         device=chosen_device(device or "available"),
     ):
@@ -104,5 +115,26 @@ def _check_names(
                 raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}")
 
 
+def _options(strategies: Sequence[str], given: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Options of strategies by name, from texts that YAML reads as the values that scenarios have.
+
+    Raises:
+        UserError: a strategy has no such option, or not with that value; or no strategy is named.
+    """
+    import yaml
+
+    from spbench.bench.config.choices import option_mistakes
+    from spbench.bench.errors import UserError
+
+    found = {name: yaml.safe_load(value) for name, value in given}
+    if found and not strategies:
+        raise UserError("--strategy-option is of strategies that are named; add --strategy")
+    for strategy in strategies:
+        for path, problem in option_mistakes("strategy_options", strategy, found):
+            raise UserError(f"--strategy-option of {strategy}: {' '.join([*path, problem])}")
+    return found
+
+
 def _rounded(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: f"{value:.1e}" if isinstance(value, float) else value for key, value in line.items()}
+    shown = {key: f"{value:.1e}" if isinstance(value, float) else value for key, value in line.items()}
+    return shown | ({} if line["factor"] is None else {"factor": f"{line['factor']:.4g}"})

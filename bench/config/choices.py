@@ -13,18 +13,20 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class, engines
+from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import suggestion
 from spbench.bench.files.yaml_files import first_problem
 from spbench.bench.meters.registry import meters
 from spbench.bench.search.search import quantities
 from spbench.impls.backends.registry import backends
+from spbench.impls.peers.registry import peers
 from spbench.impls.strategies.nesting import PLUS, nesting
 from spbench.impls.strategies.registry import strategies
 
 
 @declared
 def names(kind: str) -> list[str]:
-    """The names of all models, strategies, engines, meters, quantities or backends."""
+    """The names of all models, strategies, peers, engines, meters, quantities or backends."""
     return list(_known(kind))
 
 
@@ -35,6 +37,8 @@ def _known(kind: str) -> Iterable[str]:
         return sorted(models())
     if kind == "strategy":
         return sorted(strategies())
+    if kind == "peer":
+        return sorted(peers())
     if kind == "backend":
         return sorted(backends())
     return {"engine": engines, "meter": meters, "quantity": quantities}[kind]()
@@ -56,10 +60,15 @@ def strategy_axes(strategy: str) -> list[str]:
     return list(nesting(strategy).axes)
 
 
-@declared
 def strategy_problem(name: str) -> str:
-    """What is wrong with the name of a strategy, or of several around each other; empty if nothing."""
-    known = names("strategy")
+    """What is wrong with the name of a strategy, or of several around each other; empty if nothing. A peer
+    whose package is not installed cannot be named."""
+    return _name_problem(name) or missing_problem(name)
+
+
+@declared
+def _name_problem(name: str) -> str:
+    known = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
         if part not in known:
             here = ELSEWHERE.get(part.lower())

@@ -59,7 +59,7 @@ def playing_rank(cells: Sequence[Cell], rank: int | None) -> list[Cell]:
         return list(cells)
     for cell in cells:
         if not engine_property(cell.engine, "plays_one_rank"):
-            raise UserError(f"--rank {rank}: the engine {cell.engine} plays all ranks; use --engine emulated")
+            raise UserError(f"--rank {rank}: the engine {cell.engine} does not play one alone; leave it out")
         if rank >= cell.sizes.world:
             raise UserError(
                 f"--rank {rank}: {cell.key} has ranks 0 to {cell.sizes.world - 1}; "

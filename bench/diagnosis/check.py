@@ -1,7 +1,7 @@
 """What a check of an installation is, and running it in a process of its own with a time limit.
 
 A module of this package offers its checks by name in a mapping ``CHECKS``. What a check needs it imports
-itself: a library that is missing, crashes or hangs as it is imported is its finding.
+itself: a library that is missing, crashes or hangs as it is imported is what it observes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from typing import Literal
 from spbench.impls.discovery import named_values
 
 #: what the child runs: the function's module and name are its arguments
-_CHILD = "from spbench.bench.diagnosis.check import print_findings; print_findings()"
+_CHILD = "from spbench.bench.diagnosis.check import print_observations; print_observations()"
 #: characters of what a check said last that are shown
 _SAID = 200
+#: for which the end of a killed check is waited for
+_REAPING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class Observation:
     """One line of the diagnosis.
 
     Attributes:
@@ -52,11 +54,11 @@ class Check:
 
     Attributes:
         look: a function of a module; takes no arguments.
-        is_needed: of the finding if ``look`` crashes, raises or does not end.
+        is_needed: of the observation if ``look`` crashes, raises or does not end.
         limit_s: after which it is ended.
     """
 
-    look: Callable[[], Iterable[Finding]]
+    look: Callable[[], Iterable[Observation]]
     is_needed: bool = False
     limit_s: float = 60.0
 
@@ -66,17 +68,17 @@ def checks() -> Mapping[str, Check]:
     return named_values(__package__, "CHECKS", Check)
 
 
-def findings(chosen: Mapping[str, Check]) -> list[Finding]:
+def diagnose(chosen: Mapping[str, Check]) -> list[Observation]:
     """What the checks find, in their order; each runs in a process of its own, all at once.
 
-    For one whose process dies, raises or does not end in time, a finding that says so. No process is left
-    when this returns or is interrupted.
+    For one whose process dies, raises or does not end in time, an observation that says so. No process is
+    left when this returns or is interrupted.
     """
     running: list[_Running] = []
     with ThreadPoolExecutor(max(1, len(chosen))) as threads:
         try:
             running += (_Running(name, check) for name, check in chosen.items())
-            return [line for lines in threads.map(_Running.findings, running) for line in lines]
+            return [line for lines in threads.map(_Running.observations, running) for line in lines]
         finally:
             for each in running:
                 each.end()
@@ -98,32 +100,33 @@ class _Running:
             start_new_session=True,  # so that processes of the check end with it
         )
 
-    def findings(self) -> list[Finding]:
+    def observations(self) -> list[Observation]:
         """Wait for the process, at most for the check's limit."""
         try:
             printed, said = self.process.communicate(timeout=self.check.limit_s)
         except subprocess.TimeoutExpired:
             self.end()
-            self.process.communicate()
+            with suppress(subprocess.TimeoutExpired):  # a process of its own session may hold the pipe
+                self.process.communicate(timeout=_REAPING_S)
             return [self._failure(f"no answer within {self.check.limit_s:g} s")]
         if code := self.process.returncode:
             ending = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             last = next(reversed(said.strip().splitlines()), "")[-_SAID:]
             return [self._failure(f"{ending}{last and f': {last}'}")]
-        return [Finding(**each) for each in json.loads(printed)]
+        return [Observation(**each) for each in json.loads(printed)]
 
     def end(self) -> None:
         """Kill the process and all that it has started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _failure(self, what: str) -> Finding:
+    def _failure(self, what: str) -> Observation:
         look = self.check.look
         again = f"see: python -c 'from {look.__module__} import *; print([*{look.__qualname__}()])'"
-        return Finding(self.name, "missing", what, again, self.check.is_needed)
+        return Observation(self.name, "missing", what, again, self.check.is_needed)
 
 
-def print_findings() -> None:
+def print_observations() -> None:
     """For the child: print, as JSON, what the function finds that its arguments name."""
     module, function = sys.argv[1:]
     with redirect_stdout(sys.stderr):

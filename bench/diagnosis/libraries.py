@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from spbench.bench.diagnosis.check import Check, Finding
+from spbench.bench.diagnosis.check import Check, Observation
 from spbench.bench.sweep.provenance import installed_version
 
 _OLDEST_PYTHON = (3, 11)
@@ -21,22 +21,22 @@ _CAPABILITIES = {"P100": 60, "V100": 70, "A100": 80, "H100": 90, "B200": 100}
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 
 
-def python() -> Iterator[Finding]:
+def python() -> Iterator[Observation]:
     """The interpreter and the system."""
     found = f"{platform.python_version()}, {platform.platform()}, {sys.executable}"
     if sys.version_info >= _OLDEST_PYTHON:
-        yield Finding("Python", "ok", found)
+        yield Observation("Python", "ok", found)
     else:
         oldest = ".".join(map(str, _OLDEST_PYTHON))
-        yield Finding("Python", "missing", found, f"install Python {oldest} or later", is_needed=True)
+        yield Observation("Python", "missing", found, f"install Python {oldest} or later", is_needed=True)
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[Observation]:
     """The distributions that spbench declares: those that it needs, and those of each extra."""
     try:
         declared = requires("spbench") or []
     except PackageNotFoundError:
-        yield Finding("spbench", "warning", "not installed, only found on the path", "pip install -e .")
+        yield Observation("spbench", "warning", "not installed, only found on the path", "pip install -e .")
         return
     versions: dict[str, dict[str, str | None]] = {}
     for requirement in declared:
@@ -50,23 +50,23 @@ def packages() -> Iterator[Finding]:
         if absent:
             remedy = f"pip install 'spbench[{extra}]'" if extra else "pip install spbench"
             there = f"not installed: {', '.join(absent)}{there and f'; installed: {there}'}"
-            yield Finding(subject, "missing", there, remedy, is_needed=not extra)
+            yield Observation(subject, "missing", there, remedy, is_needed=not extra)
         else:
-            yield Finding(subject, "ok", there)
+            yield Observation(subject, "ok", there)
 
 
-def py_spy() -> Iterator[Finding]:
+def py_spy() -> Iterator[Observation]:
     """The program that reads the stacks of a process that hangs, Python's and C's."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
         remedy = "pip install py-spy; without it the stacks of a rank that hangs are Python's alone"
-        yield Finding("py-spy", "missing", "not installed", remedy)
+        yield Observation("py-spy", "missing", "not installed", remedy)
         return
     done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
-    yield Finding("py-spy", "ok", f"{done.stdout.strip()}, {program}")
+    yield Observation("py-spy", "ok", f"{done.stdout.strip()}, {program}")
 
 
-def torch() -> Iterator[Finding]:
+def torch() -> Iterator[Observation]:
     """The build of torch, and Gloo."""
     import torch
     import torch.distributed as dist
@@ -74,21 +74,21 @@ def torch() -> Iterator[Finding]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     if torch.version.hip:
         build = f"ROCm {torch.version.hip}"
-    yield Finding("torch", "ok", f"{torch.__version__}, built for {build}", is_needed=True)
+    yield Observation("torch", "ok", f"{torch.__version__}, built for {build}", is_needed=True)
     if dist.is_available() and dist.is_gloo_available():
-        yield Finding("Gloo", "ok", "in this build of torch")
+        yield Observation("Gloo", "ok", "in this build of torch")
     else:
         remedy = "install a build of torch with torch.distributed and Gloo"
-        yield Finding("Gloo", "missing", "not in this build of torch", remedy, is_needed=True)
+        yield Observation("Gloo", "missing", "not in this build of torch", remedy, is_needed=True)
 
 
-def triton() -> Iterator[Finding]:
+def triton() -> Iterator[Observation]:
     """Triton, and for which GPUs it compiles a kernel of ours; that needs no GPU."""
     try:
         import triton
     except ImportError as error:
         remedy = "pip install triton (Linux); linear attention is slower on GPUs without it"
-        yield Finding("Triton", "missing", f"cannot be imported: {error}", remedy)
+        yield Observation("Triton", "missing", f"cannot be imported: {error}", remedy)
         return
     failed: dict[str, str] = {}
     for card, capability in _CAPABILITIES.items():
@@ -101,9 +101,9 @@ def triton() -> Iterator[Finding]:
     if failed:
         first = next(iter(failed))
         remedy = f"another version of Triton, if you have one of these: {', '.join(failed)}"
-        yield Finding("Triton", "warning", f"{found}; not for {first}: {failed[first]}", remedy)
+        yield Observation("Triton", "warning", f"{found}; not for {first}: {failed[first]}", remedy)
     else:
-        yield Finding("Triton", "ok", found)
+        yield Observation("Triton", "ok", found)
 
 
 def _compile(capability: int) -> None:

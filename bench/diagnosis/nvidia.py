@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from spbench.bench.diagnosis.check import Check, Finding
+from spbench.bench.diagnosis.check import Check, Observation
 from spbench.bench.meters.nvml import NoPermission, NvmlProblem, nvml, reading
 
 _GIB = 2**30
@@ -26,26 +26,26 @@ _NO_PEERS = (
 )
 
 
-def driver() -> Iterator[Finding]:
+def driver() -> Iterator[Observation]:
     """The driver, its GPUs, and what joins these, from the management library."""
     try:
         with nvml() as library:
             yield from _driver(library)
     except NvmlProblem as problem:
-        yield Finding("NVIDIA driver", "missing", problem.what, f"for GPUs: {problem.remedy}")
+        yield Observation("NVIDIA driver", "missing", problem.what, f"for GPUs: {problem.remedy}")
 
 
-def _driver(library: Any) -> Iterator[Finding]:
+def _driver(library: Any) -> Iterator[Observation]:
     version, cuda = (
         _read(library, f)
         for f in (library.nvmlSystemGetDriverVersion, library.nvmlSystemGetCudaDriverVersion)
     )
     newest = f", CUDA up to {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
-    yield Finding("NVIDIA driver", "ok", f"{version or 'of unknown version'}{newest}")
+    yield Observation("NVIDIA driver", "ok", f"{version or 'of unknown version'}{newest}")
     count = _read(library, library.nvmlDeviceGetCount) or 0
     gpus = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     if not gpus:
-        yield Finding("GPUs", "missing", "the driver sees none", "needed for GPUs alone")
+        yield Observation("GPUs", "missing", "the driver sees none", "needed for GPUs alone")
     for index, gpu in enumerate(gpus):
         yield _gpu(library, index, gpu)
     for index in range(len(gpus)):
@@ -59,13 +59,13 @@ def _read(library: Any, function: Any, *arguments: Any) -> Any:
         return None
 
 
-def _gpu(library: Any, index: int, gpu: Any) -> Finding:
+def _gpu(library: Any, index: int, gpu: Any) -> Observation:
     try:
         name, uuid = (_read(library, f, gpu) for f in (library.nvmlDeviceGetName, library.nvmlDeviceGetUUID))
         memory = _read(library, library.nvmlDeviceGetMemoryInfo, gpu)
         capability = _read(library, library.nvmlDeviceGetCudaComputeCapability, gpu)
     except NvmlProblem as problem:
-        return Finding(f"GPU {index}", "missing", problem.what, problem.remedy)
+        return Observation(f"GPU {index}", "missing", problem.what, problem.remedy)
     parts = [name or "of unknown name", uuid]
     if memory is not None:
         parts.append(f"{memory.total / _GIB:.1f} GiB, {memory.used / _GIB:.1f} GiB in use")
@@ -73,10 +73,10 @@ def _gpu(library: Any, index: int, gpu: Any) -> Finding:
         parts.append(f"compute capability {capability[0]}.{capability[1]}")
     links = sum(bool(_read(library, library.nvmlDeviceGetNvLinkState, gpu, link)) for link in range(_LINKS))
     parts.append(f"{links} NVLinks active" if links else "no NVLink")
-    return Finding(f"GPU {index}", "ok", ", ".join(filter(None, parts)))
+    return Observation(f"GPU {index}", "ok", ", ".join(filter(None, parts)))
 
 
-def _peers(library: Any, index: int, gpus: list[Any]) -> Iterator[Finding]:
+def _peers(library: Any, index: int, gpus: list[Any]) -> Iterator[Observation]:
     """One line: what joins a GPU to each of the others."""
     joined: dict[str, list[int]] = {}
     for other, peer in enumerate(gpus):
@@ -86,7 +86,7 @@ def _peers(library: Any, index: int, gpus: list[Any]) -> Iterator[Finding]:
         return
     found = "; ".join(f"GPU {', '.join(map(str, others))}: {path}" for path, others in joined.items())
     blocked = any("no peer access" in path for path in joined)
-    yield Finding(
+    yield Observation(
         f"peers of GPU {index}", "warning" if blocked else "ok", found, _NO_PEERS if blocked else ""
     )
 
@@ -106,7 +106,7 @@ def _path(library: Any, gpu: Any, peer: Any) -> str:
     return f"{'peer access' if direct else 'no peer access'} {across}"
 
 
-def cuda() -> Iterator[Finding]:
+def cuda() -> Iterator[Observation]:
     """What torch sees of the GPUs: a product on each, and a sum by NCCL."""
     import torch
     import torch.distributed as dist
@@ -115,18 +115,18 @@ def cuda() -> Iterator[Finding]:
     limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     if torch.version.cuda is None:
         remedy = "with NVIDIA GPUs: install a CUDA build of torch, see https://pytorch.org"
-        yield Finding("CUDA in torch", "missing", "this is a CPU build of torch", remedy)
+        yield Observation("CUDA in torch", "missing", "this is a CPU build of torch", remedy)
         return
     if not torch.cuda.is_available():
         remedy = f"the driver must allow CUDA {torch.version.cuda}; in a container, pass the GPUs on"
-        yield Finding("CUDA in torch", "missing", f"torch sees no GPU{limited}", remedy)
+        yield Observation("CUDA in torch", "missing", f"torch sees no GPU{limited}", remedy)
         return
     count = torch.cuda.device_count()
-    yield Finding("CUDA in torch", "ok", f"runtime {torch.version.cuda}, {count} GPUs{limited}")
+    yield Observation("CUDA in torch", "ok", f"runtime {torch.version.cuda}, {count} GPUs{limited}")
     for index in range(count):
         yield _product(index)
     if not dist.is_nccl_available():
-        yield Finding("NCCL", "missing", "not in this build of torch", "install a CUDA build for Linux")
+        yield Observation("NCCL", "missing", "not in this build of torch", "install a CUDA build for Linux")
         return
     version = ".".join(map(str, torch.cuda.nccl.version()))
     store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
@@ -134,10 +134,10 @@ def cuda() -> Iterator[Finding]:
     dist.all_reduce(torch.ones(1, device="cuda:0"))
     torch.cuda.synchronize()
     dist.destroy_process_group()
-    yield Finding("NCCL", "ok", f"{version}, one rank sums")
+    yield Observation("NCCL", "ok", f"{version}, one rank sums")
 
 
-def _product(index: int) -> Finding:
+def _product(index: int) -> Observation:
     import torch
 
     subject, device = f"torch on GPU {index}", f"cuda:{index}"
@@ -148,12 +148,14 @@ def _product(index: int) -> Finding:
         right = bool((ones @ ones == 64).all())
     except RuntimeError as error:
         what = f"sm_{major}{minor}, torch is built for {', '.join(built)}: {str(error).splitlines()[0]}"
-        return Finding(subject, "missing", what, "a build of torch for this GPU, or free its memory")
+        return Observation(subject, "missing", what, "a build of torch for this GPU, or free its memory")
     if not right:
-        return Finding(subject, "missing", "a product of matrices is wrong", "the GPU is broken: see dmesg")
+        return Observation(
+            subject, "missing", "a product of matrices is wrong", "the GPU is broken: see dmesg"
+        )
     free, total = torch.cuda.mem_get_info(index)
     name = torch.cuda.get_device_name(index)
-    return Finding(
+    return Observation(
         subject, "ok", f"{name}, sm_{major}{minor}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
     )
 

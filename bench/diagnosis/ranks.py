@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from spbench.bench.diagnosis.check import Check, Finding
+from spbench.bench.diagnosis.check import Check, Observation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,7 @@ _RANKS = 2
 _SIOCGIFADDR, _ADDRESS = 0x8915, slice(20, 24)
 
 
-def virtual_ranks() -> Iterator[Finding]:
+def virtual_ranks() -> Iterator[Observation]:
     """A training step of one of two ranks, on fake tensors."""
     from spbench.bench.engines.virtual import VirtualEngine
 
@@ -30,13 +30,17 @@ def virtual_ranks() -> Iterator[Finding]:
     took = time.perf_counter() - begin
     if found.status == "ok":
         peak = f"peak {found.peak_memory_bytes:,} B"
-        yield Finding("virtual ranks", "ok", f"a step of {_cell('virtual').model} in {took:.1f} s, {peak}")
+        yield Observation(
+            "virtual ranks", "ok", f"a step of {_cell('virtual').model} in {took:.1f} s, {peak}"
+        )
     else:
         again = "spbench verify --strategy ring_self_attention, and report it"
-        yield Finding("virtual ranks", "missing", f"{found.status}: {found.reason}", again, is_needed=True)
+        yield Observation(
+            "virtual ranks", "missing", f"{found.status}: {found.reason}", again, is_needed=True
+        )
 
 
-def real_ranks() -> Iterator[Finding]:
+def real_ranks() -> Iterator[Observation]:
     """Two processes that make a Gloo group, as the engine distributed starts them."""
     from spbench.bench.engines.distributed import launch
 
@@ -47,13 +51,13 @@ def real_ranks() -> Iterator[Finding]:
     total = sum(range(1, _RANKS + 1))
     if any(result != total for _, result in found.values()):
         again = "set GLOO_SOCKET_IFNAME to the interface to use"
-        yield Finding("Gloo ranks", "missing", "a sum over two ranks is wrong", again, is_needed=True)
+        yield Observation("Gloo ranks", "missing", "a sum over two ranks is wrong", again, is_needed=True)
         return
     text = f"{_RANKS} ranks started in {took:.1f} s, a group in {meeting * 1e3:.0f} ms"
     name, address = gloo_interface()
     text += f", through {name} ({address})" if address else f", through {name}"
     others = "" if not address.startswith("127.") else _several_nodes(name)
-    yield Finding("Gloo ranks", "ok", text, others)
+    yield Observation("Gloo ranks", "ok", text, others)
 
 
 def _several_nodes(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spbench.bench.declarations import CACHE_FOLDER, cache_folder
-from spbench.bench.diagnosis.check import Check, Finding
+from spbench.bench.diagnosis.check import Check, Observation
 from spbench.bench.processes import usable_cores
 
 _GIB, _MIB = 2**30, 2**20
@@ -21,12 +21,12 @@ _SHARED_BYTES = _GIB
 _OPEN_FILES = 1024
 
 
-def disks() -> Iterator[Finding]:
+def disks() -> Iterator[Observation]:
     """Where results and the cache go, and temporary files: can they be written, and how much is free?"""
     yield _disk("disk of results", Path("results"), "run spbench in a folder with room, or give --output")
     cache = cache_folder()
     if cache is None:
-        yield Finding(
+        yield Observation(
             "disk of the cache", "warning", "traces are not kept", f"set {CACHE_FOLDER} to a folder"
         )
     else:
@@ -35,7 +35,7 @@ def disks() -> Iterator[Finding]:
     yield _disk("temporary files", Path(tempfile.gettempdir()), "point TMPDIR to a folder with room")
 
 
-def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Finding:
+def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Observation:
     """Of the folder, or where it is not there yet, of the one in which it would be made."""
     there = folder.absolute()
     while not there.exists():
@@ -46,55 +46,57 @@ def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Fi
             probe.flush()
         free = shutil.disk_usage(there).free
     except OSError as error:
-        return Finding(subject, "missing", f"{there}: {error.strerror}", remedy, is_needed)
+        return Observation(subject, "missing", f"{there}: {error.strerror}", remedy, is_needed)
     found = f"{free / _GIB:.1f} GiB free in {there}"
     if free < _FULL_BYTES:
-        return Finding(subject, "missing", found, remedy, is_needed)
+        return Observation(subject, "missing", found, remedy, is_needed)
     if free < _LITTLE_BYTES:
-        return Finding(subject, "warning", found, remedy)
-    return Finding(subject, "ok", found)
+        return Observation(subject, "warning", found, remedy)
+    return Observation(subject, "ok", found)
 
 
-def shared_memory() -> Iterator[Finding]:
+def shared_memory() -> Iterator[Observation]:
     """/dev/shm, through which the ranks of a node talk under NCCL."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        yield Finding("shared memory", "warning", "there is no /dev/shm", "only Linux has one; NCCL needs it")
+        yield Observation(
+            "shared memory", "warning", "there is no /dev/shm", "only Linux has one; NCCL needs it"
+        )
         return
     size = shutil.disk_usage(folder)
     found = f"{size.free / _GIB:.1f} of {size.total / _GIB:.1f} GiB free in {folder}"
     if size.free < _SHARED_BYTES:
-        yield Finding("shared memory", "warning", found, "in a container: docker run --shm-size=8g")
+        yield Observation("shared memory", "warning", found, "in a container: docker run --shm-size=8g")
     else:
-        yield Finding("shared memory", "ok", found)
+        yield Observation("shared memory", "ok", found)
 
 
-def open_files() -> Iterator[Finding]:
+def open_files() -> Iterator[Observation]:
     """How many files, and so sockets, a process may have open."""
     try:
         import resource
     except ImportError:
-        yield Finding("open files", "warning", "this system does not say how many may be open")
+        yield Observation("open files", "warning", "this system does not say how many may be open")
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit, most = ("unlimited" if n == resource.RLIM_INFINITY else n for n in (soft, hard))
     found = f"{limit} a process, of at most {most}"
     if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
-        yield Finding("open files", "warning", found, "ulimit -n 65536 before you start many ranks")
+        yield Observation("open files", "warning", found, "ulimit -n 65536 before you start many ranks")
     else:
-        yield Finding("open files", "ok", found)
+        yield Observation("open files", "ok", found)
 
 
-def machine() -> Iterator[Finding]:
+def machine() -> Iterator[Observation]:
     """Cores that this process may use, and memory."""
     found = f"{usable_cores()} of {os.cpu_count()} cores"
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         pages = os.sysconf("SC_PHYS_PAGES")
         found += f", {pages * os.sysconf('SC_PAGE_SIZE') / _GIB:.1f} GiB of memory"
     if usable_cores() < 2:
-        yield Finding("machine", "warning", found, "two ranks share one core: their times mean little")
+        yield Observation("machine", "warning", found, "two ranks share one core: their times mean little")
     else:
-        yield Finding("machine", "ok", found)
+        yield Observation("machine", "ok", found)
 
 
 CHECKS = {

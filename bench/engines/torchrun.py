@@ -124,10 +124,16 @@ class Agents:
         """
         job = job_of(0, self.size, sizes, function, args, timeout_s, device, backend)
         job = replace(job, fresh=self.fresh)
+        try:
+            return self._run(job)
+        except dist.DistError as error:
+            raise RankError(0, "the launcher that holds the ranks' store is gone") from error
+
+    def _run(self, job: Job) -> list[Any]:
         number = _post(self._store, job)
         answers = _Answers(self._store, number)
         try:
-            return collect(job.ranks, timeout_s, answers.next)
+            return collect(job.ranks, job.timeout_s, answers.next)
         except RankError as error:
             if error.status == "timeout":
                 self._store.set(f"stacks/{number}", "")

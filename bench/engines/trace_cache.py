@@ -19,6 +19,7 @@ import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.declarations import cache_folder
+from spbench.bench.engines.peer_packages import installed
 from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.files.disk_cache import DiskCache
@@ -78,6 +79,7 @@ def trace_key(cell: Cell, rank: int, events: bool) -> str:
         "events": events,
         "code": code_digest(),
         "torch": torch.__version__,
+        "peers": installed(cell.strategy),
         "processor": platform.machine(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

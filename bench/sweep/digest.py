@@ -4,7 +4,7 @@ The digest has five parts, which are kept apart so that a message can say which 
 
 - ``cluster``: the figures of the resolved cluster file (``extends`` followed), without sources and notes;
 - ``model``, ``strategy``: class and options, the defaults included; ``model`` also has the cell's other
-  settings with their defaults;
+  settings with their defaults, and ``strategy`` the versions of the packages that a peer calls;
 - ``code``: the Python files that can change a measurement: all of impls/ and bench/ but what only chooses
   cells or reads rows (:data:`bench.files.measuring_code.NOT_MEASURING`), and all files of installed plug-ins;
 - ``torch``: its version.
@@ -21,6 +21,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
+from spbench.bench.engines.peer_packages import installed
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.files.measuring_code import DIGEST_LENGTH, code_digest
 from spbench.bench.sweep.provenance import installed_version
@@ -44,7 +45,7 @@ def digest(cell: Cell) -> dict[str, str]:
     return {
         "cluster": _sha256(_without_texts(cluster)),
         "model": _sha256([*_model(cell.model, cell.model_options), cell.model_dump(mode="json")]),
-        "strategy": _sha256(_strategy(cell.strategy, cell.strategy_options)),
+        "strategy": _sha256([*_strategy(cell.strategy, cell.strategy_options), *_packages(cell.strategy)]),
         "code": code_digest(),
         "torch": installed_version("torch") or "",
     }
@@ -58,6 +59,12 @@ def _model(name: str, options: Mapping[str, Any]) -> list[Any]:
     model = model_preset(name, options)
     values = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
     return _plain([_path_of(type(model)), values])
+
+
+def _packages(strategy: str) -> list[Any]:
+    """The versions of the packages that a peer calls; of other strategies nothing."""
+    found = installed(strategy)
+    return [found] if found else []
 
 
 @declared

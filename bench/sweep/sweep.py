@@ -11,6 +11,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class
 from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.engines.peer_packages import requirements
 from spbench.bench.processes import usable_cores
 from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.digest import digest, is_final
@@ -23,6 +24,16 @@ from spbench.bench.sweep.workers import Outcome, Run
 def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
     """The cells without a final row: never run, failed, or run when their digest was another."""
     return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key))]
+
+
+def unproven(cells: Sequence[Cell]) -> dict[str, Outcome]:
+    """The outcome, numerics, of those of the cells whose strategy is a peer (:mod:`impls.peers`) that
+    verification does not prove right, by key."""
+    if not any(requirements(cell.strategy) for cell in cells):  # which is known without torch
+        return {}
+    from spbench.bench.verification.proof import reasons_against
+
+    return {key: Outcome("numerics", reason) for key, reason in reasons_against(cells).items()}
 
 
 def at_once(cells: Sequence[Cell], jobs: int | None, executor: Executor | None = None) -> int:
@@ -46,8 +57,9 @@ def sweep(
     """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
 
     A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
-    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. An interrupt, or a row that
-    cannot be written, ends the sweep and its processes; only cells that were running are lost.
+    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. A cell of a peer that is not
+    proven right is not run (:func:`unproven`). An interrupt, or a row that cannot be written, ends the sweep
+    and its processes; only cells that were running are lost.
 
     Args:
         run: measures a cell; a function of a module, since other processes import it.
@@ -65,10 +77,13 @@ def sweep(
     todo = sorted(unfinished(cells, results), key=_relative_cost, reverse=True)
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest(cell) for cell in todo}
-    spread, together, alone = _by_place(todo, executor)
+    refused = unproven(todo)
+    measured = [cell for cell in todo if cell.key not in refused]
+    spread, together, alone = _by_place(measured, executor)
     own = Crew(run) if crew is None else crew
     try:
         for cell, outcome in chain(
+            _refusals(todo, refused, on_start),
             executor.outcomes(spread, run, on_start) if executor else (),
             _outcomes(together, jobs or usable_cores(), own, on_start),
             _outcomes(alone, 1, own, on_start),
@@ -90,6 +105,15 @@ def _by_place(cells: Sequence[Cell], executor: Executor | None) -> tuple[list[Ce
     here = [cell for cell in cells if executor is None or not _runs_anywhere(cell)]
     together = [cell for cell in here if not _runs_alone(cell)]
     return spread, together, [cell for cell in here if _runs_alone(cell)]
+
+
+def _refusals(
+    cells: list[Cell], refused: Mapping[str, Outcome], on_start: Callable[[Cell], None]
+) -> Iterator[tuple[Cell, Outcome]]:
+    for cell in cells:
+        if cell.key in refused:
+            on_start(cell)
+            yield cell, refused[cell.key]
 
 
 def _outcomes(

@@ -29,7 +29,7 @@ import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
 from spbench.bench.engines.torchrun import Agents, ranks_for, shared_backend
-from spbench.bench.verification.oracle import Case, Finding, check_rank, relative_errors
+from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.models.model import model_preset
@@ -39,10 +39,11 @@ from spbench.impls.strategies.nesting import Nesting, nesting
 from spbench.impls.strategies.registry import strategies as all_strategies
 from spbench.impls.training.step import PRECISIONS
 
-__all__ = ["VerifyRow", "relative_errors", "verify", "verify_case"]
-
 FLOAT64_LIMIT = 1e-10
 NOISE_FACTOR = 4.0
+
+#: in the reason of a RED row, names of wrong tensors beside the worst
+OTHERS_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class VerifyRow:
         error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
             the one with the largest error for its limit.
         tensor, rank: which tensor that is, and where.
-        reason: why it is unsupported, or what a rank raised.
+        factor: the number that this tensor is the reference times, where a RED one is that
+            (:class:`Discrepancy`).
+        reason: why it is unsupported, what a rank raised, or in which way tensors are wrong.
     """
 
     strategy: str
@@ -76,6 +79,7 @@ class VerifyRow:
     limit: float | None = None
     tensor: str = ""
     rank: int | None = None
+    factor: float | None = None
     reason: str = ""
 
 
@@ -86,6 +90,7 @@ def verify(
     dtypes: Sequence[str] = ("fp64",),
     parts: Sequence[str] | None = None,
     *,
+    options: Mapping[str, Any] | None = None,
     backend: str = DEFAULT_BACKEND,
     device: str = "cpu",
     batch: int = 3,
@@ -105,6 +110,7 @@ def verify(
             leaves more than one to each: 6 ranks as 2 x 3 and 3 x 2.
         dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
+        options: of every strategy, by name.
         backend: name of a backend.
         device: type of the devices on which the ranks' tensors are, as "cuda".
         batch: samples; odd, so that nothing hides in an even split.
@@ -122,22 +128,24 @@ def verify(
         if dtype not in PRECISIONS:
             raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
     backend_class(backend)
+    chosen = dict(options or {})
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
         for strategy in nestings:
             for name, preset in presets.items():
-                chosen = [p for p in preset.parts() if parts is None or p in parts]
-                wanted: list[tuple[str, Mapping[str, Any]]] = [(part, {}) for part in chosen]
-                wanted += [(part, options) for part in chosen[-1:] for options in preset.variants()]
+                those = [p for p in preset.parts() if parts is None or p in parts]
+                wanted: list[tuple[str, Mapping[str, Any]]] = [(part, {}) for part in those]
+                wanted += [(part, varying) for part in those[-1:] for varying in preset.variants()]
                 meshes = [mesh for size in world_sizes for mesh in _meshes(strategy, size)]
                 for mesh, dtype in itertools.product(meshes, dtypes):
-                    for part, options in wanted:
-                        varied = model_preset(name, options)
-                        case = Case(strategy, varied, part, dtype, batch, seq_len, backend=backend)
-                        yield verify_case(
-                            ranks, case, mesh, device=device, model_name=name, variant=_spelled(options)
+                    for part, varying in wanted:
+                        varied = model_preset(name, varying)
+                        case = Case(
+                            strategy, varied, part, dtype, batch, seq_len, options=chosen, backend=backend
                         )
+                        variant = _spelled({**varying, **chosen})
+                        yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
 
 
 def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
@@ -188,27 +196,62 @@ def verify_case(
     return _judged(row, findings)
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """A finding of a rank beside what its error may be."""
+
+    rank: int
+    finding: Finding
+    limit: float
+
+    @property
+    def excess(self) -> float:
+        return self.finding.found.error / self.limit
+
+    @property
+    def factor(self) -> float | None:
+        return self.finding.found.factor(self.limit)
+
+    def __str__(self) -> str:
+        return f"{self.finding.tensor} {self.finding.found.described(self.limit)}"
+
+
 def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
     """The row with the worst of the findings of ranks 0, 1, ..."""
     dtype = PRECISIONS[row.dtype].parameters
     typical = median(f.noise for ranks in findings for f in ranks)
-    worst = (0.0, 0, findings[0][0], FLOAT64_LIMIT)
-    for rank, found in enumerate(findings):
-        for finding in found:
-            limit = FLOAT64_LIMIT
-            if dtype is not torch.float64:
-                limit = NOISE_FACTOR * max(finding.noise, typical, torch.finfo(dtype).eps)
-            if (excess := finding.error / limit) > worst[0]:
-                worst = (excess, rank, finding, limit)
-    excess, rank, finding, limit = worst
-    return replace(
+
+    def limit(finding: Finding) -> float:
+        if dtype is torch.float64:
+            return FLOAT64_LIMIT
+        return NOISE_FACTOR * max(finding.noise, typical, torch.finfo(dtype).eps)
+
+    judged = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
+    worst = max(judged, key=lambda each: each.excess)
+    row = replace(
         row,
-        status="green" if excess <= 1 else "RED",
-        error=finding.error,
-        limit=limit,
-        tensor=finding.tensor,
-        rank=rank,
+        error=worst.finding.found.error,
+        limit=worst.limit,
+        tensor=worst.finding.tensor,
+        rank=worst.rank,
     )
+    wrong = [each for each in judged if each.excess > 1]
+    if not wrong:
+        return row
+    return replace(row, status="RED", factor=worst.factor, reason=_how_wrong(worst, wrong))
+
+
+def _how_wrong(worst: _Judged, wrong: list[_Judged]) -> str:
+    """In which way the worst tensor is wrong, and, where that has no factor, the worst one that has."""
+    scaled = [each for each in wrong if each.factor is not None]
+    shown = (
+        [worst] if worst.factor is not None or not scaled else [worst, max(scaled, key=lambda e: e.excess)]
+    )
+    named = [each.finding.tensor for each in shown]
+    others = list(dict.fromkeys(e.finding.tensor for e in wrong if e.finding.tensor not in named))
+    more = [f"and {len(others) - OTHERS_NAMED} more"] if len(others) > OTHERS_NAMED else []
+    listed = [f"wrong too: {', '.join([*others[:OTHERS_NAMED], *more])}"] if others else []
+    return "; ".join([*map(str, shown), *listed])
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

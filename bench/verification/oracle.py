@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
@@ -73,35 +74,13 @@ class Finding:
 
     Attributes:
         tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
-        error: relative error of the strategy against the oracle.
+        found: of the strategy against the oracle.
         noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
     """
 
     tensor: str
-    error: float
+    found: Discrepancy
     noise: float
-
-
-def relative_errors(reference: Mapping[str, Tensor], got: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """||x - ref|| / ||ref|| in float64 for every tensor that either side names.
-
-    Infinite where a tensor is missing on one side, has another shape, or is not finite. Where the
-    reference is exactly zero: 0 if x is too, else infinite.
-    """
-    return {name: _relative_error(reference.get(name), got.get(name)) for name in {**reference, **got}}
-
-
-def _relative_error(reference: Tensor | None, x: Tensor | None) -> float:
-    if reference is None or x is None or reference.shape != x.shape:
-        return float("inf")
-    reference, x = reference.detach().double(), x.detach().double()
-    if not (reference.isfinite().all() and x.isfinite().all()):
-        return float("inf")
-    largest = reference.abs().max() if reference.numel() else torch.zeros(())
-    if largest == 0:
-        return float("inf") if x.any() else 0.0
-    # divided by the largest element, so that squares of tiny gradients do not underflow
-    return ((x - reference) / largest).norm().item() / (reference / largest).norm().item()
 
 
 class _OneDevice(Strategy):
@@ -138,13 +117,13 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     shapes = {name: x.shape for name, x in truth.outputs.items()}
     checked = run(replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(place))
     expected = _share(truth, checked)
-    errors = relative_errors(expected, checked.tensors())
+    found = discrepancies(expected, checked.tensors())
     if case.torch_dtype is torch.float64:
-        noise = dict.fromkeys(errors, 0.0)
+        noise = dict.fromkeys(found, 0.0)
     else:
         noise = relative_errors(expected, _share(run(plain, one_device, case.torch_dtype), checked))
     return [
-        *(Finding(name, error, noise.get(name, 0.0)) for name, error in errors.items()),
+        *(Finding(name, each, noise.get(name, 0.0)) for name, each in found.items()),
         *_check_positions(truth, checked),
         _check_elements(checked),
     ]
@@ -275,8 +254,8 @@ def _check_positions(whole: _Run, checked: _Run) -> Iterable[Finding]:
         held = torch.zeros(places.numel(), dtype=torch.int64, device=checked.device)
         held[strategy.shard(places, tuple(range(len(sizes))) if len(sizes) > 1 else 0).flatten()] += 1
         all_reduce(held, _all_ranks(strategy))
-        even = held.min() == held.max() > 0
-        yield Finding(f"positions of {' x '.join(map(str, sizes))}", 0.0 if even else float("inf"), 0.0)
+        even = bool(held.min() == held.max() > 0)
+        yield Finding(f"positions of {' x '.join(map(str, sizes))}", _evenness(even), 0.0)
 
 
 def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
@@ -299,4 +278,9 @@ def _check_elements(checked: _Run) -> Finding:
         counts.append(count.flatten())
     held = all_reduce(torch.cat(counts), _all_ranks(checked.strategy)).split([len(count) for count in counts])
     even = all(bool(count.min() == count.max() > 0) for count in held)
-    return Finding("elements of the weights", 0.0 if even else float("inf"), 0.0)
+    return Finding("elements of the weights", _evenness(even), 0.0)
+
+
+def _evenness(even: bool) -> Discrepancy:
+    """None where everything lies on equally many ranks, else one without a number."""
+    return Discrepancy.none() if even else Discrepancy.without_number("are on more ranks than others of them")

@@ -86,6 +86,8 @@ class Strategy(AttentionHooks, ParameterHooks, PlanningHooks):
     #: whether it can be around a strategy that spreads positions: attention is what ``super()`` does, of some
     #: heads but of all positions that it is asked for
     can_enclose: ClassVar[bool] = False
+    #: the distributions whose code it calls where positions meet, beside torch's operators; of ours: none
+    requires: ClassVar[tuple[str, ...]] = ()
     #: whether it changes during a step along which dim a grid is cut
     moves_grid: ClassVar[bool] = False
 

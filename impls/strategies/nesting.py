@@ -87,6 +87,11 @@ class Nesting:
         return tuple(axis for axes in self.axes_of for axis in axes)
 
     @cached_property
+    def requires(self) -> tuple[str, ...]:
+        """The distributions that the classes require, each once."""
+        return tuple(dict.fromkeys(name for cls in self.classes for name in cls.requires))
+
+    @cached_property
     def options_type(self) -> type[Options]:
         """A frozen dataclass of the options of all classes; one that several have is the same for all."""
         types = list(dict.fromkeys(cls.options_type for cls in self.classes))

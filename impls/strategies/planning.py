@@ -93,10 +93,11 @@ class PlanningHooks(GridHooks):
 
     def traffic(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         """Closed form of what this rank sends over the groups of this strategy and of those within it, each
-        entry with its ``axes``; with the arguments of :meth:`communication`."""
+        entry with its ``axes``, which are all of a strategy's where :meth:`communication`, whose arguments
+        these are, names none."""
         for strategy, seen in self.as_seen(sites):
             for entry in strategy.communication(seen, element_bytes):
-                yield entry.over(*strategy.axes)
+                yield entry if entry.axes else entry.over(*strategy.axes)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         """Closed form of what this rank sends over this strategy's own group for one micro-batch, and in the

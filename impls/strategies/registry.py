@@ -1,4 +1,4 @@
-"""Strategies by name: those in the modules of this package, and those of plug-ins."""
+"""Strategies by name: those in the modules of this package, those of plug-ins, and the peers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ def strategies() -> Mapping[str, type[Strategy]]:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy of that name.
+    """The strategy of that name: of :func:`strategies`, or a peer (:mod:`impls.peers`), installed or not.
 
     Raises:
         KeyError: with the known names, if there is none.
     """
-    return looked_up(strategies(), name, "strategy")
+    from spbench.impls.peers.registry import peers
+
+    return looked_up({**peers(), **strategies()}, name, "strategy")

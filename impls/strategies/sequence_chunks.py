@@ -36,7 +36,7 @@ class SequenceChunks(Strategy):
     averaged. A strategy derived from this says what happens where positions meet.
     """
 
-    axes = ("sp",)
+    axes: tuple[str, ...] = ("sp",)
 
     @property
     def attention_axes(self) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
-"""A program for torchrun: a sweep of cells whose ranks fail, into the folder of the first argument."""
+"""A program, for torchrun too: a sweep of cells whose ranks fail, into the folder of the first argument; the
+further arguments choose among the faults."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,10 @@ from tests.bench import fakes
 
 
 def under_launcher(work: Callable[[], None]) -> None:
-    """Do this in the first of the launcher's processes, on the ranks of all of them."""
+    """Do this in the first of a launcher's processes, on the ranks of all of them, or in this one."""
+    if "RANK" not in os.environ:
+        work()
+        return
     launched = Launched.here()
     if launched.rank:
         serve(launched)
@@ -21,12 +26,12 @@ def under_launcher(work: Callable[[], None]) -> None:
             work()
 
 
-def sweep_into(folder: Path) -> None:
+def sweep_into(folder: Path, *faults: str) -> None:
     from tests.bench.sweep.test_rank_faults import cells
 
     with ResultsFile(folder) as results:
-        sweep(cells(), results, run=fakes.faulty)
+        sweep(cells(*faults), results, run=fakes.faulty)
 
 
 if __name__ == "__main__":
-    under_launcher(lambda: sweep_into(Path(sys.argv[1])))
+    under_launcher(lambda: sweep_into(Path(sys.argv[1]), *sys.argv[2:]))

@@ -1,11 +1,12 @@
-"""Our causal attentions and other packages' on the same ranks: are they right, and what do they cost?"""
+"""Causal attentions of several strategies, ours and peers, on the same ranks: are they right, and what do
+they cost?"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,18 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.verification.oracle import relative_errors
+from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.ring_attention import RingAttention
-from spbench.impls.strategies.ulysses import Ulysses
-from tests.benchmarks import peers
-from tests.benchmarks.peers import Attend
+from spbench.impls.strategies.nesting import Nesting
 
 #: the dim of positions in [B, L, Z, A], the memory layout in which a projection leaves q, k and v
 POSITIONS = 1
-OURS = "spbench"
-PLACEMENTS = ("contiguous", "zigzag", "striped", "ulysses")
+#: times the error of one device, from which on an attention is wrong: the results of blocks are rounded once
+#: more when they are merged
+WORST_ERROR = 3.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,22 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Entrant:
+    """A strategy with its options, and what the table calls it."""
+
+    label: str
+    strategy: type[Strategy] | Nesting
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Found:
-    """About one package's attention on one rank.
+    """About one entrant on one rank.
 
     Attributes:
         errors: of the output and the gradients of q, k and v, relative, beside float64 on one device.
         noise: the same of one device in the contest's dtype, on this rank's positions.
-        cpu_ms, wall_ms: of a forward and a backward pass, by round.
+        cpu_ms, wall_ms: of a forward and a backward pass, by round; empty if a rank is wrong.
     """
 
     errors: Mapping[str, float]
@@ -58,71 +66,82 @@ class Found:
     cpu_ms: list[float]
     wall_ms: list[float]
 
-
-def strategy(placement: str, place: Place) -> Strategy:
-    if placement == "ulysses":
-        return Ulysses.configured(place)
-    return RingAttention.configured(place, {"placement": placement})
-
-
-def ours(chosen: Strategy) -> Attend:
-    """The strategy's attention with the dims in the peers' order."""
-    return lambda q, k, v: chosen.causal_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    @property
+    def error(self) -> float:
+        """The worst of the errors, in multiples of the noise."""
+        return max(self.errors[name] / self.noise[name] for name in self.errors)
 
 
-def contenders(placement: str, group: dist.ProcessGroup, own: Strategy) -> Iterator[tuple[str, Attend]]:
-    """(package, attention) of that placement: ours, and each peer's as published and mended."""
-    yield OURS, ours(own)
-    installed = set(peers.available())
-    for peer in peers.PEERS:
-        if peer.placement == placement and peer.package in installed:
-            yield peer.package, peer.attend(group, False)
-            if placement != "ulysses":
-                yield f"{peer.package} (mended)", peer.attend(group, True)
+class Attention:
+    """An entrant's attention on this rank.
+
+    Args:
+        whole: q, k, v and the gradient of the output [B, L, Z, A] of all ranks.
+    """
+
+    def __init__(self, entrant: Entrant, place: Place, whole: Sequence[Tensor]):
+        self.strategy = entrant.strategy.configured(place, entrant.options)
+        self.inputs = [self.strategy.shard(x, POSITIONS).contiguous() for x in whole]
+
+    def results(self) -> dict[str, Tensor]:
+        """Forward and backward once: the output and all gradients [B, L/N, Z, A]."""
+        return _results(self.strategy, self.inputs)
+
+    def errors(self, exact: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, float]:
+        """Of whole tensors, or of this rank's part, beside this rank's part of the exact ones."""
+        mine = {name: self.strategy.shard(x, POSITIONS) for name, x in exact.items()}
+        parts = {
+            name: x if x.shape == mine[name].shape else self.strategy.shard(x, POSITIONS)
+            for name, x in got.items()
+        }
+        return relative_errors(mine, parts)
+
+    def milliseconds(self) -> tuple[float, float]:
+        """CPU time of this process, all its threads, and wall time, of forward and backward."""
+        dist.barrier()
+        cpu, wall = time.process_time(), time.perf_counter()
+        self.results()
+        return (time.process_time() - cpu) * 1e3, (time.perf_counter() - wall) * 1e3
 
 
-def results(attend: Attend, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor) -> dict[str, Tensor]:
-    """Forward and backward once: the output and all gradients [B, L or a part, Z, A]."""
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = attend(*inputs)
+def _results(strategy: Strategy, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    *given, d_o = tensors
+    inputs = [x.detach().requires_grad_() for x in given]
+    o = strategy.causal_attention(*(x.transpose(1, 2) for x in inputs)).transpose(1, 2)
     gradients = torch.autograd.grad(o, inputs, d_o)
     return {"output": o, **{f"gradient of {n}": g for n, g in zip("qkv", gradients, strict=True)}}
 
 
-def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+class _OneDevice(Strategy):
+    """torch's attention of whole sequences."""
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def contest(
-    mesh: DeviceMesh, placement: str, shape: Shape, dtype: torch.dtype, rounds: int
+    mesh: DeviceMesh, entrants: Sequence[Entrant], shape: Shape, dtype: torch.dtype, rounds: int
 ) -> dict[str, Found]:
-    """What is found on this rank, by package: each is checked, then all are timed in turns, in each round in
-    another order."""
-    peers.install()
-    group = mesh.get_group("sp")
-    own = strategy(placement, Place.on(mesh))
-    whole = shape.tensors(dtype)
-    exact, rough = results(one_device, *(x.double() for x in whole)), results(one_device, *whole)
-    mine, noisy = ({n: own.shard(x, POSITIONS) for n, x in of.items()} for of in (exact, rough))
-    noise = relative_errors(mine, noisy)
-    part = [own.shard(x, POSITIONS).contiguous() for x in whole]
-    entries = dict(contenders(placement, group, own))
+    """What is found on this rank, by label: each is checked, then those that are right are timed in turns, in
+    each round in another order."""
+    whole, one_device = shape.tensors(dtype), _OneDevice()
+    exact, rough = _results(one_device, [x.double() for x in whole]), _results(one_device, whole)
+    attentions = {entrant.label: Attention(entrant, Place.on(mesh), whole) for entrant in entrants}
     found = {
-        name: Found(relative_errors(mine, results(f, *part)), noise, [], []) for name, f in entries.items()
+        label: Found(each.errors(exact, each.results()), each.errors(exact, rough), [], [])
+        for label, each in attentions.items()
     }
     order = random.Random(0)  # the same on all ranks
+    right = [label for label in attentions if _right_on_all(found[label])]
     for _ in range(rounds):
-        for name in order.sample(list(entries), len(entries)):
-            cpu_ms, wall_ms = _milliseconds(entries[name], part, group)
-            found[name].cpu_ms.append(cpu_ms)
-            found[name].wall_ms.append(wall_ms)
+        for label in order.sample(right, len(right)):
+            cpu_ms, wall_ms = attentions[label].milliseconds()
+            found[label].cpu_ms.append(cpu_ms)
+            found[label].wall_ms.append(wall_ms)
     return found
 
 
-def _milliseconds(attend: Attend, part: list[Tensor], group: dist.ProcessGroup) -> tuple[float, float]:
-    """CPU time of this process, all its threads, and wall time, of forward and backward."""
-    dist.barrier(group)
-    cpu, wall = time.process_time(), time.perf_counter()
-    results(attend, *part)
-    return (time.process_time() - cpu) * 1e3, (time.perf_counter() - wall) * 1e3
+def _right_on_all(found: Found) -> bool:
+    worst = torch.tensor(found.error)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return bool(worst < WORST_ERROR)

@@ -1,18 +1,22 @@
 """Rates that are measured on real ranks, and the cluster that follows from them."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.calibration import collective_rates
+from spbench.bench.calibration import collective_rates, compute_rates
 from spbench.bench.calibration.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.calibration.compute_rates import SMALL
 from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of, cluster_yaml, sample_rows
-from spbench.bench.calibration.rate_points import RateSweep
+from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.calibration.validation import rates
 from spbench.bench.cell import Sizes
 from spbench.bench.engines.rank_pool import RankPool
@@ -85,6 +89,24 @@ def test_calls_that_would_take_long_are_left_out(pool: RankPool) -> None:
     brief = replace(TINY, longest_call_s=1e-12)
     points = pool.run({"sp": 1}, _on_rank, cell, brief)[0]["points"]
     assert [point.extent for point in points if point.operation == "matrix product"] == [4, 4]
+
+
+def short_of_memory(mesh: DeviceMesh) -> list[int]:
+    """The extents of a series of which rank 1 has no memory for the third."""
+
+    def make(extent: int) -> Callable[[], Any]:
+        if extent == 3 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("planted")
+        return lambda: None
+
+    trials = (
+        (RatePoint("sum", "", extent, "fp32", 2, flops=1), partial(make, extent)) for extent in range(1, 6)
+    )
+    return [point.extent for point in compute_rates._series(trials, mesh.device_type, TINY)]
+
+
+def test_a_size_for_which_a_rank_has_no_memory_ends_the_series_on_all(pool: RankPool) -> None:
+    assert pool.run({"sp": 2}, short_of_memory) == [[1, 2], [1, 2]]
 
 
 def test_figures_follow_from_the_points() -> None:

@@ -95,7 +95,8 @@ def test_one_device_has_no_collectives(
     [
         ((), "give either --scenario"),
         (("--engine", "emulated", "--scenario", "rsa_table4"), "give either --scenario"),
-        (("--scenario", "rsa_table4"), "--scenario needs --table and --fit too"),
+        (("--engine", "emulated", "--fit", "compute_efficiency:a=b"), "give either --scenario"),
+        (("--scenario", "rsa_table4"), "--scenario, --table and --fit go together"),
         (
             ("--engine", "distributed", "--precision", "fp23"),
             "unknown precision 'fp23'; did you mean 'fp32'?",

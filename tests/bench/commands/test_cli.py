@@ -210,6 +210,13 @@ WRONG = [
     (("verify", "--model", "bert-tny"), "unknown model 'bert-tny'; did you mean 'bert-tiny'?"),
     (("verify", "--dtype", "fp8"), "unknown dtype 'fp8'"),
     (("verify", "--part", "x"), "unknown part 'x'"),
+    (("verify", "--strategy", "yunchang_rng"), "did you mean 'yunchang_ring'?"),
+    (("verify", "--strategy-option", "placement=zigzag"), "add --strategy"),
+    (
+        ("verify", "--strategy", "ring_attention", "--strategy-option", "placement=zigzg"),
+        "placement is one of contiguous, striped, zigzag, not 'zigzg'",
+    ),
+    (("verify", "--strategy", "ulysses", "--strategy-option", "pad_head=1"), "did you mean 'pad_heads'?"),
 ]
 
 
@@ -331,6 +338,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         rank=1,
     )
     asked: list[Any] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     def found(*rows: VerifyRow) -> None:
         def verify(*arguments: Any, **options: Any) -> Iterator[VerifyRow]:
@@ -343,7 +351,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = spbench(
         "verify", "--strategy", "tensor_parallel", "--world-size", "2", "--dtype", "fp64,fp32"
     )
-    default = {"backend": "legacy_ddp"}
+    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}}
     assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
     assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
     assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err
@@ -351,7 +359,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spbench("verify")[0] == 1
     assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
     assert spbench("verify", "--backend", "ddp")[0] == 1
-    assert asked[-1][-1] == {"backend": "ddp"}
+    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}}
     assert spbench("verify", "--pairs")[0] == 1
     assert {"megatron_sp+ulysses", "ulysses+ring_attention"} <= set(asked[-1][0])
     assert asked[-1][2] == [4]

@@ -12,7 +12,7 @@ from tests.bench.nvml_library import SCENARIO, built
 def test_the_driver_and_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(built(tmp_path)))
     code, out, _ = command_line("doctor", "--check", "driver", "--format", "json")
-    found = {line["subject"]: line for line in json.loads(out)["findings"]}
+    found = {line["subject"]: line for line in json.loads(out)["observations"]}
     assert code == 0
     assert {line["status"] for line in found.values()} == {"ok"}
     assert found["NVIDIA driver"]["found"] == "580.65.06, CUDA up to 13.0"
@@ -23,7 +23,7 @@ def test_the_driver_and_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found["peers of GPU 0"]["found"] == "GPU 1: peer access over NVLink"
     monkeypatch.setenv(SCENARIO, "no peer access")
     out = command_line("doctor", "--check", "driver", "--format", "json")[1]
-    (peers,) = (line for line in json.loads(out)["findings"] if line["subject"] == "peers of GPU 0")
+    (peers,) = (line for line in json.loads(out)["observations"] if line["subject"] == "peers of GPU 0")
     assert (peers["status"], peers["found"]) == ("warning", "GPU 1: no peer access across a PCIe host bridge")
     assert "ACS" in peers["remedy"]
 
@@ -46,7 +46,7 @@ def test_a_driver_that_does_not_work(
     monkeypatch.setenv("LD_LIBRARY_PATH", str(built(tmp_path)))
     monkeypatch.setenv(SCENARIO, scenario)
     code, out, _ = command_line("doctor", "--check", "driver", "--format", "json")
-    (line,) = (line for line in json.loads(out)["findings"] if line["subject"] == subject)
+    (line,) = (line for line in json.loads(out)["observations"] if line["subject"] == subject)
     assert (code, line["status"], line["found"]) == (0, "missing", what)  # the CPU's paths work
 
 
@@ -67,7 +67,7 @@ def test_what_is_needed_decides_on_the_exit_code(
 @pytest.mark.slow
 def test_everything_that_is_needed_works_here(command_line: Run) -> None:
     code, out, _ = command_line("doctor", "--format", "json")
-    found = {line["subject"]: line for line in json.loads(out)["findings"]}
+    found = {line["subject"]: line for line in json.loads(out)["observations"]}
     assert code == 0
     assert {"Python", "torch", "Gloo", "virtual ranks", "Gloo ranks", "disk of results"} <= set(found)
     assert all(line["status"] == "ok" or line["remedy"] for line in found.values())

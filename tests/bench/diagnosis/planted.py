@@ -6,28 +6,28 @@ import sys
 import time
 from collections.abc import Iterator
 
-from spbench.bench.diagnosis.check import Finding
+from spbench.bench.diagnosis.check import Observation
 
 #: of the environment: the file into which :func:`hangs` writes the number of a process that it starts
 CHILD_FILE = "SPBENCH_TEST_CHILD_FILE"
 
 
-def talks() -> Iterator[Finding]:
-    print("this is no finding")
-    yield Finding("talk", "ok", "done")
+def talks() -> Iterator[Observation]:
+    print("this is no observation")
+    yield Observation("talk", "ok", "done")
 
 
-def crashes() -> Iterator[Finding]:
+def crashes() -> Iterator[Observation]:
     os.abort()
     yield
 
 
-def raises() -> Iterator[Finding]:
-    yield Finding("first", "ok", "never shown")
+def raises() -> Iterator[Observation]:
+    yield Observation("first", "ok", "never shown")
     raise ArithmeticError("planted")
 
 
-def hangs() -> Iterator[Finding]:
+def hangs() -> Iterator[Observation]:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     with open(os.environ[CHILD_FILE], "w") as file:
         file.write(str(child.pid))

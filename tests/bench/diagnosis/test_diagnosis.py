@@ -1,4 +1,4 @@
-"""Checks of an installation: those that go wrong are findings, and planted faults are found."""
+"""Checks of an installation: those that go wrong are observations, and planted faults are seen."""
 
 import resource
 import shutil
@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from spbench.bench.diagnosis import libraries, nvidia, ranks, system
-from spbench.bench.diagnosis.check import Check, Finding, checks, findings
+from spbench.bench.diagnosis.check import Check, Observation, checks, diagnose
 from tests.bench.diagnosis import planted
 
 
-def by_subject(found: Any) -> dict[str, Finding]:
+def by_subject(found: Any) -> dict[str, Observation]:
     return {line.subject: line for line in found}
 
 
 def test_checks_that_go_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "child"
     monkeypatch.setenv(planted.CHILD_FILE, str(file))
-    found = findings(
+    found = diagnose(
         {
             "talks": Check(planted.talks),
             "crashes": Check(planted.crashes, is_needed=True),

@@ -123,7 +123,7 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(traced) <= 12
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_timed_search_times_its_answer(stages: int) -> None:
     search = SearchRequest(quantity="batch", step=4, timed=True)
     sizes = Sizes(pp=stages, sp=2)

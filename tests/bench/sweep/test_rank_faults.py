@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,8 @@ LIMIT_S = 12.0
 PROGRAM = "tests.bench.faulty_sweep"
 
 
-def cells() -> list[Cell]:
-    """One cell for each fault, and one without."""
+def cells(*faults: str) -> list[Cell]:
+    """One cell for each of these faults; for all, and one without, if none is named."""
     content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
     return [
         Cell.model_validate(
@@ -33,7 +35,7 @@ def cells() -> list[Cell]:
                 "timeout_s": LIMIT_S if fault == "hangs" else None,
             }
         )
-        for fault in ("killed", "hangs", "raises", "out of memory", "")
+        for fault in faults or ("killed", "hangs", "raises", "out of memory", "")
     ]
 
 
@@ -75,18 +77,61 @@ def test_faults_of_ranks_of_this_machine(tmp_path: Path, monkeypatch: pytest.Mon
     assert left_of(log) == []
 
 
+LAUNCHERS = {
+    "command": ["-m", PROGRAM],
+    "torchrun": [
+        *("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", PROGRAM),
+    ],
+}
+
+
+def started(launcher: str, folder: Path, *faults: str) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        fakes.LOG: str(folder / "processes"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, *LAUNCHERS[launcher], str(folder), *faults]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
 @needs_proc
 def test_the_same_under_torchrun(tmp_path: Path) -> None:
     """The launcher sees nothing of what becomes of the ranks, and ends well."""
-    log = tmp_path / "processes"
-    command = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    command = [sys.executable, "-m", "torch.distributed.run", *command, "localhost:0", "-m", PROGRAM]
-    environment = {**os.environ, fakes.LOG: str(log), "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert ended.returncode == 0, ended.stderr
+    launcher = started("torchrun", tmp_path)
+    _, said = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, said
     rows, problems = read_rows(tmp_path / "cells.jsonl")
     assert problems == []
     check(rows)
-    assert left_of(log) == []
+    assert left_of(tmp_path / "processes") == []
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_launcher_is_killed(launcher: str, tmp_path: Path) -> None:
+    """All that it has started ends, and what it had measured is there."""
+    process, log = started(launcher, tmp_path, "", "hangs too"), tmp_path / "processes"
+    until(lambda: log.exists() and len(log.read_text().split()) == 4, "the second cell does not begin")
+    process.kill()
+    process.wait(10)
+    until(lambda: left_of(log) == [], "ranks are left")
+    rows, problems = read_rows(tmp_path / "cells.jsonl")
+    assert problems == []
+    assert rows[0]["status"] == "ok"
+    for row in rows[1:]:  # its worker found out first
+        assert (row["status"], row["reason"]) == (
+            "failed",
+            "rank 0: the launcher that holds the ranks' store is gone",
+        )
+    assert process.stderr is not None
+    process.stderr.read()  # ends when nobody is left who could write
+
+
+def until(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.2)

@@ -26,7 +26,8 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.cases import verify_case
-from spbench.bench.verification.oracle import Case, relative_errors
+from spbench.bench.verification.discrepancy import relative_errors
+from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import model_preset
@@ -174,7 +175,7 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: st
         assert not any(name.startswith("elements") for name in wrong)
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)), 4])
 @pytest.mark.parametrize("backend", [name for name in backends() if name != "legacy_ddp"])
 def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
     for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):

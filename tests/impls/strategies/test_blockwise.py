@@ -65,7 +65,7 @@ def test_all_three_gradients(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("strategy", "model", "placement"), [*cases()])
-@pytest.mark.parametrize("n", [3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 64))])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8, 64))])
 def test_bytes_are_those_of_the_formula(
     pool: RankPool,
     n: int,

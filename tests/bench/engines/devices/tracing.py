@@ -37,8 +37,8 @@ TINY = [name for name in models() if "-tiny" in name]
 FEW = (
     ("ring_self_attention", "bert-tiny", "legacy_ddp"),
     ("lasp2", "tnl-tiny", "zero1"),
-    ("dsp", "st-dit-tiny", "zero3"),
-    ("megatron_sp+ulysses", "causal-transformer-tiny", "fsdp_flat"),
+    ("tensor_parallel", "causal-transformer-tiny", "zero3"),
+    ("dsp", "transformer-2d-tiny", "fsdp_flat"),
 )
 
 

@@ -1,0 +1,107 @@
+"""What all peers have in common: strategies whose attention is the code of another package."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spbench.impls.layout import Site, Unsupported
+from spbench.impls.peers import flash_attn_stand_in
+from spbench.impls.peers.registry import INSTALL, absent
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.ring_attention import RingAttention
+from spbench.impls.strategies.ulysses import HEADS, POSITIONS, Ulysses
+
+
+class Peer(Strategy):
+    """A strategy that calls the attention of another package on more than one rank.
+
+    A derived class says by ``requires`` which distributions that needs, and imports from them in
+    :meth:`load`, so that its module can be imported without them. Its gradients are another's work: it is
+    measured only where verification is green (:mod:`bench.verification.proof`).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.group is not None:
+            assert self.place.mesh is not None
+            if self.place.mesh.device_type != "cuda":
+                flash_attn_stand_in.install()
+            with _disable_current_modes():  # modules that compile or allocate as they are imported
+                self.load()
+
+    def load(self) -> None:
+        """Import what :attr:`requires` brings; called on each of several ranks, after the process groups are
+        there."""
+        raise NotImplementedError
+
+    def _check_own(self, sites: Sequence[Site]) -> None:
+        if missing := absent(self.requires):
+            raise Unsupported(f"{self.name} needs {' and '.join(missing)}", INSTALL)
+        super()._check_own(sites)
+
+
+def imported(path: str) -> Any:
+    """The value at "module:name"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class RingPeer(Peer, RingAttention):
+    """Ring Attention by functions of another package, which take q, k, v [B, L/N, Z, A], ``causal`` and
+    ``group`` and return [B, L/N, Z, A]."""
+
+    meets = frozenset({"attention", "causal_attention", "full_attention"})
+    #: "module:function" for each placement
+    functions: ClassVar[Mapping[str, str]]
+
+    def load(self) -> None:
+        self._functions = {placement: imported(path) for placement, path in self.functions.items()}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+        # without a mask any placement is as good, and only the contiguous functions take that
+        function = self._functions[placement or "contiguous"]
+        by_position = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        o: Tensor = function(*by_position, causal=placement is not None, group=self.group)
+        return o.transpose(1, 2)
+
+
+class UlyssesPeer(Peer, Ulysses):
+    """Ulysses by a layer of another package."""
+
+    meets = frozenset({"causal_attention", "full_attention"})
+    can_enclose = False
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        """The layer's attention, scores scaled by A**-0.5: q [B, L/N, Z, A], k, v [B, L/N, G, A] -> [B, L/N,
+        Z, A]."""
+        raise NotImplementedError
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        super().check_sizes(sites)
+        if self.options.pad_heads:
+            raise Unsupported(f"{self.name} does not pad heads", "leave the option pad_heads out")
+        for site in sites:
+            if (kv_heads := site.dims.get("G", self.size)) % self.size:
+                raise Unsupported(
+                    f"{self.name} does not repeat {kv_heads} heads of keys and values for {self.size} ranks",
+                    "use ulysses",
+                )
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.size == 1:
+            return super().causal_attention(q, k, v)
+        return self._by_position(q, k, v, causal=True)
+
+    def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.size == 1:
+            return super().full_attention(q, k, v)
+        return self._by_position(q, k, v, causal=False)
+
+    def _by_position(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        q, k, v = (x.transpose(HEADS, POSITIONS) for x in (q, k, v))
+        return self.attend(q, k, v, causal).transpose(HEADS, POSITIONS)

@@ -1,0 +1,155 @@
+"""What holds of peers whether or not their packages are installed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spbench.impls.peers
+from spbench.bench.config.choices import strategy_problem
+from spbench.impls.axes import Place
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
+from spbench.impls.peers import flash_attn_stand_in as stand_in
+from spbench.impls.peers import registry
+from spbench.impls.strategies.nesting import nesting
+from spbench.impls.strategies.registry import strategies
+
+ROOM = Path(spbench.impls.peers.__path__[0])
+LINE = "install the extra peers: pip install 'spbench[peers]'"
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(registry, "version", version)
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "version", lambda name: "1")
+
+
+def test_a_peer_is_found_by_being_there_and_is_no_strategy_of_ours() -> None:
+    assert {*registry.peers()} >= {"ring_flash_attention", "yunchang_usp", "torch_context_parallel"}
+    assert not {*registry.peers()} & {*strategies()}
+    assert nesting("yunchang_ring").classes == (registry.peers()["yunchang_ring"],)
+
+
+def test_every_peer_says_what_it_requires() -> None:
+    assert all(cls.requires for cls in registry.peers().values())
+    assert not any(cls.requires for cls in strategies().values())
+
+
+def imported_at_once(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+
+
+@pytest.mark.parametrize("path", sorted(ROOM.glob("*.py")), ids=lambda path: path.name)
+def test_its_module_is_imported_without_its_package(path: Path) -> None:
+    packages = {name.split(".")[0] for name in imported_at_once(path)}
+    assert packages - sys.stdlib_module_names <= {"spbench", "torch"}
+
+
+@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.parametrize("name", registry.peers())
+def test_one_that_is_missing_is_named_with_how_to_install_it(name: str) -> None:
+    missing = " and ".join(registry.peers()[name].requires)
+    assert strategy_problem(name) == f"strategy {name} needs {missing}; {LINE}"
+    plan = registry.peers()[name].planned(2)
+    with pytest.raises(Unsupported, match=f"^{name} needs {missing}; install the extra peers"):
+        plan.check(model_preset("causal-transformer-tiny").sites(2, 24))
+
+
+@pytest.mark.usefixtures("all_installed")
+@pytest.mark.parametrize(
+    ("peer", "ours", "sizes"),
+    [
+        ("ring_flash_attention", "ring_attention", {"sp": 4}),
+        ("yunchang_ring", "ring_attention", {"sp": 3}),
+        ("yunchang_ulysses", "ulysses", {"sp": 4}),
+        ("deepspeed_ulysses", "ulysses", {"sp": 2}),
+        ("yunchang_usp", "ulysses+ring_attention", {"sp": 2, "cp": 2}),
+    ],
+)
+def test_its_closed_form_is_that_of_the_same_algorithm(peer: str, ours: str, sizes: dict[str, int]) -> None:
+    assert strategy_problem(peer) == ""
+    sites = model_preset("causal-transformer-tiny-gqa").sites(2, 24)
+    theirs, own = (nesting(name).configured(Place(sizes)) for name in (peer, ours))
+    theirs.check(sites)
+    assert list(theirs.traffic(sites, 4)) == list(own.traffic(sites, 4)) != []
+
+
+@pytest.mark.parametrize("placement", ["contiguous", "zigzag", "striped"])
+def test_usp_has_the_positions_of_ulysses_around_a_ring(placement: str) -> None:
+    sizes = {"cp": 3, "sp": 2}
+    held = []
+    for rank in range(6):
+        at = Place.of_rank(sizes, rank)
+        theirs, own = (
+            nesting(name).configured(at, {"placement": placement}).shard(torch.arange(24), 0)
+            for name in ("yunchang_usp", "ulysses+ring_attention")
+        )
+        assert theirs.tolist() == own.tolist()
+        held += theirs.tolist()
+    assert sorted(held) == list(range(24))
+
+
+@pytest.mark.usefixtures("all_installed")
+@pytest.mark.parametrize(
+    ("name", "sizes", "options", "reason"),
+    [
+        ("yunchang_ulysses", {"sp": 3}, {}, "does not repeat 4 heads"),
+        ("deepspeed_ulysses", {"sp": 2}, {"pad_heads": True}, "does not pad heads"),
+        ("yunchang_usp", {"sp": 3, "cp": 1}, {}, "4 attention heads cannot be split over 3 ranks along sp"),
+    ],
+)
+def test_sizes_that_a_peer_has_not_are_refused(
+    name: str, sizes: dict[str, int], options: dict[str, bool], reason: str
+) -> None:
+    plan = nesting(name).configured(Place(sizes), options)
+    with pytest.raises(Unsupported, match=reason):
+        plan.check(model_preset("causal-transformer-tiny-gqa").sites(2, 24))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels may run here")
+@pytest.mark.usefixtures("all_installed")
+def test_fla_says_that_it_needs_a_gpu() -> None:
+    plan = registry.peers()["fla_context_parallel"].planned(2)
+    with pytest.raises(Unsupported, match=r"Triton kernels only for NVIDIA GPUs.*use lasp"):
+        plan.check(model_preset("tnl-tiny").sites(2, 24))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_stand_in_for_flash_attention_is_torchs_attention(kv_heads: int, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(heads: int) -> torch.Tensor:
+        return torch.randn(2, 12, heads, 8, generator=generator, dtype=torch.float64)
+
+    q, k, v, d_o = (drawn(heads).requires_grad_() for heads in (4, kv_heads, kv_heads, 4))
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    o = F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=0.3, enable_gqa=True)
+    expected = o.transpose(1, 2), *torch.autograd.grad(o.transpose(1, 2), (q, k, v), d_o)
+
+    whole = stand_in._whole(q, k, v, softmax_scale=0.3, causal=causal)
+    found, lse, *_ = stand_in._forward(q, k, v, 0.0, 0.3, causal)
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    stand_in._backward(d_o, q, k, v, found, lse, *gradients, 0.0, 0.3, causal)
+    for got in ((whole, *torch.autograd.grad(whole, (q, k, v), d_o)), (found, *gradients)):
+        for x, reference in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, reference)
