@@ -56,6 +56,7 @@ class DaskExecutor(Executor):
             raise UserError(f"dask://{address}: the address of a Dask scheduler looks like {self.form}")
         self.address = address
         self.running: dict[Future, Cell] = {}
+        self._has_workers = True
         self.identity = uuid.uuid4().hex
         self.installation = Installation.here()
         self.client = _connected(address)
@@ -87,7 +88,14 @@ class DaskExecutor(Executor):
 
     @property
     def at_once(self) -> int:
-        return max(1, sum(self.client.nthreads().values()))
+        try:
+            workers = self.client.nthreads()
+        except (OSError, ValueError) as error:
+            raise self._gone() from error
+        if self._has_workers and not workers:
+            _log.warning("dask://%s has no workers any more; waiting for one", self.address)
+        self._has_workers = bool(workers)
+        return max(1, sum(workers.values()))
 
     def outcomes(
         self, cells: Sequence[Cell], run: Run, on_start: Callable[[Cell], None]
@@ -96,7 +104,8 @@ class DaskExecutor(Executor):
         waiting = deque(cells)
         ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         while waiting or self.running:
-            room = self._room()
+            # no more than run at a time: a worker that dies is held against every task that it has
+            room = self.at_once
             while waiting and len(self.running) < room:
                 cell = waiting.popleft()
                 on_start(cell)
@@ -108,23 +117,6 @@ class DaskExecutor(Executor):
                 future = ended.get(timeout=_LOOK_S)
                 outcome = self._outcome(future)
                 yield self.running.pop(future), outcome
-
-    def _room(self) -> int:
-        """How many cells may be on their way: no more than run at a time, as a worker that dies is held
-        against every task that it has."""
-        try:
-            workers = self.client.nthreads()
-        except (OSError, ValueError) as error:
-            raise self._gone() from error
-        self._say_whether_any(bool(workers))
-        return max(1, sum(workers.values()))
-
-    _had_workers = True
-
-    def _say_whether_any(self, has_workers: bool) -> None:
-        if self._had_workers and not has_workers:
-            _log.warning("dask://%s has no workers any more; waiting for one", self.address)
-        self._had_workers = has_workers
 
     def _outcome(self, future: Future) -> Outcome:
         from distributed.scheduler import KilledWorker
