@@ -33,7 +33,7 @@ STACKS_FOLDER = "SPBENCH_STACKS_FOLDER"
 START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "linux" else "spawn"
 
 #: seconds in which processes write their stacks, at most
-STACKS_S = 3.0
+STACKS_S = 6.0
 
 #: what the server imports
 _PRELOADED = "spbench.bench.engines.preloaded"
@@ -188,15 +188,20 @@ def stacks_of(folder: Path, pids: Iterable[int | None]) -> str:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-    return written_stacks(folder) + "".join(_seen_by_py_spy(pid) for pid in living)
+    return written_stacks(folder, 2 * len(living)) + "".join(_seen_by_py_spy(pid) for pid in living)
 
 
-def written_stacks(folder: Path) -> str:
-    """The files of a folder into which processes that have been signalled write, each under its name."""
-    deadline, before, now = time.monotonic() + STACKS_S, -1, 0
-    while time.monotonic() < deadline and not 0 < now == before:  # until nothing more is written
-        time.sleep(STACKS_S / 10)
-        before, now = now, sum(file.stat().st_size for file in _files(folder))
+def written_stacks(folder: Path, files: int = 1) -> str:
+    """The files of a folder into which processes that have been signalled write, each under its name.
+
+    Args:
+        files: how many there are to be at least; they are waited for, and until nothing more is written, for
+            up to :data:`STACKS_S` seconds.
+    """
+    deadline, before, now = time.monotonic() + STACKS_S, [-1], [0]
+    while time.monotonic() < deadline and not (len(now) >= files and now == before and all(now)):
+        time.sleep(STACKS_S / 20)
+        before, now = now, [file.stat().st_size for file in _files(folder)]
     texts = {file.name: file.read_text(errors="replace") for file in _files(folder)}
     return "".join(f"-- {name} --\n{text.rstrip()}\n" for name, text in texts.items() if text)
 

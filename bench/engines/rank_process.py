@@ -196,7 +196,7 @@ def _write_operations_on_signal(name: str) -> None:
     def wait() -> None:
         while True:
             signal.sigwait([signal.SIGUSR2])
-            Path(folder, name).write_text(last_operations())
+            Path(folder, name).write_text(last_operations() or "none\n")
 
     threading.Thread(target=wait, daemon=True).start()
 
