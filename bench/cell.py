@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -145,6 +146,8 @@ class Cell(_Strict):
     engine: str = "virtual"
     #: where tensors are; the virtual engine's are fake ones on the CPU, whatever they stand for
     device: Literal["cpu", "cuda"] = "cpu"
+    #: the rank that an engine plays which plays one alone; None: the one with the largest peak
+    rank: NonNegativeInt | None = None
     precision: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
     model_options: dict[str, Any] = {}
     strategy_options: dict[str, Any] = {}
@@ -233,6 +236,8 @@ class Measurement:
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
             step's update.
         meters: what further meters found on ``peak_rank``, by their names.
+        ranks: of steps on real devices, what each rank's host and device say: ``rank``, ``host``,
+            ``device``, :attr:`TimedSteps.device`.
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
 
@@ -255,6 +260,7 @@ class Measurement:
     calibration: str = ""
     losses: list[dict[str, float]] = field(default_factory=list)
     meters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
     answer: int | None = None
     proof: list[dict[str, Any]] = field(default_factory=list)
 

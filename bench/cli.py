@@ -33,6 +33,10 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
         context.exit()
 
 
+#: of the environment, what launchers set for each process that they start
+_LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
 class _OutputError(Exception):
     """Standard output could not be written; the cause is the OSError.
 
@@ -92,8 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from spbench.bench.declarations import kept_on_disk
 
     with kept_on_disk():
-        code = exit_code(arguments)
+        code = launched_exit_code(arguments) if os.environ.keys() >= _LAUNCHED else exit_code(arguments)
     sys.exit(code)
+
+
+def launched_exit_code(arguments: Sequence[str] | None) -> int:
+    """Of a process that torchrun, or a launcher like it, has started: the first runs the command line, on the
+    ranks of all of them, and the others are what runs these."""
+    from spbench.bench.engines.torchrun import Launched, coordinating, serve
+
+    launched = Launched.here()
+    if launched.rank:
+        return serve(launched)
+    with coordinating(launched):
+        return exit_code(arguments)
 
 
 def exit_code(arguments: Sequence[str] | None) -> int:

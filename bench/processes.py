@@ -11,10 +11,13 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
@@ -28,6 +31,9 @@ STACKS_FOLDER = "SPBENCH_STACKS_FOLDER"
 
 #: how processes are started, for multiprocessing and for torchrun's launcher
 START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "linux" else "spawn"
+
+#: seconds in which processes write their stacks, at most
+STACKS_S = 3.0
 
 #: what the server imports
 _PRELOADED = "spbench.bench.engines.preloaded"
@@ -64,15 +70,20 @@ def _do_nothing() -> None:
     """The first process of a server, which exists once the server is ready."""
 
 
-@contextmanager
-def _environment_of_server() -> Iterator[None]:
-    """What is started inside finds modules where this process finds them, and never in the folder it is in,
-    and has no threads for linear algebra."""
-    changed = {
+def environment_of_child() -> dict[str, str]:
+    """Variables with which a Python process finds modules where this one finds them, and never in the folder
+    it is in, and has no threads for linear algebra."""
+    return {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PYTHONSAFEPATH": "1",
         "OPENBLAS_NUM_THREADS": "1",  # numpy's would start its threads as it is imported
     }
+
+
+@contextmanager
+def _environment_of_server() -> Iterator[None]:
+    """What is started inside has :func:`environment_of_child`."""
+    changed = environment_of_child()
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
@@ -154,16 +165,65 @@ def _wait_for_end_of_parent() -> None:
     os._exit(1)
 
 
-def write_stacks_on_signal(who: str) -> None:
+def write_stacks_on_signal(name: str) -> None:
     """From now on SIGUSR1 makes this process write the stacks of all its threads, and go on.
 
-    They go to the file ``who`` in the folder that the environment names by :data:`STACKS_FOLDER`; without
+    They go to the file ``name`` in the folder that the environment names by :data:`STACKS_FOLDER`; without
     it nothing is changed. The handler is C code, so it answers while a thread waits inside a library.
     """
     if folder := os.environ.get(STACKS_FOLDER):
         # stays open for as long as the process lives
-        descriptor = os.open(Path(folder, who), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         faulthandler.register(signal.SIGUSR1, descriptor, all_threads=True, chain=False)
+
+
+def stacks_of(folder: Path, pids: Iterable[int | None]) -> str:
+    """The stacks of processes that write them into that folder on a signal, each file under its name; then,
+    where py-spy is installed, what it sees, which names the lines of Python below C code.
+
+    Takes up to :data:`STACKS_S` seconds.
+    """
+    living = [pid for pid in pids if pid is not None]
+    for pid in living:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+    return written_stacks(folder) + "".join(_seen_by_py_spy(pid) for pid in living)
+
+
+def written_stacks(folder: Path) -> str:
+    """The files of a folder into which processes that have been signalled write, each under its name."""
+    deadline, before, now = time.monotonic() + STACKS_S, -1, 0
+    while time.monotonic() < deadline and not 0 < now == before:  # until nothing more is written
+        time.sleep(STACKS_S / 10)
+        before, now = now, sum(file.stat().st_size for file in _files(folder))
+    texts = {file.name: file.read_text(errors="replace") for file in _files(folder)}
+    return "".join(f"-- {name} --\n{text.rstrip()}\n" for name, text in texts.items() if text)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _seen_by_py_spy(pid: int) -> str:
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        seen = subprocess.run(command, capture_output=True, text=True, timeout=STACKS_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # mostly that it may not look into the process
+        return ""
+    return f"-- process {pid} as py-spy sees it --\n{seen.rstrip()}\n"
+
+
+def fate(exitcode: int | None) -> str:
+    """How a process ended, as the rest of a sentence."""
+    if exitcode is None or exitcode >= 0:
+        return f"ended by itself with exit code {exitcode}"
+    name = signal.Signals(-exitcode).name
+    guess = " (was the machine out of memory?)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{guess}"
 
 
 @contextmanager

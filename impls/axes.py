@@ -215,13 +215,14 @@ class Place:
         """
         if self.mesh is None:
             raise ValueError("process groups need a device mesh")
-        several = [axis for axis in self._in_mesh_order(axes) if self.size(axis) > 1] or [*axes[:1]]
-        if len(several) == 1:
-            return self.mesh[several[0]]
         from torch.utils._python_dispatch import _disable_current_modes
 
-        name = "_".join(axis for axis in MESH_AXES if axis in several)
-        with _disable_current_modes():  # a mesh computes with real tensors, where a step has fake ones too
+        several = [axis for axis in self._in_mesh_order(axes) if self.size(axis) > 1] or [*axes[:1]]
+        # a mesh holds and computes with real tensors on the CPU, which are none of the step's
+        with _disable_current_modes():
+            if len(several) == 1:
+                return self.mesh[several[0]]
+            name = "_".join(axis for axis in MESH_AXES if axis in several)
             flat = self.mesh[tuple(several)]._flatten(name)
         self.flattened[flat.get_group().group_name] = name
         return flat

@@ -31,6 +31,10 @@ class Unsupported(ValueError):
         super().__init__(f"{reason}; {mend}")
 
 
+class Unavailable(Unsupported):
+    """What would run these sizes is not here now: ranks, GPUs, an installed package. Elsewhere it may be."""
+
+
 @dataclass(frozen=True)
 class Site:
     """One kind of place in a model that asks its strategy for something, and how often a step does.

@@ -1,5 +1,6 @@
 """What all tests share: a pool of ranks, a folder in place of the user's cache, and one thread for torch."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.engines import trace_cache
 from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.files.disk_cache import DiskCache
 
 torch.set_num_threads(1)  # as the ranks have
 
@@ -30,6 +33,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what is imported by now, which takes it half a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or else libraries in C++ complain at the end of what they take for leaks
+
+
+@pytest.fixture(scope="module")
+def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a module's tests trace twice is traced once, as in sweeps; for tests that change no code."""
+    with pytest.MonkeyPatch.context() as patched:
+        kept = DiskCache(tmp_path_factory.mktemp("traces"), trace_cache.LIMIT_BYTES)
+        patched.setattr(trace_cache, "_cache", kept)
+        yield
 
 
 @pytest.fixture(scope="session")

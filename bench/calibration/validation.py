@@ -12,7 +12,7 @@ from itertools import combinations
 
 import pandas as pd
 
-from spbench.bench.calibration.local_rates import measured_cluster
+from spbench.bench.calibration.measured_cluster import measured_cluster
 from spbench.bench.cell import Cell, Sizes, Timing
 from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.engines.virtual import trace_classes

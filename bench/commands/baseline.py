@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.execution import run_cells
-from spbench.bench.commands.options import Words, jobs, many, output_folder, reported, variant
+from spbench.bench.commands.execution import opened_executor, run_cells
+from spbench.bench.commands.options import Words, executor, jobs, many, output_folder, reported, variant
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.report import Report
 
@@ -30,11 +30,17 @@ FOLDER = Path("results", "baseline")
 @many("--scenario", Words(), "Baselines of these scenarios.")
 @variant
 @jobs
+@executor
 @output_folder("Folder of the baselines; default results/baseline.")
 @click.option("--resume", is_flag=True, help="Keep the rows in results/runs that are up to date.")
 @reported
 def command(
-    scenario: tuple[str, ...], variant: str | None, jobs: int | None, output: Path | None, resume: bool
+    scenario: tuple[str, ...],
+    variant: str | None,
+    jobs: int | None,
+    executor: str | None,
+    output: Path | None,
+    resume: bool,
 ) -> Iterator[Report]:
     """Run scenarios afresh on virtual ranks, and write the results for spbench compare."""
     from spbench.bench.config.scenario import load_scenario
@@ -45,7 +51,8 @@ def command(
     narrowing = Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:
         folder = Path("results", "runs", loaded.name)
-        ran = run_cells(loaded, narrowing, folder, jobs, fresh=not resume)
+        with opened_executor(executor) as there:
+            ran = run_cells(loaded, narrowing, folder, jobs, fresh=not resume, executor=there)
         if ran.failed():
             message(f"spbench: no baseline of {loaded.name} was written")
             yield Report(code=1)

@@ -1,14 +1,15 @@
-"""`spbench calibrate`: fit a cluster's scalars to published step times."""
+"""`spbench calibrate`: fit a cluster's scalars to published step times, or measure this machine."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import reported
+from spbench.bench.commands.options import Numbers, Words, many, reported
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.report import Report, Table
 
@@ -18,20 +19,70 @@ if TYPE_CHECKING:
 
 
 @click.command("calibrate")
-@click.option("--scenario", required=True, help="A scenario with a published table: its name or its file.")
-@click.option("--table", required=True, help="The table's name in the scenario.")
+@click.option("--scenario", help="A scenario with a published table: its name or its file.")
+@click.option("--table", help="The table's name in the scenario.")
 @click.option("--quantity", default="throughput_tokens_per_s", show_default=True, help="Its column.")
 @click.option(
     "--fit",
     "fits",
     multiple=True,
-    required=True,
     metavar="SCALAR:COLUMN=VALUE[,...]",
     help="Fit a scalar on the rows that have these values; fits are done in the order given.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["distributed", "emulated"]),
+    help="Measure this machine: on real ranks with their collectives, or on one device alone.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Of ranks; cuda where torch sees a GPU, else cpu, if left out.",
+)
+@click.option("--world-size", type=click.IntRange(min=1), help="Ranks; 2, or all GPUs, if left out.")
+@many("--precision", Words(), "Of products and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out.")
+@many(
+    "--message-bytes",
+    Numbers(4),
+    "Sizes of the collectives' messages instead of 1 KiB to 64 MiB (1 GiB on GPUs).",
+)
+@many("--sides", Numbers(), "Sides of the matrices instead of 128 to 2048 (16384).")
+@many("--lengths", Numbers(), "Sequence lengths of attention instead of 128 to 2048 (32768).")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default="measured.yaml",
+    show_default=True,
+    help="The measured cluster's file; samples and plots go beside it.",
+)
 @reported
-def command(scenario: str, table: str, quantity: str, fits: tuple[str, ...]) -> Report:
-    """Fit a cluster's few scalars to published throughputs, and show every row's error."""
+def command(
+    scenario: str | None,
+    table: str | None,
+    quantity: str,
+    fits: tuple[str, ...],
+    engine: str | None,
+    output: Path,
+    device: str | None,
+    world_size: int | None,
+    precision: tuple[str, ...],
+    **sizes: tuple[int, ...],
+) -> Report:
+    """Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
+    --fit), or measure this machine and write a cluster file for --cluster (--engine)."""
+    from spbench.bench.commands.machine_report import MachineRequest, measured_machine
+    from spbench.bench.errors import UserError
+
+    if (engine is None) == (scenario is None and table is None and not fits):
+        raise UserError("give either --scenario, --table and --fit, or --engine")
+    if engine is not None:
+        return measured_machine(MachineRequest(engine, device, world_size, precision, sizes), output)
+    if scenario is None or table is None or not fits:
+        raise UserError("--scenario, --table and --fit go together")
+    return _fitted(scenario, table, quantity, fits)
+
+
+def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Report:
     import torch
 
     from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
     from spbench.bench.sweep.crew import Crew
+    from spbench.bench.sweep.executors.executor import Executor
     from spbench.bench.sweep.results import ResultsFile, Row
 
 
@@ -59,6 +61,7 @@ def run_cells(
     jobs: int | None,
     fresh: bool,
     crew: Crew | None = None,
+    executor: Executor | None = None,
     timeout_s: float | None = None,
 ) -> Ran:
     """Run a scenario's cells into a folder, show progress, and compare them with what was published.
@@ -67,6 +70,7 @@ def run_cells(
         jobs: cells at a time; None: as many as there are usable cores.
         fresh: move earlier results aside instead of keeping them.
         crew: the workers; None: the sweep starts its own.
+        executor: where cells run that need nothing of this machine; None: here.
         timeout_s: seconds that a cell may take; None: what the scenario says.
 
     Raises:
@@ -78,7 +82,7 @@ def run_cells(
     from spbench.bench.config.select import declared_cells, narrowed_cells
     from spbench.bench.sweep.digest import is_current
     from spbench.bench.sweep.results import ResultsFile
-    from spbench.bench.sweep.sweep import sweep, unfinished
+    from spbench.bench.sweep.sweep import at_once, sweep, unfinished
 
     declared = declared_cells(scenario, narrowing)
     cells = narrowed_cells(scenario, narrowing)
@@ -86,11 +90,17 @@ def run_cells(
         cells = [cell.model_copy(update={"timeout_s": timeout_s}) for cell in cells]
     with ResultsFile(folder, fresh=fresh) as results:
         todo = unfinished(cells, results)
-        _announce(scenario, results, cells, todo, jobs)
+        _announce(scenario, results, cells, todo, at_once(todo, jobs, executor))
         try:
             with SweepProgress(len(todo)) as progress:
                 rows = sweep(
-                    cells, results, crew=crew, jobs=jobs, on_start=progress.begin, on_end=progress.end
+                    cells,
+                    results,
+                    crew=crew,
+                    executor=executor,
+                    jobs=jobs,
+                    on_start=progress.begin,
+                    on_end=progress.end,
                 )
         except KeyboardInterrupt as interrupt:
             kept = len(cells) - len(unfinished(cells, results))
@@ -109,12 +119,22 @@ def run_cells(
     return Ran(rows, list(current.values()), comparisons, files)
 
 
+def opened_executor(address: str | None) -> AbstractContextManager[Executor | None]:
+    """The executor of an address, connected until the context is left; None for None.
+
+    Raises:
+        UserError: there is none at that address, or it cannot run cells.
+    """
+    from spbench.bench.sweep.executors.executor import opened
+
+    return nullcontext() if address is None else opened(address)
+
+
 def _announce(
-    scenario: Scenario, results: ResultsFile, cells: Sequence[Cell], todo: list[Cell], jobs: int | None
+    scenario: Scenario, results: ResultsFile, cells: Sequence[Cell], todo: list[Cell], at_a_time: int
 ) -> None:
     """Say on standard error what is about to run, and what earlier results there are."""
     from spbench.bench.sweep.digest import outdated
-    from spbench.bench.sweep.sweep import at_once
 
     for problem in results.problems:
         message(f"spbench: warning: {problem}")
@@ -124,7 +144,7 @@ def _announce(
         message(f"{scenario.name}: {stale}")
     total = len(cells)
     kept = f", {total - len(todo)} of them kept from before" if total > len(todo) else ""
-    running = f"; running {len(todo)}, {at_once(todo, jobs)} at a time" if todo else ""
+    running = f"; running {len(todo)}, {at_a_time} at a time" if todo else ""
     message(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
 
 

@@ -81,9 +81,20 @@ def output_folder(text: str) -> Callable[[Command], Command]:
     return click.option("--output", type=click.Path(path_type=Path), help=text)
 
 
+device = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where tensors are; CUDA if left out and this machine has it. Virtual tensors are nowhere.",
+)
 fresh = click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
 jobs = click.option(
     "--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out."
+)
+executor = click.option(
+    "--executor",
+    metavar="ADDRESS",
+    help="Spread cells of exact engines over other machines: dask://HOST:PORT, the workers of a Dask "
+    "scheduler (under Slurm, for example, of dask-jobqueue). Needs the extra 'cluster'.",
 )
 variant = click.option(
     "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
@@ -111,7 +122,7 @@ def choosing_cells(command: Function) -> Function:
     ) -> Any:
         from spbench.bench.config.select import Narrowing
 
-        chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where)
+        chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where=where)
         return command(narrowing=chosen, **arguments)
 
     options = [

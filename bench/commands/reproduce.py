@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spbench.bench.commands.execution import Ran, draw_figure, run_cells
-from spbench.bench.commands.options import fresh, jobs, output_folder, reported
+from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
+from spbench.bench.commands.options import executor, fresh, jobs, output_folder, reported
 from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spbench.bench.config.compared import Comparison
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.sweep.crew import Crew
+    from spbench.bench.sweep.executors.executor import Executor
     from spbench.bench.sweep.results import Row
 
 FOLDER = Path("results", "reproduction")
@@ -43,6 +44,7 @@ class Reproduction:
     """What `spbench reproduce` was asked for.
 
     Attributes:
+        executor: the address of one that runs cells on other machines; None: all run here.
         output: folder of the CSV files and figures.
         write: write the generated parts of REPRODUCE.md and of the paper's details anew.
     """
@@ -50,6 +52,7 @@ class Reproduction:
     paper: str
     all_variants: bool
     jobs: int | None
+    executor: str | None
     output: Path
     fresh: bool
     write: bool
@@ -64,18 +67,25 @@ class Reproduction:
 @click.argument("paper")
 @click.option("--all-variants", is_flag=True, help="Every variant of the scenarios' settings, not the first.")
 @jobs
+@executor
 @output_folder("Folder for results; default results/reproduction.")
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @reported
 def command(
-    paper: str, all_variants: bool, jobs: int | None, output: Path | None, fresh: bool, write: bool
+    paper: str,
+    all_variants: bool,
+    jobs: int | None,
+    executor: str | None,
+    output: Path | None,
+    fresh: bool,
+    write: bool,
 ) -> Iterator[Report]:
     """Run every scenario of PAPER (rsa, lasp, dsp, or all) and set each published number beside ours.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
-    return reproduce(Reproduction(paper, all_variants, jobs, output or FOLDER, fresh, write))
+    return reproduce(Reproduction(paper, all_variants, jobs, executor, output or FOLDER, fresh, write))
 
 
 def reproduce(request: Reproduction) -> Iterator[Report]:
@@ -93,12 +103,18 @@ def reproduce(request: Reproduction) -> Iterator[Report]:
     papers = scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
         Pages.of(paper.name).check(paper.name, [s.name for s in scenarios])
-    with Crew(run_on_engine) as crew:
+    with Crew(run_on_engine) as crew, opened_executor(request.executor) as executor:
         for paper, scenarios in papers:
-            yield _run(request, paper, scenarios, crew)
+            yield _run(request, paper, scenarios, crew, executor)
 
 
-def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], crew: Crew) -> Report:
+def _run(
+    request: Reproduction,
+    paper: Paper,
+    scenarios: Sequence[Scenario],
+    crew: Crew,
+    executor: Executor | None,
+) -> Report:
     from spbench.bench.comparison.document import Pages
     from spbench.bench.comparison.findings import Findings, read_records
     from spbench.bench.comparison.same_code import check_same_code
@@ -111,7 +127,8 @@ def _run(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario], cre
     code = 0
     narrowing = Narrowing(variant=ALL if request.all_variants else None)
     for scenario in scenarios:
-        ran = run_cells(scenario, narrowing, request.runs(scenario), request.jobs, request.fresh, crew)
+        folder = request.runs(scenario)
+        ran = run_cells(scenario, narrowing, folder, request.jobs, request.fresh, crew, executor)
         rows[scenario.name] = ran.rows
         if request.write:
             check_same_code(rows)

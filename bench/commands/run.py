@@ -5,12 +5,22 @@ from __future__ import annotations
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from spbench.bench.commands.execution import Ran, draw_figure, run_cells
-from spbench.bench.commands.options import Words, choosing_cells, fresh, jobs, many, output_folder, reported
+from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
+from spbench.bench.commands.options import (
+    Words,
+    choosing_cells,
+    device,
+    executor,
+    fresh,
+    jobs,
+    many,
+    output_folder,
+    reported,
+)
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.report import Report, Table
 
@@ -23,7 +33,14 @@ if TYPE_CHECKING:
 @click.command("run")
 @choosing_cells
 @many("--engine", Words(), "Run on these engines instead of the scenario's.")
+@device
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    help="The rank that an engine plays which plays one alone; that with the largest peak if left out.",
+)
 @jobs
+@executor
 @output_folder("Folder for results; default results/runs/NAME.")
 @fresh
 @click.option(
@@ -44,7 +61,10 @@ def command(
     scenario: str,
     narrowing: Narrowing,
     engine: tuple[str, ...],
+    device: Literal["cpu", "cuda"] | None,
+    rank: int | None,
     jobs: int | None,
+    executor: str | None,
     output: Path | None,
     fresh: bool,
     timeout: float | None,
@@ -59,12 +79,13 @@ def command(
     from spbench.bench.config.scenario import load_scenario
 
     loaded = load_scenario(scenario)
-    narrowing = dataclasses.replace(narrowing, engines=engine)
+    narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:
         return planned(loaded, narrowing, folder, fresh or plain_trace)
-    with _plain_traces() if plain_trace else nullcontext():
-        ran = run_cells(loaded, narrowing, folder, jobs, fresh or plain_trace, timeout_s=timeout)
+    fresh = fresh or plain_trace
+    with _plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
+        ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
     drawn, figure_failed = draw_figure(loaded, ran, folder)
     return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import click
 
-from spbench.bench.commands.options import Numbers, Settings, Words, many, reported
+from spbench.bench.commands.options import Numbers, Settings, Words, device, many, reported
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.report import Report, Table
 
@@ -26,6 +26,7 @@ from spbench.bench.commands.report import Report, Table
 @click.option(
     "--backend", default="legacy_ddp", show_default=True, help="Gradients held and summed by this one."
 )
+@device
 @reported
 def command(
     strategy: tuple[str, ...],
@@ -37,6 +38,7 @@ def command(
     dtype: tuple[str, ...],
     part: tuple[str, ...],
     backend: str,
+    device: Literal["cpu", "cuda"] | None,
 ) -> Report:
     """Check strategies against the single-device model on real ranks: outputs and every gradient.
 
@@ -49,6 +51,7 @@ def command(
         strategy += tuple(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires))
     _check_names(strategy, model, dtype, part, backend)
     options = _options(strategy, strategy_option)
+    from spbench.bench.config.placement import chosen_device
     from spbench.bench.sweep.results import finite
     from spbench.bench.verification import cases
     from spbench.impls.strategies.nesting import pairs as all_pairs
@@ -63,6 +66,7 @@ def command(
         list(part) or None,
         options=options,
         backend=backend,
+        device=chosen_device(device or "available"),
     ):
         lines.append(finite(dataclasses.asdict(row)))
         case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]

@@ -3,15 +3,16 @@ disk (:mod:`bench.declarations`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, get_type_hints
+from functools import cache
+from typing import Any, cast, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.declarations import declared
-from spbench.bench.engines.engine import engines
+from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import suggestion
 from spbench.bench.files.yaml_files import first_problem
@@ -41,6 +42,12 @@ def _known(kind: str) -> Iterable[str]:
     if kind == "backend":
         return sorted(backends())
     return {"engine": engines, "meter": meters, "quantity": quantities}[kind]()
+
+
+@declared
+def engine_property(engine: str, name: str) -> bool:
+    """What the class of an engine says of it, as ``on_devices``; see :class:`Engine`."""
+    return bool(getattr(engine_class(engine), name))
 
 
 #: names that others have for strategies, which are unlike those here
@@ -104,14 +111,18 @@ def _mistakes(
         defaults: the options as they are by default, a frozen dataclass.
         others: further keys that may stand there.
     """
-    known, hints = [*others, *(f.name for f in fields(defaults))], get_type_hints(type(defaults))
+    known, checks = (
+        [*others, *(f.name for f in fields(defaults))],
+        _type_checks(cast(Hashable, type(defaults))),
+    )
     for name, value in given.items():
         if name not in known:
             what = "unknown key" if others else "unknown option"
             yield [name], what + (suggestion(name, known) or "; there are none")
             continue
         try:
-            TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
+            if name in checks:
+                checks[name].validate_python(value, strict=True)
         except ValidationError as error:
             yield [name], first_problem(BaseModel, error)[1]
         if type(value) is int:
@@ -124,3 +135,10 @@ def _mistakes(
             replace(defaults, **given)
         except ValueError as error:
             yield [], str(error)
+
+
+@cache
+def _type_checks(options: Any) -> Mapping[str, TypeAdapter[Any]]:
+    """What checks the value of each field of a dataclass; kept, as evaluating annotations takes long."""
+    hints = get_type_hints(options)
+    return {field.name: TypeAdapter(hints[field.name]) for field in fields(options)}

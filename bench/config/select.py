@@ -14,6 +14,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.choices import names, strategy_axes, strategy_problem
+from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files.cluster import load_cluster
@@ -30,6 +31,8 @@ class Narrowing:
 
     Attributes:
         variant: a variant's name, "all", or None for the first.
+        device: where the tensors of engines are that use devices of this machine.
+        rank: the rank that is played where an engine plays one alone.
         where: pairs of a setting's name and its value, as in :func:`settings_of`; of each name that is
             given, a cell has one of its values.
     """
@@ -40,6 +43,8 @@ class Narrowing:
     engines: Sequence[str] = ()
     world_sizes: Sequence[int] = ()
     variant: str | None = None
+    device: Asked | None = None
+    rank: int | None = None
     where: Sequence[tuple[str, str]] = ()
 
 
@@ -47,7 +52,7 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
     """The scenario's own cells, in the variants and on the clusters and engines that are asked for.
 
     Raises:
-        UserError: an unknown variant, cluster or engine.
+        UserError: an unknown variant, cluster or engine, or a device that cannot be used.
     """
     variants = list(scenario.cells)
     if narrowing.variant == ALL:
@@ -68,6 +73,8 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
     for field, values in (("cluster", narrowing.clusters), ("engine", narrowing.engines)):
         if values:
             cells = [cell.model_copy(update={field: value}) for cell in cells for value in values]
+    if narrowing.device is not None:
+        cells = on_device(cells, narrowing.device)
     return _distinct(cells)
 
 
@@ -75,7 +82,7 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
     """The cells to run.
 
     Raises:
-        UserError: an unknown name, or nothing is left; with what there is.
+        UserError: an unknown name, a rank or device that cannot be, or nothing is left; with what there is.
     """
     cells = declared_cells(scenario, narrowing)
     _known("model", narrowing.models, names("model"))
@@ -96,7 +103,7 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
         if not cells:
             sizes = " or ".join(map(str, narrowing.world_sizes))
             raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
-    return _distinct(_with_settings(cells, narrowing.where))
+    return _distinct(playing_rank(_with_settings(cells, narrowing.where), narrowing.rank))
 
 
 def settings_of(cell: Cell) -> dict[str, str]:

@@ -43,16 +43,16 @@ class Probe:
     def fits(self) -> bool:
         return self.measurement.status != "oom"
 
-    def proof(self) -> dict[str, Any]:
-        """A line of a row's proof."""
-        found = self.measurement
-        return {
-            "value": self.value,
-            "status": found.status,
-            "peak_memory_bytes": found.peak_memory_bytes,
-            "reserved_memory_bytes": found.reserved_memory_bytes,
-            "reason": found.reason,
-        }
+
+def proof_of(value: int, found: Measurement) -> dict[str, Any]:
+    """A line of a row's proof: what was measured at a value of the searched quantity."""
+    return {
+        "value": value,
+        "status": found.status,
+        "peak_memory_bytes": found.peak_memory_bytes,
+        "reserved_memory_bytes": found.reserved_memory_bytes,
+        "reason": found.reason,
+    }
 
 
 class Boundary:
@@ -143,7 +143,7 @@ class Boundary:
         cell = self.search.at(value)
         traces = virtual.trace_classes(cell, events=self.timed)
         self.newest = probe = Probe(value, traces, traces.memory_measurement())
-        self.proof.append(probe.proof())
+        self.proof.append(proof_of(value, probe.measurement))
         if probe.fits:
             self.best = probe
         else:

@@ -28,6 +28,13 @@ class Engine(ABC):
     #: whether its memory and times are the same in every run on any machine, so that they can be compared
     #: exactly
     is_exact: ClassVar[bool] = False
+    #: whether its tensors are on a device of this machine, of the type that a cell says (``--device``); else
+    #: they are on the CPU, whatever they stand for
+    on_devices: ClassVar[bool] = False
+    #: whether it plays one rank of a cell alone, which a cell may name (``--rank``)
+    plays_one_rank: ClassVar[bool] = False
+    #: whether it ends a cell at :attr:`Cell.timeout_s` itself, since it knows what its processes do by then
+    ends_in_time: ClassVar[bool] = False
 
     @abstractmethod
     def measure(self, cell: Cell) -> Measurement:

@@ -29,7 +29,7 @@ def learn(cell: Cell) -> Measurement:
 
     Raises:
         Unsupported: the strategy cannot run these sizes, or there is no data for the model.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
+        RankError: a rank failed, ran out of memory or did not answer in time.
     """
     plan(cell)
     model_preset(cell.model, cell.model_options).batches(*cell.shape, seed=0)
@@ -52,13 +52,14 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
     torch.set_num_threads(1)
     set_weights = partial(initialize, seed=asked.seed, deviation=asked.deviation)
     training, strategy, around = build_training(cell, mesh, set_weights, cls)
-    shares = LossShares(training.module, model.losses)
+    shares = LossShares(training.module, model.losses, mesh.device_type)
     groups = [strategy.place.group(*strategy.position_axes), around.dp_group, around.pp_group]
     batches = model.batches(*cell.shape, seed=asked.seed)
     curves = []
     for step, batch in zip(range(1, asked.steps + 1), batches, strict=False):
         training.optimizer.set_learning_rate(learning_rate(asked, step))
-        training.step(rank_inputs(model, strategy, around, batch))
+        on_device = {name: x.to(mesh.device_type) for name, x in batch.items()}
+        training.step(rank_inputs(model, strategy, around, on_device))
         losses = shares.take()
         for group in groups:
             all_reduce(losses, group)
@@ -79,8 +80,8 @@ class LossShares:
     A stage of a pipeline without losses adds nothing.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str]):
-        self.names, self.sums = names, torch.zeros(len(names), dtype=torch.float64)
+    def __init__(self, module: nn.Module, names: Sequence[str], device: str = "cpu"):
+        self.names, self.sums = names, torch.zeros(len(names), dtype=torch.float64, device=device)
         module.register_forward_hook(self._add)
 
     def take(self) -> Tensor:

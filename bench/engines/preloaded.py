@@ -14,8 +14,9 @@ from contextlib import suppress
 
 from spbench.bench.processes import server_is_ready
 
-# the signal on which a worker and all that it has started write their stacks; the server has none to write
+# the signals on which a worker and all that it has started write what they do; the server does nothing
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 #: packages of which each module is found by being there
 _ROOMS = (

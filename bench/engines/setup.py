@@ -17,7 +17,7 @@ from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.inference import Inference
-from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
+from spbench.impls.training.step import PRECISIONS, Training, default_dtype
 
 
 def set_up(
@@ -26,7 +26,8 @@ def set_up(
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two."""
+    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two, on the
+    mesh's device."""
     model = model_preset(cell.model, cell.model_options)
     training: Training | Inference
     left_out: frozenset[str] = frozenset()
@@ -35,7 +36,9 @@ def set_up(
         training, left_out = Inference(module, around), model.targets
     else:
         training, strategy, around = build_training(cell, mesh, set_weights)
-    inputs = rank_inputs(model, strategy, around, model.inputs(*cell.shape, generator))
+    # drawn on the CPU, so that every device has the same, and moved before the rank's part is taken
+    batch = {name: x.to(mesh.device_type) for name, x in model.inputs(*cell.shape, generator).items()}
+    inputs = rank_inputs(model, strategy, around, batch)
     inputs = {name: part for name, part in inputs.items() if name not in left_out}
     if cell.training.batch_on_device == "part":
         inputs = {name: part.clone() for name, part in inputs.items()}
@@ -80,7 +83,7 @@ def build_module(
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
     around = Composition(place)
-    with default_dtype(precision.parameters):
+    with default_dtype(precision.parameters), torch.device(mesh.device_type):
         module = model.build(strategy, cell.shape[1], around.stage)
     if set_weights is not None:
         set_weights(module)
@@ -105,20 +108,20 @@ def record_step(
     mesh: DeviceMesh,
     recorder: Recorder,
     generator: torch.Generator | None = None,
-    seed: int | None = None,
+    set_weights: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
     """Set up and run one step under an entered recorder; returns what further steps need.
 
     Args:
-        seed: give the weights values first, unseen by the recorder; None: there are none (fake tensors).
+        set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
     """
 
-    def set_weights(module: nn.Module) -> None:
-        if seed is not None:
+    def set_unseen(module: nn.Module) -> None:
+        if set_weights is not None:
             with recorder.paused():
-                initialize(module, seed)
+                set_weights(module)
 
-    training, inputs = set_up(cell, mesh, generator, set_weights)
+    training, inputs = set_up(cell, mesh, generator, set_unseen)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
     training.step(inputs, recorder.phase)

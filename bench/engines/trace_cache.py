@@ -29,7 +29,9 @@ from spbench.bench.files.measuring_code import code_digest
 LIMIT_BYTES = 2 * 2**30
 
 #: fields of a cell that no trace depends on: what the trace is for, and on which cards it is timed
-_NOT_TRACED = frozenset({"cluster", "engine", "timing", "search", "learning", "meters", "variant"})
+_NOT_TRACED = frozenset(
+    {"cluster", "engine", "device", "rank", "timing", "search", "learning", "meters", "variant"}
+)
 
 _cache: DiskCache | None = None
 

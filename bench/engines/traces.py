@@ -93,11 +93,17 @@ def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
     sender = sending_class(cell, worst.peak_rank).first
     sends = next(m for m in by_rank if m.peak_rank == sender)
     differences = [entry for m in by_rank for entry in m.formula_difference]
-    found = replace(
-        worst, communication=sends.communication, formula=sends.formula, formula_difference=differences
+    return mismatched(
+        replace(
+            worst, communication=sends.communication, formula=sends.formula, formula_difference=differences
+        )
     )
-    if differences:
-        found.status, found.reason = "mismatch", _mismatch(differences)
+
+
+def mismatched(found: Measurement) -> Measurement:
+    """The measurement, with the status mismatch where meter and closed form disagree."""
+    if found.formula_difference:
+        found.status, found.reason = "mismatch", _mismatch(found.formula_difference)
     return found
 
 

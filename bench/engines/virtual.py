@@ -72,23 +72,27 @@ class VirtualEngine(Engine):
 
 
 @contextmanager
-def fake_mesh(sizes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
+def fake_mesh(
+    sizes: Mapping[str, int], rank: int, device: str = "cpu", backend: str = "fake"
+) -> Iterator[DeviceMesh]:
     """A device mesh as ``rank`` of a world of fake ranks sees it.
 
     Args:
         sizes: ranks along each axis, in the order of the mesh; axes that are left out have one.
+        device: type of the device on which tensors are.
+        backend: of torch.distributed, whose groups need no other process.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
-    dist.init_process_group("fake", rank=rank, world_size=ranks_along([*sizes], sizes), store=FakeStore())
+    dist.init_process_group(backend, rank=rank, world_size=ranks_along([*sizes], sizes), store=FakeStore())
     try:
-        yield device_mesh(sizes)
+        yield device_mesh(sizes, device)
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _no_cyclic_collection() -> Iterator[None]:
+def no_cyclic_collection() -> Iterator[None]:
     """Leave reference cycles alone: what dies must die by the program, not when Python looks for garbage."""
     enabled = gc.isenabled()
     gc.disable()
@@ -118,7 +122,7 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
 
 def _traced(cell: Cell, rank: int, events: bool) -> Trace:
     further = meter_classes(cell.meters)
-    with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), _no_cyclic_collection():
+    with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), no_cyclic_collection():
         mode = FakeTensorMode()
         recorder: Recorder
         cache: AbstractContextManager[None]

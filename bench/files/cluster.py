@@ -135,11 +135,30 @@ class Calibration(_Strict):
         return self
 
 
+class MeasuredRate(_Strict):
+    """What one operation of one size took on a machine; see :class:`RatePoint`.
+
+    Attributes:
+        bytes_per_s: of a rank's own memory, or the algorithm bandwidth of a collective.
+        bus_bytes_per_s: the bus bandwidth of a collective.
+    """
+
+    operation: str
+    size: str
+    precision: Precision
+    ranks: PositiveInt
+    seconds: PositiveFloat
+    flops_per_s: PositiveFloat | None = None
+    bytes_per_s: PositiveFloat | None = None
+    bus_bytes_per_s: PositiveFloat | None = None
+
+
 class Cluster(_Strict):
     """A kind of machine that cells run on, or are taken to run on.
 
     Attributes:
         name: its file's, without the suffix.
+        measured: rates by size, of which the figures are some; nothing is computed from the others.
     """
 
     name: str
@@ -150,6 +169,7 @@ class Cluster(_Strict):
     node_link: Link | None = None
     network: Network
     calibration: dict[Precision, Calibration] = {}
+    measured: list[MeasuredRate] = []
 
     @property
     def usable_memory_bytes(self) -> int | None:

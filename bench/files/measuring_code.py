@@ -15,6 +15,7 @@ NOT_MEASURING = frozenset(
         "calibration",
         "commands",
         "comparison",
+        "diagnosis",
         "sweep",
         "verification",
         "atomic_write.py",

@@ -27,12 +27,29 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML that takes 1e-6 for a number and refuses a key given twice."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+#: libyaml's parser, where PyYAML was built with it, takes a tenth of the time of the one in Python
+_Parser: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_parsers = (yaml.composer.Composer, _Parser) if yaml.__with_libyaml__ else (_Parser,)
 
 
-def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+class _QuickLoader(*_parsers):  # type: ignore[misc]  # bases are as PyYAML was built
+    """As :class:`_Loader`, with libyaml's parser. The composer stays that in Python, which at deep nesting
+    raises RecursionError; libyaml's overflows the stack."""
+
+    def __init__(self, stream: str):
+        _Parser.__init__(self, stream)
+        self.anchors: dict[str, yaml.Node] = {}
+
+
+def _load(text: str) -> Any:
+    """What a YAML text holds."""
+    try:
+        return yaml.load(text, _QuickLoader)
+    except yaml.YAMLError:
+        return yaml.load(text, _Loader)  # which says where an error begins, not where it is noticed
+
+
+def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen = set()
     for key_node, _ in node.value:
         if key_node.tag == "tag:yaml.org,2002:merge":
@@ -49,7 +66,11 @@ def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict
     return loader.construct_mapping(node, deep=True)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
+for _loader in (_Loader, _QuickLoader):
+    _loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+    _loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -83,7 +104,7 @@ def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     try:
-        loaded = yaml.load(text, _Loader)
+        loaded = _load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""

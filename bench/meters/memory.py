@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spbench.bench.meters.meter import Call, Meter
@@ -129,12 +130,15 @@ _FILLED_FROM_OTHERS = frozenset(
 
 
 class MemoryMeter(Meter):
-    """Records the storages of the tensors that operators return, from their birth to their death."""
+    """Records the storages of the tensors that operators return, from their birth to their death: of those on
+    the mesh's device alone (the CPU without a mesh), as values that are drawn elsewhere take none of it."""
 
     name = "memory"
 
-    def __init__(self) -> None:  # it needs no mesh
+    def __init__(self, mesh: DeviceMesh | None = None):
+        super().__init__(mesh)
         self.log = MemoryLog()
+        self.device = "cpu" if mesh is None else mesh.device_type
         self._numbers: dict[int, int] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -166,7 +170,7 @@ class MemoryMeter(Meter):
             tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._numbers:
+        if key in self._numbers or tensor.device.type != self.device:
             return
         log = self.log
         number = len(log.sizes)

@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
         self.settle_s = settle_s
         self._unsettled = False
         self._paused = False
-        self.memory = MemoryMeter()
+        self.memory = MemoryMeter(mesh)
         self.communication = CommunicationMeter(group_axes(mesh))
         self.events = EventLog(mesh) if events else None
         self.further = [meter(mesh) for meter in further]

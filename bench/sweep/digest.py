@@ -31,7 +31,7 @@ from spbench.impls.strategies.nesting import nesting
 PARTS = ("cluster", "model", "strategy", "code", "torch")
 
 #: keys of a cluster file that say where a figure comes from
-_ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from")
+_ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from", "measured")
 
 
 def digest(cell: Cell) -> dict[str, str]:
@@ -92,7 +92,9 @@ def is_current(cell: Cell, row: Row | None) -> bool:
 
 def is_final(cell: Cell, row: Row | None) -> bool:
     """Whether the row answers the cell, so that a sweep leaves it as it is."""
-    return row is not None and row["status"] in FINAL and is_current(cell, row)
+    if row is None or row["status"] not in FINAL or not row.get("final", True):
+        return False
+    return is_current(cell, row)
 
 
 def outdated(cells: Iterable[Cell], rows: Mapping[str, Row]) -> str:

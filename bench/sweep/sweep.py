@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 from spbench.bench.cell import Cell
@@ -14,6 +15,7 @@ from spbench.bench.engines.peer_packages import requirements
 from spbench.bench.processes import usable_cores
 from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.digest import digest, is_final
+from spbench.bench.sweep.executors.executor import Executor
 from spbench.bench.sweep.provenance import provenance
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.workers import Outcome, Run
@@ -34,10 +36,11 @@ def unproven(cells: Sequence[Cell]) -> dict[str, Outcome]:
     return {key: Outcome("numerics", reason) for key, reason in reasons_against(cells).items()}
 
 
-def at_once(cells: Sequence[Cell], jobs: int | None) -> int:
-    """How many of these cells run at a time."""
-    together = [cell for cell in cells if not _runs_alone(cell)]
-    return max(1, min(jobs or usable_cores(), len(together)))
+def at_once(cells: Sequence[Cell], jobs: int | None, executor: Executor | None = None) -> int:
+    """How many of these cells run at a time, at most."""
+    spread, together, _ = _by_place(cells, executor)
+    most = executor.at_once if executor else 1
+    return max(1, min(jobs or usable_cores(), len(together)), min(most, len(spread)))
 
 
 def sweep(
@@ -46,6 +49,7 @@ def sweep(
     *,
     run: Run = run_on_engine,
     crew: Crew | None = None,
+    executor: Executor | None = None,
     jobs: int | None = None,
     on_start: Callable[[Cell], None] = lambda cell: None,
     on_end: Callable[[Row], None] = lambda row: None,
@@ -54,17 +58,19 @@ def sweep(
 
     A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
     (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. A cell of a peer that is not
-    proven right is not run (:func:`unproven`). An interrupt, or a row that
-    cannot be written, ends the sweep and its processes; only cells that were running are lost.
+    proven right is not run (:func:`unproven`). An interrupt, or a row that cannot be written, ends the sweep
+    and its processes; only cells that were running are lost.
 
     Args:
         run: measures a cell; a function of a module, since other processes import it.
         crew: workers to use, which are there afterwards, unless the sweep is ended; None: of its own.
-        jobs: processes; None: one a usable core.
+        executor: runs the cells that need nothing of this machine (:attr:`Engine.is_exact`), before the
+            others; None: the crew runs all.
+        jobs: processes of the crew; None: one a usable core.
         on_start, on_end: called as cells begin and end.
 
     Raises:
-        UserError: a row cannot be written.
+        UserError: a row cannot be written, or the executor's machines cannot go on.
         KeyboardInterrupt: passed on.
     """
     # the longest first: none is left at the end
@@ -72,24 +78,19 @@ def sweep(
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest(cell) for cell in todo}
     refused = unproven(todo)
-    for key, outcome in refused.items():
-        cell = next(cell for cell in todo if cell.key == key)
-        on_start(cell)
-        results.append(row := as_row(cell, outcome, made_by[key]))
-        on_end(row)
-    todo = [cell for cell in todo if cell.key not in refused]
-    alone = [cell for cell in todo if _runs_alone(cell)]
-    together = [cell for cell in todo if not _runs_alone(cell)]
-
-    def keep(cell: Cell, outcome: Outcome) -> None:
-        row = as_row(cell, outcome, made_by[cell.key])
-        results.append(row)
-        on_end(row)
-
+    measured = [cell for cell in todo if cell.key not in refused]
+    spread, together, alone = _by_place(measured, executor)
     own = Crew(run) if crew is None else crew
     try:
-        _run_all(together, jobs or usable_cores(), own, on_start, keep)
-        _run_all(alone, 1, own, on_start, keep)
+        for cell, outcome in chain(
+            _refusals(todo, refused, on_start),
+            executor.outcomes(spread, run, on_start) if executor else (),
+            _outcomes(together, jobs or usable_cores(), own, on_start),
+            _outcomes(alone, 1, own, on_start),
+        ):
+            row = as_row(cell, outcome, made_by[cell.key])
+            results.append(row)
+            on_end(row)
     except BaseException:
         own.dismiss()
         raise
@@ -98,20 +99,33 @@ def sweep(
     return [results.rows[cell.key] for cell in cells]
 
 
-def _run_all(
-    cells: list[Cell],
-    jobs: int,
-    crew: Crew,
-    on_start: Callable[[Cell], None],
-    keep: Callable[[Cell, Outcome], None],
-) -> None:
+def _by_place(cells: Sequence[Cell], executor: Executor | None) -> tuple[list[Cell], list[Cell], list[Cell]]:
+    """The cells that run on other machines, those that share this one, and those that run alone on it."""
+    spread = [cell for cell in cells if executor is not None and _runs_anywhere(cell)]
+    here = [cell for cell in cells if executor is None or not _runs_anywhere(cell)]
+    together = [cell for cell in here if not _runs_alone(cell)]
+    return spread, together, [cell for cell in here if _runs_alone(cell)]
+
+
+def _refusals(
+    cells: list[Cell], refused: Mapping[str, Outcome], on_start: Callable[[Cell], None]
+) -> Iterator[tuple[Cell, Outcome]]:
+    for cell in cells:
+        if cell.key in refused:
+            on_start(cell)
+            yield cell, refused[cell.key]
+
+
+def _outcomes(
+    cells: list[Cell], jobs: int, crew: Crew, on_start: Callable[[Cell], None]
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Run cells on a crew, so many at a time; each with its outcome, as soon as it has one."""
     waiting = list(reversed(cells))
     while waiting or crew.busy:
         while waiting and (worker := crew.idle(jobs)) is not None:
             on_start(waiting[-1])
             worker.give(waiting.pop())
-        for cell, outcome in crew.ended():
-            keep(cell, outcome)
+        yield from crew.ended()
 
 
 def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = None) -> Row:
@@ -129,10 +143,10 @@ def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = Non
         "elapsed_s": outcome.elapsed_s,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "digest": digest(cell) if made_by is None else made_by,
-        "provenance": provenance(),
+        "provenance": outcome.provenance or provenance(),
     }
     row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
-    return row
+    return row if outcome.final else row | {"final": False}
 
 
 def _relative_cost(cell: Cell) -> int:
@@ -157,3 +171,13 @@ def _runs_alone(cell: Cell) -> bool:
 @declared
 def _engine_runs_alone(engine: str) -> bool:
     return engine_class(engine).runs_alone
+
+
+def _runs_anywhere(cell: Cell) -> bool:
+    """Whether the row is the same whichever machine runs the cell."""
+    return cell.learning is None and _engine_is_exact(cell.engine)
+
+
+@declared
+def _engine_is_exact(engine: str) -> bool:
+    return engine_class(engine).is_exact

@@ -29,15 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement, Status
+from spbench.bench.declarations import declared
+from spbench.bench.engines.engine import engine_class
+from spbench.bench.engines.rank_job import RankError
 from spbench.bench.processes import (
     STACKS_FOLDER,
     Surroundings,
+    fate,
     interrupts_blocked,
     main_module_hidden,
     starting_context,
     write_stacks_on_signal,
+    written_stacks,
 )
-from spbench.impls.layout import Unsupported
+from spbench.impls.layout import Unavailable, Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
@@ -45,8 +50,8 @@ GRACE_S = 10.0
 #: seconds that a worker has to import what it runs and take a cell, of which the cell's limit is no part
 START_LIMIT_S = 300.0
 
-#: seconds in which the processes of a worker write their stacks, at most
-STACKS_S = 3.0
+#: seconds after its limit that a cell has whose engine ends it itself, before the worker is ended
+LATER_S = 60.0
 
 #: characters of a reason; the whole text is in the traceback
 REASON_LENGTH = 300
@@ -67,7 +72,9 @@ class Outcome:
     Attributes:
         traceback: of what was raised; "" unless it failed.
         log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
-            failed or ran out of time.
+            failed, ran out of time, or ran out of memory on real ranks.
+        final: whether another run would find the same, whatever is there then.
+        provenance: of the process that ran it (:func:`provenance`); None: this one's machine and code.
     """
 
     status: Status
@@ -76,6 +83,8 @@ class Outcome:
     traceback: str = ""
     log: str = ""
     elapsed_s: float | None = None
+    final: bool = True
+    provenance: dict[str, str | None] | None = None
 
 
 def measure(run: Run, cell: Cell) -> Outcome:
@@ -85,7 +94,11 @@ def measure(run: Run, cell: Cell) -> Outcome:
         found = run(cell)
         outcome = Outcome(found.status, found.reason, found.as_dict())
     except Unsupported as error:
-        outcome = Outcome("unsupported", str(error))
+        outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
+    except RankError as error:
+        reason = _shortened(error.reason)
+        said = "" if error.status == "timeout" else str(error)
+        outcome = Outcome(error.status, reason, traceback=said, log=error.log)
     except (Exception, SystemExit) as error:
         reason = _shortened(" ".join(f"{type(error).__name__}: {error}".split()))
         outcome = Outcome("failed", reason, traceback=traceback.format_exc())
@@ -143,11 +156,13 @@ class Worker:
             outcome = self.connection.recv()
         except (EOFError, OSError):
             self.process.join(GRACE_S)
-            fate = _fate(self.process.exitcode)
-            outcome = Outcome("failed", f"the worker process {fate}")
+            more = "; try fewer --jobs" if self.process.exitcode == -signal.SIGKILL else ""
+            outcome = Outcome("failed", f"the worker process {fate(self.process.exitcode)}{more}")
         if outcome is None:
             self.begun = True
-            self.deadline = time.monotonic() + self.cell.timeout_s if self.cell.timeout_s else None
+            if self.cell.timeout_s:
+                later = LATER_S if _ends_in_time(self.cell.engine) else 0.0
+                self.deadline = time.monotonic() + self.cell.timeout_s + later
             return None
         self.cell = self.deadline = None
         return self._with_log(outcome)
@@ -193,24 +208,18 @@ class Worker:
     def _stacks(self) -> str:
         """The stacks of the worker and of its ranks, each under its name."""
         self._signal(signal.SIGUSR1)
-        files = sorted(self.folder.glob(f"{_STACKS}/*"))
-        deadline, before, now = time.monotonic() + STACKS_S, -1, 0
-        while time.monotonic() < deadline and not 0 < now == before:  # until nothing more is written
-            time.sleep(STACKS_S / 10)
-            before, now = now, sum(file.stat().st_size for file in files)
-        texts = {file.name: file.read_text(errors="replace") for file in files}
-        return "\n".join(f"-- stacks of {name} --\n{text}" for name, text in texts.items() if text)
+        return written_stacks(self.folder / _STACKS)
 
     def _with_log(self, outcome: Outcome) -> Outcome:
         """The outcome, and, of a cell that failed, the end of what was printed meanwhile."""
         printed = self._pass_on_output()
-        if outcome.status not in ("failed", "timeout"):
+        if outcome.status not in ("failed", "timeout") and not outcome.log:
             return outcome
         last = printed.rstrip().rsplit("\n", 1)[-1].strip()
         reason = outcome.reason
         if last and not outcome.traceback and outcome.status == "failed":
             reason = _shortened(f"{reason}; it printed last: {last}")
-        return replace(outcome, reason=reason, log=printed[-LOG_LENGTH:])
+        return replace(outcome, reason=reason, log=printed[-LOG_LENGTH:] + outcome.log)
 
     def _pass_on_output(self) -> str:
         """What was printed since the last call; written to standard error, too."""
@@ -226,12 +235,9 @@ class Worker:
         return text
 
 
-def _fate(exitcode: int | None) -> str:
-    if exitcode is None or exitcode >= 0:
-        return f"ended by itself with exit code {exitcode}"
-    name = signal.Signals(-exitcode).name
-    guess = " (was the machine out of memory? try fewer --jobs)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{guess}"
+@declared
+def _ends_in_time(engine: str) -> bool:
+    return engine_class(engine).ends_in_time
 
 
 def _serve(surroundings: Surroundings, connection: Connection, pickled_run: bytes, folder: Path) -> None:
@@ -243,8 +249,9 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
     os.dup2(printed, 2)
     (folder / _STACKS).mkdir()
     os.environ[STACKS_FOLDER] = str(folder / _STACKS)
-    write_stacks_on_signal("the worker")
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    write_stacks_on_signal("stacks of the worker")
+    end = threading.Thread(target=_end_with_parent, args=(folder,), daemon=True)
+    end.start()
     run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
     import torch
 
@@ -257,10 +264,10 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
             cell = connection.recv()
             connection.send(None)
             outcome = measure(run, cell)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's launcher leaves its own handler behind
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send(outcome)
+    end.join(GRACE_S)  # an idle worker whose parent is gone sees that here first, and would leave its folder
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 
 from spbench.bench.engines.rank_pool import RankError, RankPool
+from spbench.bench.engines.torchrun import Agents, ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
@@ -93,9 +94,10 @@ def verify(
     *,
     options: Mapping[str, Any] | None = None,
     backend: str = DEFAULT_BACKEND,
+    device: str = "cpu",
     batch: int = 3,
     seq_len: int = 24,
-    pool: RankPool | None = None,
+    pool: RankPool | Agents | None = None,
 ) -> Iterator[VerifyRow]:
     """Verify strategies; a row comes as soon as its case is done.
 
@@ -112,6 +114,7 @@ def verify(
         parts: of the models, by name; None: all. One that a model does not have is passed over.
         options: of every strategy, by name.
         backend: name of a backend.
+        device: type of the devices on which the ranks' tensors are, as "cuda".
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.
@@ -130,7 +133,7 @@ def verify(
     chosen = dict(options or {})
     if pool is None and not world_sizes:
         return
-    with RankPool(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
+    with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
         for strategy in nestings:
             for name, preset in presets.items():
                 those = [p for p in preset.parts() if parts is None or p in parts]
@@ -144,7 +147,7 @@ def verify(
                             strategy, varied, part, dtype, batch, seq_len, options=chosen, backend=backend
                         )
                         variant = _spelled({**varying, **chosen})
-                        yield verify_case(ranks, case, mesh, model_name=name, variant=variant)
+                        yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
 
 
 def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
@@ -152,7 +155,13 @@ def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
 
 
 def verify_case(
-    pool: RankPool, case: Case, mesh: Mapping[str, int] | int, *, model_name: str = "", variant: str = ""
+    pool: RankPool | Agents,
+    case: Case,
+    mesh: Mapping[str, int] | int,
+    *,
+    device: str = "cpu",
+    model_name: str = "",
+    variant: str = "",
 ) -> VerifyRow:
     """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it."""
     try:
@@ -180,7 +189,10 @@ def verify_case(
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     try:
-        findings = pool.run(sizes, check_rank, case)
+        backend = shared_backend(row.size, device)
+        findings = pool.run(sizes, check_rank, case, device=device, backend=backend)
+    except Unsupported as unsupported:
+        return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
         return replace(row, status="RED", error=float("inf"), rank=failed.rank, reason=str(failed))
     return _judged(row, findings)

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ def with_options(model: Model, options: Mapping[str, Any]) -> Model:
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
-    """Compare what this rank of the mesh computes with its share of what one device computes."""
+    """Compare what this rank of the mesh computes with its share of what one device computes, both on the
+    mesh's device."""
     model = with_options(case.model, {"dropout": 0.0})
     place = Place.on(mesh)
     strategy = case.strategy.configured(place, case.options)
@@ -110,15 +112,16 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         case, model=with_options(model, model.plain_options), backend=DEFAULT_BACKEND, backend_options={}
     )
 
-    truth = _Run(plain, one_device, torch.float64)
+    run = partial(_Run, device=mesh.device_type)
+    truth = run(plain, one_device, torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
-    checked = _Run(replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(place))
+    checked = run(replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(place))
     expected = _share(truth, checked)
     found = discrepancies(expected, checked.tensors())
     if case.torch_dtype is torch.float64:
         noise = dict.fromkeys(found, 0.0)
     else:
-        noise = relative_errors(expected, _share(_Run(plain, one_device, case.torch_dtype), checked))
+        noise = relative_errors(expected, _share(run(plain, one_device, case.torch_dtype), checked))
     return [
         *(Finding(name, each, noise.get(name, 0.0)) for name, each in found.items()),
         *_check_positions(truth, checked),
@@ -134,6 +137,7 @@ class _Run:
             can hold, so that only arithmetic differs.
         shapes: of the whole outputs; None where the outputs are whole.
         around: the mesh's, for the backend's groups.
+        device: where all tensors are; values are drawn on the CPU, the same for every device.
     """
 
     def __init__(
@@ -143,9 +147,11 @@ class _Run:
         dtype: torch.dtype,
         shapes: Mapping[str, torch.Size] | None = None,
         around: Composition | None = None,
+        *,
+        device: str,
     ):
-        self.strategy, self.part = strategy, case.model.parts()[case.part]
-        self.module = _build(case, self.part.build, strategy, dtype)
+        self.strategy, self.part, self.device = strategy, case.model.parts()[case.part], device
+        self.module = _build(case, self.part.build, strategy, dtype, device)
         # noted before a backend takes the parameters over
         self.shards = {name: shard_of(p) for name, p in self.module.named_parameters()}
         self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
@@ -190,13 +196,13 @@ class _Run:
     def _input(self, name: str, whole: Tensor, values: torch.dtype, dtype: torch.dtype) -> Tensor:
         if whole.is_floating_point():
             whole = whole.to(values).to(dtype)
-        x = self.strategy.shard(whole, self.part.sequence_dims[name]).clone()
+        x = self.strategy.shard(whole.to(self.device), self.part.sequence_dims[name]).clone()
         return x.requires_grad_(x.is_floating_point())
 
     def _output_gradient(self, name: str, shape: torch.Size, case: Case) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{case.seed} {name}".encode()))
         whole = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.torch_dtype)
-        return self.strategy.shard(whole, self.part.output_dims[name])
+        return self.strategy.shard(whole.to(self.device), self.part.output_dims[name])
 
     def _summed(self, x: Tensor | None) -> Tensor | None:
         """The sum of the shares of a loss, or of what follows from one, over the ranks that have shares."""
@@ -204,8 +210,8 @@ class _Run:
         return x if x is None or group is None else all_reduce(x.detach().clone(), group)
 
 
-def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype) -> nn.Module:
-    with default_dtype(dtype):
+def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype, device: str) -> nn.Module:
+    with default_dtype(dtype), torch.device(device):
         module: nn.Module = build(strategy, case.seq_len)
     initialize(module, case.seed, deviation=DEVIATION, everything=True)
     with torch.no_grad():
@@ -244,8 +250,8 @@ def _check_positions(whole: _Run, checked: _Run) -> Iterable[Finding]:
     tensors += [(n, x, part.output_dims[n]) for n, x in whole.outputs.items()]
     grids = {tuple(x.shape[d] for d in _several(dim)) for _, x, dim in tensors if dim is not None}
     for sizes in sorted(grids):
-        places = torch.arange(math.prod(sizes)).view(sizes)
-        held = torch.zeros(places.numel(), dtype=torch.int64)
+        places = torch.arange(math.prod(sizes), device=checked.device).view(sizes)
+        held = torch.zeros(places.numel(), dtype=torch.int64, device=checked.device)
         held[strategy.shard(places, tuple(range(len(sizes))) if len(sizes) > 1 else 0).flatten()] += 1
         all_reduce(held, _all_ranks(strategy))
         even = bool(held.min() == held.max() > 0)
@@ -266,7 +272,7 @@ def _check_elements(checked: _Run) -> Finding:
     kept = checked.backend.weight_parts()
     counts = []
     for name, shape in checked.shapes.items():
-        count = torch.zeros(shape, dtype=torch.int64)
+        count = torch.zeros(shape, dtype=torch.int64, device=checked.device)
         if name in kept:
             kept[name].of(count).add_(1)
         counts.append(count.flatten())

@@ -48,15 +48,16 @@ class Optimizer:
         )
         self.adam = torch.optim.AdamW(self.masters, lr=lr, weight_decay=0.01, fused=True)
         if precision.loss_scale:
-            self.scale = torch.full((), precision.loss_scale, dtype=torch.float32)
-            self.since_growth = torch.zeros((), dtype=torch.int32)
+            device = self.masters[0].device
+            self.scale = torch.full((), precision.loss_scale, dtype=torch.float32, device=device)
+            self.since_growth = torch.zeros((), dtype=torch.int32, device=device)
         if master_gradients != "made" and precision.master:
             for p in self.masters:
                 p.grad = torch.zeros_like(p)
         if with_moments:
             for p in self.masters:
                 self.adam.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32),
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }

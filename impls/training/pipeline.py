@@ -90,7 +90,7 @@ class Pipeline:
                 gradient = self._whole(inputs, self._exchange(inputs, receive_backward=True))
                 d_x = self._backward(*held.popleft(), gradient, scaled)
                 self._exchange(inputs, send_backward=d_x)
-        return torch.stack(losses).sum() if losses else torch.zeros(())
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=_device_of(micro_batches[0]))
 
     def _forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
         outputs = self.module(inputs) if x is None else self.module(inputs, x)
@@ -126,8 +126,7 @@ class Pipeline:
         receives = []
         if (receive_forward and not stage.first) or (receive_backward and not stage.last):
             elements = self._boundary(inputs).numel() // self.strategy.wire_parts
-            device = next(iter(inputs.values())).device
-            received = torch.empty(elements, dtype=self.dtype, device=device)
+            received = torch.empty(elements, dtype=self.dtype, device=_device_of(inputs))
             receives.append((received, here - 1 if receive_forward else here + 1))
         if self.group is not None:
             exchange(sends, receives, self.group)
@@ -138,3 +137,7 @@ class Pipeline:
 
     def _boundary(self, inputs: Mapping[str, Tensor]) -> torch.Size:
         return torch.Size(self.module.boundary_shape(inputs))  # type: ignore[operator]
+
+
+def _device_of(inputs: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(inputs.values())).device

@@ -42,7 +42,8 @@ def initialize(module: nn.Module, seed: int, *, deviation: float = 0.02, everyth
     """Give the module the weights that a single device has for this seed, each rank its own part.
 
     Matrices are normal with that standard deviation, drawn whole in float64 from a generator seeded by
-    the parameter's name, then cut. ``everything`` adds such noise to vectors too (biases, norms).
+    the parameter's name, then cut. They are drawn on the CPU, so that every device has the same.
+    ``everything`` adds such noise to vectors too (biases, norms).
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim < 2 and not everything:
@@ -51,7 +52,7 @@ def initialize(module: nn.Module, seed: int, *, deviation: float = 0.02, everyth
         shape = shard.full_shape(parameter.shape) if shard else list(parameter.shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         full = torch.randn(shape, generator=generator, dtype=torch.float64) * deviation
-        values = shard.of(full) if shard else full
+        values = (shard.of(full) if shard else full).to(parameter.device)
         with torch.no_grad():
             if parameter.ndim < 2:
                 parameter.copy_(parameter.double() + values)  # rounded once, whatever the dtype

@@ -1,19 +1,22 @@
-"""Stand-ins for the engines, and a small scenario: importable by other processes."""
+"""Stand-ins for the engines, and a small scenario: importable by other processes, without torch."""
+
+from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.engines.distributed import launch
-from spbench.impls.strategies.base import Unsupported
+from spbench.bench.files.cluster import load_cluster
+from spbench.impls.layout import Unsupported
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: two strategies at a few sizes, one claim of each kind
 SCENARIO = """
@@ -49,8 +52,8 @@ inferred_from:
     reason: fewer would not fit the bound
 """
 
-#: names of environment variables
-GATE, LOG = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG"
+#: names of environment variables; RUN: which of these functions gated_spbench.py measures cells with
+GATE, LOG, RUN = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG", "SPBENCH_TEST_RUN"
 
 
 def answer(cell: Cell) -> Measurement:
@@ -93,13 +96,10 @@ def meeting(cell: Cell) -> Measurement:
 
 
 def hanging(cell: Cell) -> Measurement:
-    """As :func:`answer`, but two ranks never end: on the engine virtual in Python, on the distributed one in
-    a collective that rank 1 does not join. Writes the processes to LOG."""
+    """As :func:`answer`, but two ranks never end. Writes the processes to LOG."""
     _log(str(os.getpid()))
     if cell.sizes.world == 2:
         print("last words", file=sys.stderr)
-        if cell.engine == "distributed":
-            launch(cell, in_a_collective_alone)
         waits_for_ever()
     return answer(cell)
 
@@ -109,12 +109,52 @@ def waits_for_ever() -> None:
         time.sleep(0.01)
 
 
-def in_a_collective_alone(mesh: DeviceMesh, cell: Cell) -> None:
+def faulty(cell: Cell) -> Measurement:
+    """As :func:`answer`, after two real ranks have met; rank 1 does what the cell's variant names."""
+    from spbench.bench.engines.distributed import launch
+
+    launch(cell, meet_unless)
+    return answer(cell)
+
+
+def meet_unless(mesh: DeviceMesh, cell: Cell) -> None:
+    """A fault on rank 1, in the middle of the work of both."""
+    import torch
+    import torch.distributed as dist
+
     _log(str(os.getpid()))
-    if dist.get_rank() == 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as stubborn as a process can be
-        waits_for_ever()
     dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        FAULTS_OF_A_RANK[cell.variant]()
+    dist.all_reduce(torch.ones(2))
+
+
+def _hangs() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as stubborn as a process can be
+    waits_for_ever()
+
+
+def _raises() -> None:
+    raise ArithmeticError("planted\nin rank 1")
+
+
+def _runs_out_of_memory() -> None:
+    import torch
+
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, most))
+    torch.empty(2**30)
+
+
+FAULTS_OF_A_RANK = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": _hangs,
+    "hangs too": _hangs,
+    "raises": _raises,
+    "out of memory": _runs_out_of_memory,
+    "": lambda: None,
+}
 
 
 def dying_later(cell: Cell) -> Measurement:
@@ -140,6 +180,30 @@ def gated(cell: Cell) -> Measurement:
     while cell.sizes.world < 4 and not Path(os.environ[GATE]).exists():
         time.sleep(0.02)
     return answer(cell)
+
+
+def brief(cell: Cell) -> Measurement:
+    """As :func:`answer`, after a moment; writes the process and the cell to LOG."""
+    _log(f"{os.getpid()} {cell.key}")
+    time.sleep(0.02)
+    return answer(cell)
+
+
+def killing_its_host(cell: Cell) -> Measurement:
+    """As :func:`answer`; two ranks kill the program above the one whose worker process this is."""
+    if cell.sizes.world == 2:
+        process = os.getpid()
+        for _ in ("the server it was forked from", "the runner", "the host"):
+            process = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(process, signal.SIGKILL)
+        time.sleep(60.0)
+    return answer(cell)
+
+
+def cluster_of(cell: Cell) -> Measurement:
+    """The figures of the cell's cluster, and a reason with its name."""
+    figures = load_cluster(cell.cluster).model_dump(mode="json")
+    return Measurement(reason=f"cluster {cell.cluster} is this one", meters={"cluster": figures})
 
 
 def _log(line: str) -> None:

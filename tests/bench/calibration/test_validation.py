@@ -1,4 +1,4 @@
-"""Rates that are measured, and the timeline's order against real ranks: the arithmetic, on made-up times."""
+"""The timeline's order against real ranks: the arithmetic, on made-up times."""
 
 from __future__ import annotations
 
@@ -6,34 +6,19 @@ import math
 
 import pytest
 
-from spbench.bench.calibration.local_rates import (
-    MESSAGE_BYTES,
-    SIDE,
-    SMALL,
-    SUMMED_BYTES,
-    Bursts,
-    Times,
-    cluster_of,
-    measure_times,
-)
+from spbench.bench.calibration.compute_rates import SMALL
+from spbench.bench.calibration.measured_cluster import cluster_of
 from spbench.bench.calibration.validation import (
     Compared,
     agreement,
     as_frame,
     cells,
     compared,
-    rates,
     simulated,
 )
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.engines.rank_pool import RankPool
-from spbench.bench.files.cluster import load_cluster
-from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.sweep.provenance import provenance
-
-TIMES = Times(
-    product_s=0.5, sum_s=0.25, small_step_s=6.0, small_message_s=0.001, large_message_s=0.001 + MESSAGE_BYTES
-)
+from tests.bench.calibration.machines import machine
 
 
 def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0.0) -> Compared:
@@ -41,48 +26,6 @@ def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0
     parts = {f"{name}_s": 0.0 for name in ("compute", "overhead", "exposed_communication", "bubble")}
     samples = [measured - spread, measured, measured + spread]
     return compared(cell, samples, {"step_time_s": simulated, **parts})
-
-
-def test_rates_follow_from_times() -> None:
-    found = cluster_of(TIMES, kernels=3, world=2, precision="fp32")
-    assert rates(found) == {
-        "flops_per_s": 4 * SIDE**3,
-        "memory_bandwidth_bytes_per_s": 12 * SUMMED_BYTES,
-        "launch_overhead_s": 2.0,
-        "latency_s": 0.001,
-        "bandwidth_bytes_per_s": pytest.approx(1.0),
-    }
-    assert found.device.memory_bandwidth_bytes_per_s.source == "measured in this run, 2 ranks at once"
-    check_rates(found, "fp32", 2)
-    with pytest.raises(RatesUnknown, match="no fp64"):
-        check_rates(found, "fp64", 2)
-
-
-def test_one_rank_has_no_link() -> None:
-    found = cluster_of(Times(0.5, 0.25, 6.0), kernels=3, world=1, precision="fp32")
-    check_rates(found, "fp32", 1)
-    with pytest.raises(RatesUnknown, match="latency or bandwidth"):
-        check_rates(found, "fp32", 2)
-
-
-def test_noise_that_puts_the_large_message_first_gives_a_bandwidth_all_the_same() -> None:
-    times = Times(0.5, 0.25, 6.0, small_message_s=3.0, large_message_s=2.0)
-    assert rates(cluster_of(times, 3, 2, "fp32"))["bandwidth_bytes_per_s"] == MESSAGE_BYTES / 2
-
-
-def test_measured_rates_leave_the_profile_as_it_is() -> None:
-    cluster_of(TIMES, kernels=3, world=2, precision="fp32")
-    with pytest.raises(RatesUnknown):
-        check_rates(load_cluster("local"), "fp32", 1)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_ranks_measure_together_and_agree(pool: RankPool, n: int) -> None:
-    cell = SMALL.model_copy(update={"sizes": Sizes(sp=n)})
-    found = pool.run({"sp": n}, measure_times, cell, Bursts(1, 1, 1, 1, 1, 1))
-    assert all(times == found[0] for times in found)
-    assert found[0].product_s > 0
-    assert (found[0].small_message_s is None) == (n == 1)
 
 
 def test_order_and_errors() -> None:
@@ -114,10 +57,7 @@ def test_a_cell_is_simulated_with_the_rates_given_and_says_where_they_are_from()
     cell = SMALL.model_copy(
         update={"strategy": "ring_self_attention", "sizes": Sizes(sp=2), "engine": "distributed"}
     )
-    slow, quick = (
-        cluster_of(Times(0.5, 0.25, step, 0.001, 0.002), kernels=100, world=2, precision="fp32")
-        for step in (200.0, 100.0)
-    )
+    slow, quick = (cluster_of(machine(step_s=step), "local", "measured") for step in (200.0, 100.0))
     found, less = simulated(cell, slow), simulated(cell, quick)
     assert found["overhead_s"] == pytest.approx(2 * less["overhead_s"])
     assert found["step_time_s"] > found["overhead_s"] > 100

@@ -42,7 +42,8 @@ def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
 ) -> None:
     (tmp_path / "small.yaml").write_text(SCENARIO)
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    both(command_line, str(tmp_path / "small.yaml"), tmp_path, "--strategy", "tensor_parallel")
+    narrowing = ("--strategy", "tensor_parallel", "--world-size", "2", "--variant", "steady")
+    both(command_line, str(tmp_path / "small.yaml"), tmp_path, *narrowing)
     assert virtual.PLAIN_TRACE not in os.environ
 
 

@@ -1,6 +1,7 @@
 """What `spbench reproduce` committed: the documents, and the published numbers and roles in its files."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,12 @@ from spbench.bench.comparison.comparisons import compare
 from spbench.bench.comparison.document import Pages
 from spbench.bench.comparison.findings import Findings, markdown, read_records
 from spbench.bench.comparison.papers import papers, scenarios_of
-from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.files.yaml_files import packaged
 
 ROOT = Path(__file__).parents[3]
-PAPERS = [paper.name for paper, _ in scenarios_of("all")]
+PAPERS = [*papers()]
 KEY = ("table", "cell", "quantity", "variant")
 
 
@@ -38,16 +39,22 @@ def test_scenarios_name_papers_that_are_known() -> None:
     known = {name for paper in papers().values() for name in (paper.name, paper.source)}
     for name in packaged("spbench.scenarios"):
         assert load_scenario(name).document.paper in {*known, ""}, name
-    names = {s.name for _, scenarios in scenarios_of("rsa") for s in scenarios}
-    assert {"max_batch", "max_seqlen", "communication"} <= names
-    assert scenarios_of("all")
+    ((paper, of_rsa),) = scenarios_of("rsa")
+    assert paper.name == "rsa"
+    assert {"max_batch", "max_seqlen", "communication"} <= {scenario.name for scenario in of_rsa}
+    assert [*loaded()] == PAPERS
+
+
+@cache
+def loaded() -> dict[str, list[Scenario]]:
+    """The scenarios of each paper that has any."""
+    return {paper.name: scenarios for paper, scenarios in scenarios_of("all")}
 
 
 def findings(paper: str) -> Findings:
     folder = ROOT / "results" / "reproduction"
     records, runs = (read_records(folder / f"{paper}{kind}.csv") for kind in ("", "_runs"))
-    (_, scenarios), *_ = scenarios_of(paper)
-    return Findings(paper, records, runs, {scenario.name: scenario.document for scenario in scenarios})
+    return Findings(paper, records, runs, {scenario.name: scenario.document for scenario in loaded()[paper]})
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -80,9 +87,8 @@ def test_the_page_is_a_page() -> None:
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> None:
     """No published number, role or source was changed since, and no published number is missing."""
-    (_, scenarios), *_ = scenarios_of(paper)
     committed = findings(paper).records
-    for scenario in scenarios:
+    for scenario in loaded()[paper]:
         mine = {tuple(r[k] for k in KEY): r for r in committed if r["scenario"] == scenario.name}
         for entry in compare(scenario, declared_cells(scenario, Narrowing()), {}):
             if entry.quantity != "sent_bytes" and entry.role != "curve":

@@ -115,7 +115,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"defaults__model": "bert-bse"}, "defaults.model: unknown model 'bert-bse'; did you mean 'bert-base'?"),
     ({"defaults__cluster": "piz-daint"}, "defaults.cluster: unknown cluster 'piz-daint'; did you mean"),
-    ({"defaults__engine": "real"}, "defaults.engine: unknown engine 'real' (known: distributed, virtual)"),
+    (
+        {"defaults__engine": "real"},
+        "defaults.engine: unknown engine 'real' (known: distributed, emulated, virtual)",
+    ),
     ({"defaults__precision": "fp8"}, "defaults.precision: must be"),
     (
         {"groups__1__model_options__layer": 3},
@@ -208,6 +211,9 @@ def test_wrong_content_is_one_line_with_file_and_key(tmp_path: Path, changes: An
         ("1: 2\n", "a key must be a word"),
         ("title: x\n", "groups: is missing"),
         ("title: !!python/object:os.system x\n", "malformed YAML"),
+        pytest.param(
+            "title: " + 100_000 * "[", "malformed YAML: maximum recursion depth exceeded", id="deep nesting"
+        ),
     ],
 )
 def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:

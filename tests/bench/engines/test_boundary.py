@@ -15,6 +15,8 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.strategies.base import Unsupported
 from tests.bench.engines.test_virtual import cell_of, write_cluster
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
 SINGLE, TP, RSA = "single", "tensor_parallel", "ring_self_attention"
 
 
@@ -121,7 +123,7 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(traced) <= 12
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_timed_search_times_its_answer(stages: int) -> None:
     search = SearchRequest(quantity="batch", step=4, timed=True)
     sizes = Sizes(pp=stages, sp=2)

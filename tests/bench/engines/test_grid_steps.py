@@ -47,14 +47,19 @@ def test_real_ranks_send_what_virtual_ones_do(
         assert found.counts
 
 
+ST_DIT = "st-dit-tiny", {"temporal": 16, "patch": 4}, 16 * 4 * 16
+CUBE = "transformer-3d-tiny", {"leading": (16, 16)}, 16**3
+
+
 @pytest.mark.parametrize(
-    ("model", "options", "seq_len"),
+    ("model", "options", "seq_len", "grid_dim", "n", "checkpointing"),
     [
-        ("st-dit-tiny", {"temporal": 16, "patch": 4}, 16 * 4 * 16),
-        ("transformer-3d-tiny", {"leading": (16, 16)}, 16**3),
+        (*ST_DIT, 1, 16, True),
+        (*CUBE, 0, 8, False),
+        pytest.param(*ST_DIT, 0, 8, False, marks=pytest.mark.slow),
+        pytest.param(*CUBE, 1, 16, True, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(("grid_dim", "n", "checkpointing"), [(0, 8, False), (1, 16, True)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_formula_is_what_virtual_ranks_send(
     strategy: str,

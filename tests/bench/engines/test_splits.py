@@ -15,6 +15,8 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.search.search import Search
 from tests.bench.engines.test_virtual import write_cluster
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
 SCENARIOS = "four_d", "max_seqlen_4d"
 TINY = {
     "bert-base": "bert-tiny",

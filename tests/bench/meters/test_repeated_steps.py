@@ -102,18 +102,27 @@ def differences_of_loops(trace: Callable[[], Trace], steps: Steps) -> Sequence[s
     return differences(shortened, whole)
 
 
-def check_ranks(asked: Cell, steps: Steps) -> None:
-    """Compare the loops of the first, a middle and the last rank of the first replica and stage."""
-    for rank in RANKS if asked.sizes.world > 1 else RANKS[:1]:
+def check_ranks(asked: Cell, steps: Steps, ranks: Sequence[int] = RANKS) -> None:
+    """Compare the loops of these ranks of the first replica and stage: the first, a middle and the last."""
+    for rank in ranks if asked.sizes.world > 1 else RANKS[:1]:
         assert differences_of_loops(partial(virtual.trace, asked, rank, events=True), steps) == [], rank
         if not steps.asked:
             return
         assert steps.run < steps.asked
 
 
+#: in every run the middle rank, which has owners of lower and of higher ranks
+of_ranks = pytest.mark.parametrize(
+    "ranks", [RANKS[1:2], pytest.param(RANKS, marks=pytest.mark.slow)], ids=str
+)
+
+
+@of_ranks
 @pytest.mark.parametrize("strategy", strategies())
-def test_every_strategy_leaves_the_traces_of_whole_loops(strategy: str, steps: Steps) -> None:
-    check_ranks(next(c for c in (cell(strategy, model) for model in TINY) if supported(c)), steps)
+def test_every_strategy_leaves_the_traces_of_whole_loops(
+    strategy: str, steps: Steps, ranks: Sequence[int]
+) -> None:
+    check_ranks(next(c for c in (cell(strategy, model) for model in TINY) if supported(c)), steps, ranks)
 
 
 def ring_cell(model: str, placement: str = "contiguous", **changes: Any) -> Cell:
@@ -145,9 +154,10 @@ RINGS = {
 }
 
 
+@of_ranks
 @pytest.mark.parametrize("name", RINGS)
-def test_rings_leave_the_traces_of_whole_ones(name: str, steps: Steps) -> None:
-    check_ranks(RINGS[name], steps)
+def test_rings_leave_the_traces_of_whole_ones(name: str, steps: Steps, ranks: Sequence[int]) -> None:
+    check_ranks(RINGS[name], steps, ranks)
     # Linformer's projections are summed over the ranks; there is no ring
     assert (steps.asked > 0) == (name != "RSA, Linformer")
 

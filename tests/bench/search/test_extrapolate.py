@@ -12,6 +12,8 @@ from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
 from tests.bench.engines.test_virtual import cell_of
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
 
 class Tracer:
     """Traces a cell at any size and depth, and counts."""
@@ -34,28 +36,32 @@ def tracer(quantity: str, strategy: str, n: int, **changes: Any) -> Tracer:
 
 CASES = [
     ("single", 1, {}),
+    ("ring_self_attention", 2, {"model_options": {"checkpointing": True, "mask_shape": "square"}}),
     ("tensor_parallel", 3, {"model": "bert-tiny-linformer"}),
     ("ring_self_attention", 3, {"training": {"gradients": "stale", "moments": "later"}}),
-    ("ring_self_attention", 2, {"model_options": {"checkpointing": True, "mask_shape": "square"}}),
-]
-MORE = [
     ("single", 1, {"precision": "fp32", "model_options": {"dropout": 0.1, "softmax": "plain"}}),
     ("tensor_parallel", 4, {"model_options": {"checkpointing": True}}),
     ("ring_self_attention", 4, {"model": "bert-tiny-linformer", "precision": "fp32"}),
 ]
-cases = pytest.mark.parametrize(
-    ("strategy", "n", "changes"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-)
 
 
-@cases
+def cases(*always: int) -> pytest.MarkDecorator:
+    """A parameter for each of the cases, of which only these are always run."""
+    marked = [
+        pytest.param(*case, marks=[] if number in always else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ]
+    return pytest.mark.parametrize(("strategy", "n", "changes"), marked)
+
+
+@cases(1, 2)
 def test_length(strategy: str, n: int, changes: dict[str, Any]) -> None:
     trace = tracer("seq_len", strategy, n, **changes)
     predict = PeakModel(trace, [96, 192, 288], 6)
     assert predict(1536) == pytest.approx(trace(1536, 6).peak().nbytes, rel=1e-3)
 
 
-@cases
+@cases(0, 3)
 def test_batch(strategy: str, n: int, changes: dict[str, Any]) -> None:
     trace = tracer("batch", strategy, n, **changes)
     predict = PeakModel(trace, [2, 4], 6)

@@ -100,7 +100,16 @@ def simulated_ranks(simulator: Simulator) -> int:
     return sum(len(steps.ranks) for steps in simulator.world.steps)
 
 
-@pytest.mark.parametrize("name", CELLS)
+#: whose ranks send as those of another cell do, which is of every run
+ALIKE = {
+    *("ring attention, contiguous", "ring attention, striped", "gathered keys"),  # zigzag
+    *("megatron-sp", "lasp-2", "dp alone"),  # tensor parallelism, lasp, zero1
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in CELLS]
+)
 def test_times_are_those_of_the_whole_world(name: str) -> None:
     asked, ranks = CELLS[name]
     traces = virtual.trace_classes(asked, events=True)

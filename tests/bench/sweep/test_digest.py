@@ -24,6 +24,8 @@ from spbench.bench.sweep.workers import Outcome, measure
 from spbench.impls.models.model import models
 from tests.bench.fakes import answer
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
 SCENARIO = """
 title: Own cluster
 defaults: {model: bert-tiny, seq_len: 64, precision: fp16, search: {quantity: batch, limit: 65536}}

@@ -1,11 +1,9 @@
 """Sweeps: failures are rows, deaths cost one cell, and what has ended is kept through any interruption."""
 
 import os
+import resource
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,11 @@ import pytest
 from spbench.bench.cell import Cell, Learning, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.crew import Crew
-from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
+from spbench.bench.sweep.results import ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
 from spbench.bench.sweep.workers import Outcome
 from tests.bench import fakes
-
-ROOT = Path(__file__).parents[3]
-#: seconds after which a test gives up on another process
-PATIENCE_S = 180.0
+from tests.bench.sweep.command_process import PATIENCE_S, Command
 
 
 def cell(world: int, engine: str = "virtual") -> Cell:
@@ -121,78 +116,11 @@ def test_full_disk_ends_the_sweep_and_its_processes(tmp_path: Path, monkeypatch:
 # -- real interruptions of a real command ----------------------------------------------------------------
 
 
-class Command:
-    """The command `spbench run` in a process group of its own, on cells that a gate holds up."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.results = folder, folder / "out" / RESULTS_FILE
-        self.gate, self.log, scenario = folder / "gate", folder / "log", folder / "small.yaml"
-        scenario.write_text(fakes.SCENARIO)
-        self.environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            fakes.GATE: str(self.gate),
-            fakes.LOG: str(self.log),
-        }
-        self.command = [
-            sys.executable,
-            "-m",
-            "tests.bench.sweep.gated_spbench",
-            "run",
-            "--scenario",
-            str(scenario),
-        ]
-        self.command += ["--output", str(folder / "out"), "--jobs", "2"]
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> subprocess.Popen[str]:
-        self.process = subprocess.Popen(
-            self.command,
-            env=self.environment,
-            cwd=self.folder,
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # a shell's background job ignores it, and so would all that the tests start there
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        return self.process
-
-    def until(self, what: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not what():
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.02)
-
-    def begun(self) -> list[tuple[int, str]]:
-        """(process, key) of each cell that has begun."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return [(int(pid), key) for pid, key in (line.split() for line in lines)]
-
-    def until_two_are_held_up(self) -> None:
-        """The two cells of 4 and 8 ranks have ended, two more have begun."""
-        self.until(lambda: len(self.begun()) == 4 and len(read_rows(self.results)[0]) == 2)
-
-    def until_workers_are_gone(self) -> None:
-        self.until(lambda: not any(_lives(pid) for pid, _ in self.begun()))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
     command = Command(tmp_path)
     yield command
-    command.gate.touch()
-    if command.process is not None and command.process.poll() is None:
-        os.killpg(command.process.pid, signal.SIGKILL)
-        command.process.wait()
+    command.end()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes end")
@@ -201,7 +129,7 @@ def test_killed_sweep_loses_only_running_cells_and_resumes(command: Command) -> 
     command.until_two_are_held_up()
     process.kill()
     process.communicate()
-    command.until_workers_are_gone()
+    command.until_processes_are_gone()
     kept = read_rows(command.results)[0]
     assert sorted(row["measurement"]["answer"] for row in kept) == [4000, 8000]
     with command.results.open("ab") as file:  # as if it had been killed inside a write
@@ -234,4 +162,26 @@ def test_ctrl_c_says_how_to_go_on(command: Command) -> None:
     )
     assert "Traceback" not in err
     assert len(read_rows(command.results)[0]) == 2
-    command.until_workers_are_gone()
+    command.until_processes_are_gone()
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs limits of another process")
+def test_a_disk_that_is_full_within_a_row(command: Command) -> None:
+    """What was written of the row is cut off again, the processes end, and once there is room it goes on."""
+    process = command.start()
+    command.until_two_are_held_up()
+    kept = command.results.read_bytes()
+    limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (len(kept) + 100, limits[1]))
+    command.gate.touch()
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"spbench: cannot write to {command.results}: ")
+    assert command.results.read_bytes() == kept
+    command.until_processes_are_gone()
+
+    command.start().communicate(timeout=PATIENCE_S)
+    rows, problems = read_rows(command.results)
+    assert [row["status"] for row in rows] == ["ok"] * 5
+    assert command.results.read_bytes().startswith(kept)
+    assert problems == []

@@ -2,18 +2,22 @@
 next cell runs."""
 
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.sweep import workers
 from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.results import FINAL, ResultsFile, Row
 from spbench.bench.sweep.sweep import sweep, unfinished
-from spbench.bench.sweep.workers import Worker
 from tests.bench import fails_to_import, fakes, slow_to_import
+from tests.bench.processes import left_of, needs_proc
+from tests.bench.sweep.command_process import LIGHT_PATH, until
 
 #: of the cells that hang; the others may take as long as they do
 LIMIT_S = 3.0
@@ -33,23 +37,6 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "processes"
 
 
-def living(processes: Path) -> list[int]:
-    """Those of the processes that are not gone; a zombie is."""
-    found = []
-    for pid in {int(line) for line in processes.read_text().split()}:
-        try:
-            os.kill(pid, 0)
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            found.append(pid)
-    return found
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")
-
-
 @needs_proc
 def test_a_cell_that_hangs_in_python(tmp_path: Path, processes: Path) -> None:
     cells = [cell(4), cell(2, timeout_s=LIMIT_S), cell(1)]
@@ -63,42 +50,7 @@ def test_a_cell_that_hangs_in_python(tmp_path: Path, processes: Path) -> None:
         assert cells[1].model_copy(update={"timeout_s": 60.0}).key == rows[1]["key"]
     pids = processes.read_text().split()
     assert pids[0] == pids[1] != pids[2]  # the worker that hung was replaced
-    assert living(processes) == []
-
-
-@needs_proc
-def test_a_rank_that_hangs_in_a_collective(
-    tmp_path: Path, processes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out_of_time = Worker.out_of_time.fget
-    assert out_of_time is not None
-
-    def when_the_ranks_are_there(worker: Worker) -> bool:
-        """However long they take to start: the worker and two ranks have written their ids, and gone on."""
-        if not out_of_time(worker):
-            return False
-        while len(processes.read_text().split()) < 3:
-            time.sleep(0.1)
-        time.sleep(1.0)
-        return True
-
-    monkeypatch.setattr(Worker, "out_of_time", property(when_the_ranks_are_there))
-    monkeypatch.setattr(workers, "GRACE_S", 2.0)  # a rank that ignores SIGTERM uses it up
-    cells = [cell(2, "distributed", timeout_s=LIMIT_S), cell(1, "distributed")]
-    with ResultsFile(tmp_path) as results:
-        rows = sweep(cells, results, run=fakes.hanging)
-    assert [row["status"] for row in rows] == ["timeout", "ok"]
-    check_timed_out(rows[0])
-    first, second, third = rows[0]["log"].split("-- stacks of ")[1:]
-    assert first.startswith("rank 0 --")
-    assert "in all_reduce" in first
-    assert "in in_a_collective_alone" in first
-    assert second.startswith("rank 1 --")
-    assert "in waits_for_ever" in second
-    assert third.startswith("the worker --")
-    assert "in hanging" in third
-    assert len(processes.read_text().split()) == 4
-    assert living(processes) == []
+    assert left_of(processes) == []
 
 
 def check_timed_out(row: Row) -> None:
@@ -154,3 +106,25 @@ def test_no_file_of_a_worker_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sweep([cell(1)], results, crew=crew)
         assert list((tmp_path / "temporary").iterdir())
     assert not list((tmp_path / "temporary").iterdir())
+
+
+#: twelve workers have each had a cell when their parent is killed
+PARENT = """
+import os, signal
+from spbench.bench.cell import Cell
+from spbench.bench.sweep.crew import Crew
+from tests.bench import fakes
+crew = Crew(fakes.answer)
+for _ in range(12):
+    crew.idle(12).give(Cell(model="bert-tiny", strategy="ring_self_attention", batch=2, seq_len=8))
+while crew.busy:
+    crew.ended()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_file_of_a_worker_is_left_by_a_parent_that_is_killed(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="spbench-test-") as temporary:  # names of sockets may not be long
+        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": LIGHT_PATH}
+        assert subprocess.run([sys.executable, "-c", PARENT], env=environment).returncode == -signal.SIGKILL
+        until(lambda: not [*Path(temporary).glob("spbench-worker-*")])

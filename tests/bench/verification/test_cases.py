@@ -1,6 +1,9 @@
 """Every registered strategy computes what one device computes."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -54,12 +57,27 @@ def assert_green(row: VerifyRow) -> None:
     assert row.status == "green", row
 
 
-# three ranks have a first, a middle and a last one, and divide few sizes
-@pytest.mark.parametrize("sizes", [{3}, pytest.param({1, 2, 4}, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("model", TINY)
-@pytest.mark.parametrize("strategy", strategies())
-def test_all_parts_in_float64(pool: RankPool, strategy: str, model: str, sizes: set[int]) -> None:
-    rows = list(verify([strategy], [model], sorted(sizes), ["fp64"], pool=pool))
+#: a model of each kind of attention
+ONE_OF_EACH_KIND = ["bert-tiny", "tnl-tiny", "st-dit-tiny"]
+
+
+def in_float64() -> Iterator[Any]:
+    """Strategies, models, ranks and parts. In every run all pairs as whole models with their variants, and
+    the parts that these are made of for a model of each kind of attention; on three ranks: they have a first,
+    a middle and a last one, and divide few sizes."""
+    for strategy, model in product(strategies(), TINY):
+        parts = None if model in ONE_OF_EACH_KIND else ["model"]
+        yield pytest.param(strategy, model, {3}, parts, id=f"{strategy}-{model}-3")
+        yield pytest.param(
+            strategy, model, {1, 2, 3, 4}, None, marks=pytest.mark.slow, id=f"{strategy}-{model}-all"
+        )
+
+
+@pytest.mark.parametrize(("strategy", "model", "sizes", "parts"), [*in_float64()])
+def test_all_parts_in_float64(
+    pool: RankPool, strategy: str, model: str, sizes: set[int], parts: list[str] | None
+) -> None:
+    rows = list(verify([strategy], [model], sorted(sizes), ["fp64"], parts, pool=pool))
     assert [row for row in rows if row.status == "RED"] == []
     sizes_as_preset = {row.size for row in rows if row.status == "green" and not row.variant}
     can = (strategies()[strategy], model) in CAN_RUN
@@ -93,8 +111,7 @@ def covering_all_collectives() -> list[type[Strategy]]:
     return chosen
 
 
-#: a model of each kind of attention; a lower precision is the strategy's business more than the model's
-ONE_OF_EACH_KIND = ["bert-tiny", "tnl-tiny", "st-dit-tiny"]
+#: a lower precision is the strategy's business more than the model's
 IN_LOWER_PRECISION = [
     *(pytest.param(cls, "bf16", ONE_OF_EACH_KIND) for cls in covering_all_collectives()),
     *(
@@ -114,9 +131,19 @@ def test_lower_precision_is_at_its_noise_floor(
     assert any(row.status == "green" for row in rows)
 
 
-@pytest.mark.parametrize("softmax", ["fused", "plain", "megatron"])
+@pytest.mark.parametrize(
+    ("softmax", "seq_len"),
+    [
+        *(
+            ("fused", 20),
+            ("plain", 20),
+            ("megatron", 20),
+            ("megatron", 16),
+        ),  # its kernel takes more than 16 keys
+        *(pytest.param(softmax, 16, marks=pytest.mark.slow) for softmax in ("fused", "plain")),
+    ],
+)
 @pytest.mark.parametrize("mask_shape", ["keys", "square"])
-@pytest.mark.parametrize("seq_len", [16, 20])  # Megatron-LM's kernel takes more than 16 keys
 def test_every_softmax_and_mask(pool: RankPool, softmax: str, mask_shape: str, seq_len: int) -> None:
     model = model_preset("bert-tiny", {"softmax": softmax, "mask_shape": mask_shape})
     for cls in (TensorParallel, RingSelfAttention):
@@ -137,7 +164,14 @@ def test_sequence_that_a_ring_cannot_cut_is_a_row(pool: RankPool) -> None:
     assert "20 or 24" in row.reason
 
 
-@pytest.mark.parametrize(("strategy", "model"), CAN_RUN)
+def with_first_models() -> Iterator[Any]:
+    """The pairs of CAN_RUN, in every run those with the first model of each strategy."""
+    for strategy, model in CAN_RUN:
+        first = next(name for cls, name in CAN_RUN if cls is strategy)
+        yield pytest.param(strategy, model, marks=[] if model == first else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("strategy", "model"), [*with_first_models()])
 def test_gradients_held_the_old_way_are_synchronized_too(
     pool: RankPool, strategy: type[Strategy], model: str
 ) -> None:

@@ -57,7 +57,7 @@ def test_planted_fault_is_red(
 ) -> None:
     row = verify_case(pool, Case(fault, model, part, dtype, options=options), 4)
     assert row.status == "RED"
-    assert not row.reason  # wrong, not broken
+    assert row.tensor, row.reason  # wrong, not broken
     assert row.tensor.startswith(plausible), row
 
 
@@ -65,4 +65,5 @@ def test_planted_fault_is_red(
 def test_log_sum_exp_in_half_precision_is_red(pool: RankPool, dtype: str) -> None:
     """In bfloat16 it is within the noise of outputs; the operator's own test holds it to float32 there."""
     row = verify_case(pool, Case(faults.LogSumExpInHalfPrecision, CAUSAL, "attention", dtype), 4)
-    assert (row.status, row.reason) == ("RED", "")
+    assert row.status == "RED"
+    assert "not a scale" in row.reason

@@ -120,8 +120,8 @@ def _named(prefix: str, errors: dict[str, float]) -> dict[str, float]:
 
 
 SIZES = [
-    ("lasp", {"sp": 2}, 1),
-    ("lasp", {"dp": 2, "sp": 2}, 1),
+    pytest.param("lasp", {"sp": 2}, 1, marks=pytest.mark.slow),
+    pytest.param("lasp", {"dp": 2, "sp": 2}, 1, marks=pytest.mark.slow),
     ("lasp", {"sp": 2, "dp": 2}, 1),  # another order of the mesh
     ("tensor_parallel", {"dp": 2, "tp": 2}, 2),
     ("single", {"dp": 3}, 1),  # uneven shards
@@ -175,7 +175,7 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: st
         assert not any(name.startswith("elements") for name in wrong)
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)), 4])
 @pytest.mark.parametrize("backend", [name for name in backends() if name != "legacy_ddp"])
 def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
     for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):
@@ -196,14 +196,17 @@ def seen(trace: Trace) -> tuple[Counter[Operation], list[dict[str, Any]]]:
 def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
     recorder = Recorder(mesh)
     with recorder:
-        record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), 1)
+        record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), partial(initialize, seed=1))
     return seen(Trace.of(asked, dist.get_rank(), recorder))
 
 
 @pytest.mark.parametrize(
     ("sizes", "precision"),
-    [({"dp": 2, "sp": 2}, "fp16"), ({"sp": 2, "dp": 2}, "fp16"), ({"dp": 3}, "fp32")],
-    ids=["dp2xsp2-fp16", "sp2xdp2-fp16", "dp3-fp32"],
+    [
+        pytest.param({"dp": 2, "sp": 2}, "fp16", marks=pytest.mark.slow, id="dp2xsp2-fp16"),
+        pytest.param({"sp": 2, "dp": 2}, "fp16", id="sp2xdp2-fp16"),
+        pytest.param({"dp": 3}, "fp32", id="dp3-fp32"),
+    ],
 )
 @pytest.mark.parametrize("backend", backends())
 def test_closed_form_virtual_and_real_ranks_send_the_same(
@@ -248,7 +251,7 @@ HELD: dict[str, Callable[[int], tuple[float, float]]] = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("backend", backends())
 def test_what_is_held_between_steps(backend: str, n: int) -> None:
     at_peak, elements = heavy_run(backend, n).peak_held, model_parameters(heavy(backend, n))

@@ -263,8 +263,17 @@ def test_results_are_of_the_inputs_precision_and_states_of_float32() -> None:
 # -- operators -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("length", [1, 8, 20])
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [
+        (1, torch.float64),
+        (20, torch.bfloat16),
+        pytest.param(1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(8, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(8, torch.float64, marks=pytest.mark.slow),
+        pytest.param(20, torch.float64, marks=pytest.mark.slow),
+    ],
+)
 def test_fakes_are_like_the_operators(length: int, dtype: torch.dtype) -> None:
     q, k, v, initial = inputs(length, dtype).values()
     d_o, decay = made(B, Z, length, A, seed=5, dtype=dtype), torch.tensor([0.0, 0.1, 20.0])

@@ -1,5 +1,6 @@
 """The Triton kernels: their values by Triton's interpreter on the CPU, their types by its compiler."""
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -124,8 +125,23 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+#: the precision in which each case is of every run
+ALWAYS = {
+    "ragged": torch.bfloat16,
+    "tiles of a block, strong decay": torch.float16,
+    "tiles of a head, no decay": torch.bfloat16,
+    "one position": torch.float32,
+    "blocks of one": torch.float32,
+}
+
+
+def in_precisions() -> Iterator[Any]:
+    for name, dtype in itertools.product(CASES, (torch.float32, torch.float16, torch.bfloat16)):
+        marks = [] if dtype is ALWAYS[name] else pytest.mark.slow
+        yield pytest.param(name, dtype, id=f"{name}-{dtype}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*in_precisions()])
 def test_kernels_are_the_plain_operators(
     name: str, dtype: torch.dtype, interpreter: ProcessPoolExecutor
 ) -> None:

@@ -259,8 +259,21 @@ def cell(model: str, **changes: Any) -> Cell:
     ("name", "options"), [("tnl-tiny", {"attention_norm": "head"}), ("linear-llama3-tiny-hybrid", {})]
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "tied"),
+    [
+        ({"tp": 2, "pp": 2}, True),
+        ({"tp": 2, "dp": 2}, False),
+        *(
+            pytest.param(sizes, tied, marks=pytest.mark.slow)
+            for sizes, tied in (
+                *(({"tp": n}, tied) for n in (2, 4) for tied in (False, True)),
+                ({"tp": 2, "pp": 2}, False),
+                ({"tp": 2, "dp": 2}, True),
+            )
+        ),
+    ],
+)
 def test_tensor_parallelism_sends_what_its_formula_says(
     name: str, options: dict[str, Any], checkpointing: bool, sizes: dict[str, int], tied: bool
 ) -> None:

@@ -43,8 +43,16 @@ def cases() -> Iterator[Any]:
 DTYPES = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float64, torch.float32))]
 
 
-@pytest.mark.parametrize(("strategy", "model", "placement"), [*cases()])
-@pytest.mark.parametrize("n", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+def of_ranks() -> Iterator[Any]:
+    """All cases on 1 to 4 ranks; in every run on 4, and on 3 the first ones, in all placements."""
+    for n in range(1, 5):
+        for number, case in enumerate(cases()):
+            always = n == 4 or (n == 3 and number < len(PLACEMENTS))
+            marks = () if always else pytest.mark.slow
+            yield pytest.param(n, *case.values, id=f"{n}-{case.id}", marks=marks)
+
+
+@pytest.mark.parametrize(("n", "strategy", "model", "placement"), [*of_ranks()])
 def test_all_three_gradients(
     pool: RankPool, n: int, strategy: type[PlacedChunks], model: AttentionModel, placement: str
 ) -> None:
@@ -57,7 +65,7 @@ def test_all_three_gradients(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("strategy", "model", "placement"), [*cases()])
-@pytest.mark.parametrize("n", [3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 64))])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8, 64))])
 def test_bytes_are_those_of_the_formula(
     pool: RankPool,
     n: int,

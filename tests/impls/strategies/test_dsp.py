@@ -194,7 +194,7 @@ CUBE = {"leading": (5, 3), "layers": 1}
         ("transformer-3d-tiny", CUBE, 15, 2),  # one place only
     ],
 )
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_dims_that_ranks_do_not_divide(
     pool: RankPool, n: int, model: str, options: dict[str, Any], seq_len: int, grid_dim: int
 ) -> None:

@@ -32,7 +32,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("cls", "options"), WAYS, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 4])
 def test_all_three_gradients(pool: RankPool, n: int, cls: type[Strategy], options: dict[str, Any]) -> None:
     for model in MODELS:
         for dtype, seq_len in (("fp64", 24), ("fp64", 48), ("fp32", 24), ("bf16", 24)):
@@ -66,7 +66,7 @@ def test_other_attention_is_refused() -> None:
         Lasp.planned(4).check(AttentionModel("causal_attention").sites(1, 24))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize(("cls", "options"), WAYS, ids=str)
 @pytest.mark.parametrize("n", [3, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_bytes_are_those_of_the_formula(

@@ -29,7 +29,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("n", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 4])
 def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel) -> None:
     for dtype, seq_len in (("fp64", 24), ("fp64", 48), ("fp32", 24), ("bf16", 24)):
         row = verify_case(pool, Case(Ulysses, model, "attention", dtype, 3, seq_len), n)

@@ -1,0 +1,241 @@
+"""A cluster whose figures are measured on the machine at hand, and the file that says so."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.calibration.collective_rates import (
+    SEND,
+    SEND_BETWEEN,
+    SEND_WITHIN,
+    collective_rates,
+    ranks_per_node,
+)
+from spbench.bench.calibration.compute_rates import SMALL, compute_rates
+from spbench.bench.calibration.rate_points import RatePoint, RateSweep
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines import distributed, virtual
+from spbench.bench.files.cluster import Cluster, Device, Figure, Link, MeasuredRate, Network
+from spbench.bench.simulator.program import KERNEL
+
+#: digits of a measured figure
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured, and on what.
+
+    Attributes:
+        points: of all operations, in the order in which they were measured.
+        device_type: "cpu" or "cuda"; ``device_name`` is what the system calls it.
+        memory_bytes: of a device, and taken by its context before the first tensor; None of a CPU.
+        per_node: ranks on each host.
+        kernels: of the small training step, each of which costs a call.
+    """
+
+    points: Sequence[RatePoint]
+    device_type: str
+    device_name: str
+    memory_bytes: tuple[int, int] | None
+    ranks: int
+    per_node: int
+    kernels: int
+
+    def of(self, operation: str, precision: str | None = None) -> list[RatePoint]:
+        """The points of an operation, of one precision if it is given, by size."""
+        found = [p for p in self.points if p.operation == operation and precision in (None, p.precision)]
+        return sorted(found, key=lambda point: point.extent)
+
+
+def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machine:
+    """Measure this machine on that many real ranks at once; one rank measures no collectives.
+
+    Errors are those of :func:`distributed.launch`.
+    """
+    cell = SMALL.model_copy(
+        update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
+    )
+    found = distributed.launch(cell, partial(_on_rank, sweep=sweep))[0]
+    program = virtual.trace(SMALL, events=True).program
+    assert program is not None
+    return Machine(**found, ranks=world, kernels=int((program.kind == KERNEL).sum()))
+
+
+def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
+    memory = None
+    points = compute_rates(mesh, cell, sweep)
+    points += collective_rates(mesh.device_type, sweep)
+    if mesh.device_type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        memory = total, max(0, total - free - torch.cuda.memory_reserved())
+    group = dist.group.WORLD
+    assert group is not None
+    return {
+        "points": points,
+        "device_type": mesh.device_type,
+        "device_name": hardware_name(mesh.device_type),
+        "memory_bytes": memory,
+        "per_node": ranks_per_node(group),
+    }
+
+
+def hardware_name(device_type: str) -> str:
+    """What the system calls the device of a rank, with the threads of one on a CPU."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
+    """The cluster that the measured figures make.
+
+    Matrix products have the best rate of all shapes, memory that of the largest tensors. A link's latency is
+    the time of the smallest message, its bandwidth that of the largest one in the time that it takes longer.
+    Ranks on one machine's CPUs count as nodes, with the loopback between them, as in the cluster ``local``.
+
+    Args:
+        source: of every figure.
+    """
+    figures = _Figures(machine, source)
+    devices_per_node, node_link, network = figures.links()
+    return Cluster(
+        name=name,
+        about=f"{machine.device_name}; {source}",
+        device=figures.device(),
+        devices_per_node=devices_per_node,
+        node_link=node_link,
+        network=network,
+        measured=[_measured(point) for point in machine.points],
+    )
+
+
+class _Figures:
+    """Figures from the points of a machine."""
+
+    def __init__(self, machine: Machine, source: str):
+        self.machine, self.source = machine, source
+
+    def links(self) -> tuple[int, Link | None, Network]:
+        """Devices of a node, the link between them, and the network between nodes."""
+        machine = self.machine
+        if machine.per_node < machine.ranks:
+            # all of a node's ranks send at once, so each has a card as far as it can tell
+            network = Network(**self._link(SEND_BETWEEN), nics_per_node=machine.per_node)
+            within = Link(**self._link(SEND_WITHIN)) if machine.per_node > 1 else None
+            return machine.per_node, within, network
+        unknown: Any = Figure(value=None, source="not measured: there was one node")
+        network = Network(latency_s=unknown, bandwidth_bytes_per_s=unknown)
+        if machine.ranks == 1:
+            return 1, None, network
+        if machine.device_type == "cuda":
+            return machine.ranks, Link(**self._link(SEND)), network
+        return 1, None, Network(**self._link(SEND))
+
+    def figure(self, value: float | None, note: str) -> Any:
+        rounded = None if value is None else float(f"{value:.{_DIGITS}g}")
+        return Figure(value=rounded, source=self.source, note=note)
+
+    def device(self) -> Device:
+        machine = self.machine
+        if machine.memory_bytes is None:
+            total = Figure[int](value=None, source="not limited")
+            context = Figure[int](value=0, source="there is no device context")
+        else:
+            total = Figure[int](value=machine.memory_bytes[0], source=self.source)
+            note = "of the whole card, less free and what torch's allocator held; with other processes' share"
+            context = Figure[int](value=machine.memory_bytes[1], source=self.source, note=note)
+        largest = machine.of("sum")[-1]
+        (step,) = machine.of("training step")
+        precisions = dict.fromkeys(p.precision for p in machine.of("matrix product"))
+        return Device(
+            name=machine.device_name,
+            memory_total_bytes=total,
+            memory_context_bytes=context,
+            memory_bandwidth_bytes_per_s=self.figure(
+                largest.bytes_per_s, f"sum of two tensors of {largest.size} each into new memory"
+            ),
+            peak_flops_per_s={precision: self._products(precision) for precision in precisions},  # type: ignore[misc]
+            launch_overhead_s=self.figure(
+                step.seconds / machine.kernels, f"step of {step.size} over its {machine.kernels} operators"
+            ),
+        )
+
+    def _products(self, precision: str) -> Any:
+        products = self.machine.of("matrix product", precision)
+        best = max(products, key=lambda point: point.flops_per_s or 0.0)
+        note = f"{best.size}, the best of {len(products)} shapes"
+        for operation in ("attention forward", "attention forward and backward"):
+            if points := self.machine.of(operation, precision):
+                rate = max(point.flops_per_s or 0.0 for point in points)
+                note += f"; {operation}: {rate:.3g} at most"
+        return self.figure(best.flops_per_s, note)
+
+    def _link(self, operation: str) -> dict[str, Any]:
+        points = self.machine.of(operation)
+        small, large = points[0], points[-1]
+        # when noise puts the large message first, or there is only one, it has all the time
+        moving_s = large.seconds - small.seconds
+        bandwidth = large.nbytes / (moving_s if moving_s > 0 else large.seconds)
+        what = f"{large.operation} on {large.ranks} ranks"
+        return {
+            "latency_s": self.figure(small.seconds, f"{what}, {small.size}"),
+            "bandwidth_bytes_per_s": self.figure(bandwidth, f"{what}, {large.size} less latency"),
+        }
+
+
+def _measured(point: RatePoint) -> MeasuredRate:
+    def rounded(name: str) -> Any:
+        value = getattr(point, name)
+        return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+    return MeasuredRate(**{name: rounded(name) for name in MeasuredRate.model_fields})
+
+
+def measured_cluster(world: int, precision: str = "fp32") -> Cluster:
+    """The cluster ``local`` with this machine's rates for ranks of a world of that size, at the sizes of a
+    small transformer."""
+    sweep = RateSweep(
+        (precision,), sides=(512,), lengths=(), summed_bytes=(2**24,), message_bytes=(2**6, 2**22)
+    )
+    return cluster_of(measure_machine(world, sweep), "local", f"measured in this run, {world} ranks at once")
+
+
+def cluster_yaml(cluster: Cluster, heading: str) -> str:
+    """The text of a cluster's file, under a comment; :func:`load_cluster` gives the same cluster, by the
+    file's name. Each measured rate is a line."""
+    plain = cluster.model_dump(mode="json", exclude_unset=True, exclude={"name", "measured"})
+    comment = "".join(f"# {line}\n" for line in heading.splitlines())
+    text = comment + yaml.safe_dump(plain, sort_keys=False, width=110, allow_unicode=True)
+    rates = [rate.model_dump(mode="json", exclude_none=True) for rate in cluster.measured]
+    lines = [
+        yaml.safe_dump([rate], sort_keys=False, default_flow_style=True, width=1000)[1:-2] for rate in rates
+    ]
+    return "\n".join([text + "\nmeasured:", *(f"  - {line}" for line in lines)]) + "\n"
+
+
+def sample_rows(points: Sequence[RatePoint]) -> list[dict[str, Any]]:
+    """A row for each sample of each point, for a CSV file."""
+    rows = []
+    for point in points:
+        about = {key: value for key, value in asdict(point).items() if key != "samples_s"}
+        rows += [{**about, "sample": i, "seconds": s} for i, s in enumerate(point.samples_s)]
+    return rows

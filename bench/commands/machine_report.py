@@ -1,0 +1,210 @@
+"""Measuring this machine for `spbench calibrate --engine`: its cluster file, samples, plots and tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spbench.bench.commands.progress import message
+from spbench.bench.commands.report import Report, Table
+
+if TYPE_CHECKING:
+    from spbench.bench.calibration.measured_cluster import Machine
+    from spbench.bench.calibration.rate_points import RatePoint, RateSweep
+    from spbench.bench.files.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class MachineRequest:
+    """What a user asks to be measured; ``sizes`` and ``precisions`` that are empty are the default ones.
+
+    Attributes:
+        device: None: "cuda" where torch sees a GPU, else "cpu".
+        sizes: fields of :class:`RateSweep`, by name.
+    """
+
+    engine: str
+    device: str | None
+    world_size: int | None
+    precisions: tuple[str, ...]
+    sizes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def given(self) -> dict[str, tuple[int, ...]]:
+        """The sizes that are not the default ones."""
+        return {name: tuple(sorted(values)) for name, values in self.sizes.items() if values}
+
+    @property
+    def command(self) -> str:
+        """The command line that measures the same."""
+        words = [f"spbench calibrate --engine {self.engine} --device {self.device}"]
+        words += [f"--world-size {self.world_size}"] * (self.world_size is not None)
+        words += [f"--precision {','.join(self.precisions)}"] * bool(self.precisions)
+        for name, values in self.given.items():
+            words.append(f"--{name.replace('_', '-')} {','.join(map(str, values))}")
+        return " ".join(words)
+
+
+def measured_machine(asked: MachineRequest, output: Path) -> Report:
+    """Measure, and write the cluster file ``output`` with samples (.csv) and plots (.png, .svg) beside it.
+
+    Raises:
+        UserError: a precision is unknown, there is no such device, or a file cannot be written.
+    """
+    from spbench.bench.atomic_write import write_whole
+    from spbench.bench.calibration.measured_cluster import (
+        cluster_of,
+        cluster_yaml,
+        measure_machine,
+        sample_rows,
+    )
+    from spbench.bench.sweep.provenance import provenance
+    from spbench.plots.machine_rates import draw_machine_rates
+
+    if output.suffix not in (".yaml", ".yml"):
+        output = output.with_name(f"{output.name}.yaml")
+    device = asked.device or ("cuda" if _gpus() else "cpu")
+    asked = replace(asked, device=device)
+    world, sweep = _world(asked), _sweep(asked)
+    message(f"measuring {world} rank{'s' * (world > 1)} on {device}; let the machine do nothing else")
+    machine = measure_machine(world, sweep, device)
+    about = provenance()
+    day = datetime.now(UTC).date().isoformat()
+    source = (
+        f"measured on {about['host']} on {day}, torch {about['torch']}, {world} ranks at once on "
+        f"{device}: {asked.command}"
+    )
+    cluster = cluster_of(machine, output.stem, source)
+    heading = f"{asked.command}\nsamples: {output.with_suffix('.csv').name}; spbench {about['commit']}"
+    files = [write_whole(output, cluster_yaml(cluster, heading))]
+    files.append(write_whole(output.with_suffix(".csv"), _csv(sample_rows(machine.points))))
+    rates = [_rate(point) for point in machine.points]
+    title = f"{machine.device_name} ({about['host']}, {day})"
+    files += draw_machine_rates(rates, title, output)
+    wrong = [point for point in machine.points if point.wrong]
+    return Report(
+        [_figures(cluster), _rates(machine), *_collectives(machine)],
+        {"cluster": cluster.model_dump(mode="json"), "rates": rates},
+        rates,
+        notes=[
+            *_remarks(machine, wrong),
+            f"to simulate on it: spbench run --scenario NAME --cluster {output}",
+        ],
+        files=files,
+        code=int(bool(wrong)),
+    )
+
+
+def _world(asked: MachineRequest) -> int:
+    from spbench.bench.errors import UserError
+
+    gpus = _gpus() if asked.device == "cuda" else 0
+    if asked.device == "cuda" and not gpus:
+        raise UserError("--device cuda: torch sees no GPU; `spbench doctor --check cuda` says why")
+    if asked.engine == "emulated":
+        if asked.world_size not in (None, 1):
+            raise UserError("--engine emulated measures one device: leave --world-size out")
+        return 1
+    return asked.world_size or gpus or 2
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _sweep(asked: MachineRequest) -> RateSweep:
+    from spbench.bench.calibration.rate_points import RateSweep
+    from spbench.bench.errors import UserError, suggestion
+    from spbench.impls.training.step import PRECISIONS
+
+    for name in asked.precisions:
+        if name not in PRECISIONS:
+            raise UserError(f"unknown precision {name!r}{suggestion(name, PRECISIONS)}")
+    given: dict[str, Any] = dict(asked.given)
+    if asked.precisions:
+        given["precisions"] = asked.precisions
+    return RateSweep.of_gpus(**given) if asked.device == "cuda" else RateSweep(**given)
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
+
+
+def _rate(point: RatePoint) -> dict[str, Any]:
+    derived = ("seconds", "flops_per_s", "bytes_per_s", "bus_bytes_per_s")
+    about = {key: value for key, value in asdict(point).items() if key != "samples_s"}
+    bounds = {"least_s": min(point.samples_s), "most_s": max(point.samples_s)}
+    return about | {name: getattr(point, name) for name in derived} | bounds
+
+
+def _figures(cluster: Cluster) -> Table:
+    lines = [
+        {
+            "figure": path,
+            "value": "unknown" if figure.value is None else f"{figure.value:.4g}",
+            "how": figure.note,
+        }
+        for path, figure in cluster.figures()
+    ]
+    return Table(f"The cluster {cluster.name}: {cluster.device.name}", lines)
+
+
+def _rates(machine: Machine) -> Table:
+    lines = [
+        {
+            "operation": point.operation,
+            "size": point.size,
+            "precision": point.precision,
+            "ms": f"{point.seconds * 1e3:.4g}",
+            "GFLOP/s": _in(point.flops_per_s, 1e9),
+            "GB/s": _in(point.bytes_per_s, 1e9),
+        }
+        for point in machine.points
+        if point.bus_bytes_per_s is None
+    ]
+    return Table("Rates of one rank, all at once: medians", lines)
+
+
+def _collectives(machine: Machine) -> list[Table]:
+    lines = [
+        {
+            "collective": point.operation,
+            "S, bytes": point.nbytes,
+            "us": f"{point.seconds * 1e6:.1f}",
+            "algbw GB/s": _in(point.bytes_per_s, 1e9),
+            "busbw GB/s": _in(point.bus_bytes_per_s, 1e9),
+            "#wrong": point.wrong,
+        }
+        for point in machine.points
+        if point.bus_bytes_per_s is not None
+    ]
+    return [Table(f"Collectives on {machine.ranks} ranks, as nccl-tests counts", lines)] if lines else []
+
+
+def _in(value: float | None, unit: float) -> str | None:
+    return None if value is None else f"{value / unit:.3g}"
+
+
+def _remarks(machine: Machine, wrong: Sequence[RatePoint]) -> list[str]:
+    notes = []
+    if wrong:
+        which = ", ".join(f"{point.operation} of {point.size}" for point in wrong)
+        notes.append(f"WRONG results: {which}; do not trust this machine")
+    unsteady = sum(not point.is_steady for point in machine.points)
+    if unsteady:
+        notes.append(
+            f"of {unsteady} of {len(machine.points)} points a sample took half as long again as another: "
+            "was the machine busy?"
+        )
+    return notes

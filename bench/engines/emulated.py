@@ -1,0 +1,223 @@
+"""The emulated engine: a device of this machine plays one rank of N, at full shapes.
+
+Kernels, tensors and the allocator are real; the other ranks are not there (:mod:`emulated_group`). On a GPU
+the allocator may have as much as the cluster's card has for tensors, so that a 16 GB card can be played on an
+80 GB one, and a step that needs more is out of memory; on CPUs, for small shapes, the meters decide that as
+they do on virtual ranks.
+
+The time of a step is what this rank's kernels took (the median of the timed steps, launches included), and
+what the simulation of all ranks on the cluster's links (:mod:`bench.simulator`) says that this rank waits:
+while bytes move that no computation hides, and for other ranks. The simulation has the cluster's rates for
+kernels, so it hides communication behind kernels as fast as those.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell, Measurement
+from spbench.bench.engines import boundary, virtual
+from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
+from spbench.bench.engines.emulated_group import emulated_mesh
+from spbench.bench.engines.engine import Engine
+from spbench.bench.engines.plan import plan
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.timed_steps import on_device, timed_steps
+from spbench.bench.engines.torchrun import check_gpus
+from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
+from spbench.bench.files.cluster import load_cluster
+from spbench.bench.meters.recorder import Recorder
+from spbench.bench.meters.registry import meter_classes
+from spbench.bench.search.bracket import largest_that_fits
+from spbench.bench.search.search import Search
+from spbench.impls.layout import Unavailable
+
+#: cluster files have the total of nvidia-smi, of which CUDA gives up to 1.2% less
+_SAME_CARD = 0.98
+#: of matrices: that of training
+_DEVIATION = 0.02
+
+
+class EmulatedEngine(Engine):
+    """Plays one rank in a process of its own: the cell's, or that with the largest peak on virtual ranks."""
+
+    name = "emulated"
+    summary = "one rank of N on a device of this machine: real kernels and memory, modelled communication"
+    runs_alone = True
+    ends_in_time = True
+    on_devices = True
+    plays_one_rank = True
+
+    def measure(self, cell: Cell) -> Measurement:
+        """Memory, communication and the time of a step, of one rank.
+
+        Raises:
+            Unsupported: the strategy cannot run these sizes; Unavailable: no GPU here, or a smaller one than
+                the cluster's.
+            RankError: the process failed or did not answer in time.
+        """
+        plan(cell)
+        traces = virtual.trace_classes(cell, events=can_time(cell))
+        rank = traces.worst().rank if cell.rank is None else cell.rank
+        with _player(cell) as play:
+            found = play(cell, rank, timed=True)
+        if found.status == "ok":
+            _add_time(found, traces, rank)
+        return found
+
+    def search(self, cell: Cell) -> Measurement:
+        """The largest value with which the rank has room, each proved by a step.
+
+        The first value that is tried is the answer on virtual ranks, whose worst rank is played.
+
+        Raises:
+            Unsupported: as :meth:`measure`, or the cluster's memory has no limit.
+            RankError: the process failed or did not answer in time.
+        """
+        virtually = boundary.largest_that_fits(cell)
+        search, rank = Search(cell), virtually.peak_rank if cell.rank is None else cell.rank
+        probes: dict[int, Measurement] = {}
+        proof = []
+        with _player(cell) as play:
+
+            def fits(number: int) -> bool:
+                value = search.values[number - 1]
+                probes[number] = found = play(search.at(value), rank, timed=False)
+                proof.append(boundary.proof_of(value, found))
+                return found.status != "oom"
+
+            guess = search.values.index(virtually.answer) + 1 if virtually.answer else 1
+            best = largest_that_fits(len(search.values), fits, guess)
+        found = probes[best or 1]
+        if best and cell.search is not None and cell.search.timed:
+            found = self.measure(search.at(search.values[best - 1]).model_copy(update={"rank": rank}))
+        found.answer, found.proof = (search.values[best - 1] if best else None), proof
+        return found
+
+
+@contextmanager
+def _player(cell: Cell) -> Iterator[Callable[..., Measurement]]:
+    """Plays ranks, one after another, in one new process."""
+    check_gpus(1, cell.device)
+    with RankPool(1) as process:
+
+        def run(function: Callable[..., Any], *args: Any) -> Any:
+            limit = cell.timeout_s or DEFAULT_LIMIT_S
+            # Gloo, as NCCL would take memory of the GPU for a group that is left at once
+            (found,) = process.run({}, function, *args, timeout_s=limit, device=cell.device, backend="gloo")
+            return found
+
+        fraction = 1.0
+        if cell.device == "cuda":
+            fraction = memory_fraction(load_cluster(cell.cluster).usable_memory_bytes, run(_gpu_memory_bytes))
+        yield lambda at, rank, *, timed: run(_played_alone, at, rank, timed, fraction)
+
+
+def _gpu_memory_bytes(mesh: DeviceMesh) -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def _played_alone(mesh: DeviceMesh, cell: Cell, rank: int, timed: bool, memory: float) -> Measurement:
+    """:func:`played` in the place of the process's own rank, which is that of a world of one.
+
+    Args:
+        memory: the part of the GPU's memory that the allocator may take.
+    """
+    dist.destroy_process_group()
+    if mesh.device_type == "cuda":
+        torch.cuda.empty_cache()  # what the probe before has left
+        torch.cuda.set_per_process_memory_fraction(memory)
+    try:
+        return played(cell, rank, timed)
+    except torch.OutOfMemoryError as error:
+        full = Measurement("oom", str(error).splitlines()[0], peak_rank=rank)
+    gc.collect()  # what the error has seen
+    return full
+
+
+def memory_fraction(usable_bytes: int | None, total_bytes: int) -> float:
+    """The part of a GPU's memory that the allocator may take to have the card that is played; None: all.
+
+    Raises:
+        Unavailable: the GPU is smaller than that card.
+    """
+    if usable_bytes is None:
+        return 1.0
+    if usable_bytes * _SAME_CARD > total_bytes:
+        raise Unavailable(
+            f"the cluster's card has {usable_bytes / 2**30:.1f} GiB for tensors, and this GPU "
+            f"{total_bytes / 2**30:.1f} GiB",
+            "name a cluster of smaller cards",
+        )
+    return min(1.0, usable_bytes / total_bytes)
+
+
+def played(cell: Cell, rank: int, timed: bool) -> Measurement:
+    """A metered step of that rank in this process, then timed ones; without the time of communication.
+
+    Peaks are those of torch's caching allocator on GPUs, where :func:`timed_steps` runs; with ``timed`` False
+    one step is run there for them. Status numerics where a loss is not finite.
+
+    Raises:
+        torch.OutOfMemoryError: a GPU has no room.
+    """
+    with emulated_mesh(cell.mesh_sizes, rank, cell.device) as mesh:
+        recorder, training, inputs = _metered(cell, mesh)
+        trace = Trace.of(cell, rank, recorder)
+        timing = cell.timing if timed else cell.timing.model_copy(update={"warmup": 0, "samples": 1})
+        steps = timed_steps(lambda: training.step(inputs), timing, cell.device)
+        capacity = None if cell.device == "cuda" else load_cluster(cell.cluster).usable_memory_bytes
+        found = on_device(mismatched(trace.measurement(capacity)), rank, steps)
+        found.usable_memory_bytes = load_cluster(cell.cluster).usable_memory_bytes
+        if not timed:
+            found.step_time_samples_s = []
+        if found.status == "ok" and not _finite(training.step(inputs)):
+            found.status, found.reason = "numerics", "a loss is not finite"
+        return found
+
+
+def _metered(cell: Cell, mesh: DeviceMesh, events: bool = False) -> tuple[Recorder, Any, dict[str, Tensor]]:
+    """A step under the meters; the recorder, and what further steps need."""
+    import torch._dynamo  # the optimizer's import of it would keep frames, and what they hold
+
+    recorder = Recorder(mesh, events=events, further=meter_classes(cell.meters))
+    generator = torch.Generator().manual_seed(SEED)
+    with recorder, virtual.no_cyclic_collection():
+        training, inputs = record_step(cell, mesh, recorder, generator, _draw_weights)
+    return recorder, training, inputs
+
+
+def _draw_weights(module: nn.Module) -> None:
+    """Normal matrices, each where it is: no other rank has to have the same."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=_DEVIATION)
+
+
+def _finite(outcome: Tensor | dict[str, Tensor]) -> bool:
+    losses = outcome.values() if isinstance(outcome, dict) else [outcome]
+    return all(math.isfinite(x.double().sum().item()) for x in losses)
+
+
+def _add_time(found: Measurement, traces: ClassTraces, rank: int) -> None:
+    """Set the step time and what it is made of, where the cluster's links are known."""
+    if not traces.timed:
+        return
+    modelled = traces.simulator()().breakdown_of(rank)
+    waits = {name: modelled[name] for name in ("exposed_communication_s", "bubble_s")}
+    compute_s = statistics.median(found.step_time_samples_s)
+    add_step_time(found, traces.cell, compute_s + sum(waits.values()))
+    found.breakdown = {"compute_s": compute_s, **waits}
+    found.calibration = load_cluster(traces.cell.cluster).calibration_of(traces.cell.precision).label

@@ -1,0 +1,187 @@
+"""An agent: the process that torchrun, or a launcher like it, has started for a rank.
+
+It starts a process for its rank, gives it the jobs that a coordinator posts (:mod:`bench.engines.torchrun`),
+and reports what became of it. So a rank that crashes, hangs or runs out of memory ends with its job, and the
+launcher, which would end all ranks, sees nothing of it.
+
+Agents and coordinator speak through one TCPStore: torchrun's own, where it has one, else rank 0's. Its keys:
+
+- ``jobs``: how many jobs have been posted; ``job/K``: a :class:`Job`, or None to end the agents;
+- ``claimed/K``, ``answer/K/I``: the answers of the agents to job K, in the order in which they came;
+- ``over/K``: job K is over, its processes are to be ended; ``stacks/K``: their stacks are asked for before;
+- ``left/K``: how many agents have ended on job K; ``left/K/I``: at least I have;
+- ``beat/R``, ``host/R``: a number that agent R changes as long as it lives, and the name of its machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import pickle
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from spbench.bench.engines.rank_job import Answer, Job
+from spbench.bench.engines.rank_process import RankProcess, Rendezvous
+from spbench.bench.processes import STACKS_FOLDER, stacks_of, starting_context
+
+#: seconds between two signs of life of an agent, and without one after which its machine is taken for gone
+BEAT_S, LOST_S = 1.0, 15.0
+#: seconds between two looks at what is waited for
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher says of this process.
+
+    Attributes:
+        rank, local_rank: its number among all, and on its machine.
+        agents: how many processes there are.
+    """
+
+    rank: int
+    local_rank: int
+    agents: int
+    rendezvous: Rendezvous
+
+    @classmethod
+    def here(cls) -> Launched:
+        """What the environment of this process says.
+
+        Raises:
+            KeyError: it was not started by a launcher.
+        """
+        env = os.environ
+        # a group of processes that torchrun starts again must not see what the first has left in its store
+        run = f"spbench/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        place = Rendezvous(env["MASTER_ADDR"], int(env["MASTER_PORT"]), run)
+        return cls(int(env["RANK"]), int(env.get("LOCAL_RANK", 0)), int(env["WORLD_SIZE"]), place)
+
+
+def serve(launched: Launched) -> int:
+    """Be an agent until the coordinator ends; returns 0.
+
+    If the store or the launcher is gone, the process ends with exit code 1 and a line that says so.
+    """
+    if launched.rank:  # that of rank 0 is no child of the launcher
+        when_parent_is_gone(lambda: _leave(launched, "the launcher that has started it is gone"))
+    with tempfile.TemporaryDirectory(prefix="spbench-agent-", ignore_cleanup_errors=True) as folder:
+        try:
+            _Agent(launched, Path(folder)).serve()
+        except dist.DistError as error:
+            _leave(launched, _LOST_STORE.format(error))
+    return 0
+
+
+_LOST_STORE = "process 0, which writes the results, is gone; the same command goes on where they end ({})"
+
+
+def _leave(launched: Launched, why: str) -> NoReturn:
+    print(
+        f"spbench: rank {launched.rank} on {platform.node()} ends: {' '.join(why.split())}", file=sys.stderr
+    )
+    sys.stderr.flush()
+    os._exit(1)  # from any thread; its rank's process ends with it
+
+
+class _Agent:
+    def __init__(self, launched: Launched, folder: Path):
+        self.launched, self.folder = launched, folder
+        self.store = launched.rendezvous.store()
+        self.store.set(f"host/{launched.rank}", platform.node())
+        self.process: RankProcess | None = None
+        self.leaving = False
+        # a connection of its own, as one that waits for an answer is not free for anything else
+        threading.Thread(target=self._beat, args=(launched.rendezvous.store(),), daemon=True).start()
+        starting_context()  # now, while the coordinator reads its scenario
+
+    def serve(self) -> None:
+        for number in itertools.count():
+            wait_for(self.store, f"job/{number}")
+            job: Job | None = pickle.loads(self.store.get(f"job/{number}"))
+            if job is None:
+                break
+            if self.launched.rank < job.ranks:
+                answer = self._work(job)
+                place = self.store.add(f"claimed/{number}", 1) - 1
+                self.store.set(f"answer/{number}/{place}", pickle.dumps(answer))  # type: ignore[arg-type]
+        self.leaving = True
+        self._end_process()
+        left = self.store.add(f"left/{number}", 1)
+        self.store.set(f"left/{number}/{left}", "")
+
+    def _work(self, job: Job) -> Answer:
+        """Have the job done, unless it is over before that."""
+        if job.fresh:
+            self._end_process()
+        if self.process is None:
+            environment = {**os.environ, STACKS_FOLDER: str(self.folder)}
+            self.process = RankProcess(self.launched.rendezvous, self.launched.local_rank, environment)
+        process = self.process
+        process.send(job, self.launched.rank)
+        while not process.connection.poll(_POLL_S):
+            if self.store.check([f"over/{job.number}"]):
+                wanted = self.store.check([f"stacks/{job.number}"])
+                log = stacks_of(self.folder, [process.process.pid]) if wanted else ""
+                self._end_process()
+                return Answer(self.launched.rank, status="failed", text="ended with its job", log=log)
+        answer = process.receive()
+        if job.fresh or process.busy:
+            self._end_process()
+        return answer
+
+    def _end_process(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+
+    def _beat(self, store: dist.Store) -> None:
+        """Show that this agent lives, and end it when the store does not answer any more."""
+        while True:
+            silence = threading.Timer(LOST_S, self._lost, ["no answer from its store"])
+            silence.daemon = True
+            silence.start()
+            try:
+                store.add(f"beat/{self.launched.rank}", 1)  # unlike set it waits for an answer
+            except dist.DistError as error:
+                self._lost(error)
+                return
+            silence.cancel()
+            time.sleep(BEAT_S)
+
+    def _lost(self, error: object) -> None:
+        if not self.leaving:
+            _leave(self.launched, _LOST_STORE.format(error))
+
+
+def when_parent_is_gone(act: Callable[[], None]) -> None:
+    """Call ``act`` in a thread once the process that has started this one has ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(BEAT_S)
+        act()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def wait_for(store: dist.Store, key: str, seconds: float = math.inf) -> bool:
+    """Wait for a key that long; returns whether it is there. The store's own wait prints a warning if not."""
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,235 @@
+"""Ranks on the machines of a torchrun job, or of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT for each process: the coordinator's side.
+
+The coordinator is the process that runs the command, the one of rank 0, or a worker of its sweep. Jobs run on
+the agents (:mod:`bench.engines.rank_agent`), into which the launcher's other processes turn.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spbench.bench.engines.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for, when_parent_is_gone
+from spbench.bench.engines.rank_job import GRACE_S, Answer, Job, RankError, collect
+from spbench.bench.engines.rank_pool import RankPool, job_of
+from spbench.bench.engines.rank_process import Rendezvous
+from spbench.bench.engines.staged_group import STAGED
+from spbench.bench.processes import (
+    STACKS_S,
+    Surroundings,
+    end_with_parent,
+    interrupts_blocked,
+    main_module_hidden,
+    starting_context,
+)
+from spbench.impls.layout import Unavailable
+
+#: of the environment, for the workers of rank 0's sweep: the number of agents and where the store is, pickled
+AGENTS = "SPBENCH_AGENTS"
+#: seconds in which all agents have to be there, before a job of theirs fails
+_START_S = 120.0
+#: seconds that agents have to leave once they are told to
+_LEAVE_S = 10.0
+
+
+@contextmanager
+def coordinating(launched: Launched) -> Iterator[None]:
+    """Inside, this process is the coordinator of all agents, of which it starts its own; they end with it.
+
+    Raises:
+        KeyboardInterrupt: the launcher is gone.
+    """
+    holder = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        place = launched.rendezvous
+        holder = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
+    store = launched.rendezvous.store()
+    context = starting_context()
+    agent = context.Process(target=_agent, args=(Surroundings(), launched))  # type: ignore[attr-defined]
+    with interrupts_blocked(), main_module_hidden():
+        agent.start()
+    os.environ[AGENTS] = pickle.dumps((launched.agents, launched.rendezvous)).hex()
+    when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        yield
+    finally:
+        del os.environ[AGENTS]
+        with suppress(dist.DistError):  # the store has gone with the launcher
+            number = _post(store, None)
+            wait_for(store, f"left/{number}/{launched.agents}", _LEAVE_S)  # it may go with this process
+        agent.join(GRACE_S)
+        agent.kill()
+        del holder
+
+
+def _agent(surroundings: Surroundings, launched: Launched) -> None:
+    """The agent of rank 0, in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator's to handle
+    end_with_parent()
+    surroundings.take_on()
+    serve(launched)
+
+
+def _post(store: dist.Store, job: Job | None) -> int:
+    """End the job before, if it still runs, and post one; None ends the agents. Returns its number."""
+    number = store.add("jobs", 1) - 1
+    if number:
+        store.set(f"over/{number - 1}", "")
+    store.set(f"job/{number}", pickle.dumps(job and replace(job, number=number)))  # type: ignore[arg-type]
+    return number
+
+
+class Agents:
+    """The coordinator's end of the agents: runs jobs on their ranks, as :class:`RankPool` does on its own.
+
+    Args:
+        size: how many agents there are.
+        fresh: whether each job gets new processes.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, size: int, fresh: bool):
+        self.size, self.fresh = size, fresh
+        self._store = rendezvous.store()
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing is held; the agents stay."""
+
+    def run(
+        self,
+        sizes: Mapping[str, int],
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120.0,
+        device: str = "cpu",
+        backend: str = "",
+    ) -> list[Any]:
+        """As :meth:`RankPool.run`, on the first agents.
+
+        Raises:
+            RankError: a rank raised, died, its machine is gone, or it did not answer in time.
+            ValueError: the mesh has no such axis, or more ranks than there are agents.
+        """
+        job = job_of(0, self.size, sizes, function, args, timeout_s, device, backend)
+        job = replace(job, fresh=self.fresh)
+        try:
+            return self._run(job)
+        except dist.DistError as error:
+            raise RankError(0, "the launcher that holds the ranks' store is gone") from error
+
+    def _run(self, job: Job) -> list[Any]:
+        number = _post(self._store, job)
+        answers = _Answers(self._store, number)
+        try:
+            return collect(job.ranks, job.timeout_s, answers.next)
+        except RankError as error:
+            if error.status == "timeout":
+                self._store.set(f"stacks/{number}", "")
+                self._store.set(f"over/{number}", "")
+                error.log += answers.logs(set(error.silent))
+            raise
+        finally:
+            self._store.set(f"over/{number}", "")
+
+
+class _Answers:
+    """The answers of the agents to a job, one after another."""
+
+    def __init__(self, store: dist.Store, number: int):
+        self.store, self.number = store, number
+        self.read = 0
+        self.beats: dict[int, tuple[bytes, float]] = {}
+
+    def next(self, waiting: Collection[int], timeout_s: float) -> Answer | None:
+        """As :func:`collect` asks for it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            key, left = f"answer/{self.number}/{self.read}", deadline - time.monotonic()
+            if wait_for(self.store, key, min(BEAT_S, left)):
+                self.read += 1
+                answer: Answer = pickle.loads(self.store.get(key))
+                return answer
+            for rank in waiting:
+                if lost := self._lost(rank):
+                    return Answer(rank, status="failed", text=lost)
+            if left <= 0:
+                return None
+
+    def logs(self, silent: set[int]) -> str:
+        """What these ranks' agents answer when the job is over, in the order of ranks."""
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + 2 * STACKS_S + GRACE_S
+        while silent and (answer := self.next(silent, deadline - time.monotonic())) is not None:
+            silent.discard(answer.rank)
+            found[answer.rank] = answer.log or f"-- rank {answer.rank}: {answer.text} --\n"
+        return "".join(found[rank] for rank in sorted(found))
+
+    def _lost(self, rank: int) -> str:
+        """What is wrong with an agent that shows no sign of life; "" if it does."""
+        key, now = f"beat/{rank}", time.monotonic()
+        beat = self.store.get(key) if self.store.check([key]) else b""
+        before, since = self.beats.setdefault(rank, (beat, now))
+        if beat != before:
+            self.beats[rank] = (beat, now)
+        elif not beat and now - since > _START_S:
+            return f"its process has not come within {_START_S:g} s"
+        elif beat and now - since > LOST_S:
+            host = self.store.get(f"host/{rank}").decode()
+            return f"no sign of life from its machine, {host}, for {LOST_S:g} s"
+        return ""
+
+
+def check_gpus(ranks: int, device: str) -> None:
+    """Nothing, where each of the ranks has a device of that type to itself: agents bring their own.
+
+    Raises:
+        Unavailable: they are to have GPUs, and this machine has fewer.
+    """
+    if device == "cuda" and AGENTS not in os.environ and ranks > torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise Unavailable(f"needs {ranks} GPUs, and this machine has {there}", "start it with torchrun")
+
+
+def shared_backend(ranks: int, device: str) -> str:
+    """The backend of torch.distributed for ranks that share this machine's GPUs, as it has fewer; "" for the
+    usual one, where each has its own. Nothing should be timed on it.
+
+    Raises:
+        Unavailable: they are to have GPUs, and this machine has none.
+    """
+    check_gpus(1, device)
+    try:
+        check_gpus(ranks, device)
+    except Unavailable:
+        return STAGED
+    return ""
+
+
+def ranks_for(size: int, *, fresh: bool = False) -> RankPool | Agents:
+    """What runs jobs of up to that many ranks: the agents of the launcher that has started this process, or
+    else processes of this machine.
+
+    Args:
+        fresh: each job of the agents gets new processes; those of a pool are as old as the pool.
+
+    Raises:
+        Unavailable: there are fewer agents.
+    """
+    if AGENTS not in os.environ:
+        return RankPool(size)
+    agents, place = pickle.loads(bytes.fromhex(os.environ[AGENTS]))
+    if size > agents:
+        raise Unavailable(f"needs {size} ranks, and {agents} were started", "start more with torchrun")
+    return Agents(place, agents, fresh)

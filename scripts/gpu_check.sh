@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# What this project claims, checked on the GPUs of this machine, in at most nine minutes and without a network:
+#
+#     scripts/gpu_check.sh [FOLDER]
+#
+# 1 doctor: what is here. 2 verify: every gradient of every strategy, fp32 and bf16, against one device in float64; ranks
+# share GPUs where there are fewer. 3 kernels: the Triton kernels, right and how far from the roofline. 4 memory: one rank
+# of N played by this GPU (scenarios/gpu_check.yaml) beside the virtual rank. 5 calibrate: this machine's rates. 6 ranks:
+# NCCL, where there are two GPUs or more.
+#
+# Writes results/gpu/DATE-GPU (or FOLDER), to be committed, with a summary.md; a part that fails or runs out of its time
+# is said there, and makes the exit code 1. DEVICE=cpu SCENARIO=my.yaml MODELS=bert-tiny tries the script without a GPU.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+device=${DEVICE:-cuda}
+scenario=${SCENARIO:-gpu_check}
+models=${MODELS:-bert-tiny,causal-transformer-tiny-gqa,tnl-tiny,st-dit-tiny}
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || exit 2
+if [ "$device" = cuda ] && [ "$gpus" -eq 0 ]; then
+    echo "gpu_check: torch sees no GPU here; spbench doctor says why" >&2
+    exit 2
+fi
+name=$(python -c "from spbench.bench.engines.timed_steps import device_name; print(device_name('$device'))")
+name=$(echo "$name" | tr 'A-Z' 'a-z' | tr -cs 'a-z0-9' '-' | sed 's/^-//; s/-$//')
+out=${1:-results/gpu/$(date +%F)-$name}
+mkdir -p "$out"
+: >"$out/parts.csv"
+
+# part NAME SECONDS COMMAND...: what it prints goes to NAME.txt and NAME.log, its end to parts.csv
+part() {
+    local part=$1 limit=$2 begin code
+    shift 2
+    begin=$(date +%s)
+    echo "== $part: $*" >&2
+    timeout --signal=INT --kill-after=10 "$limit" "$@" >"$out/$part.txt" 2>"$out/$part.log"
+    code=$?
+    tail -n 3 "$out/$part.log" >&2
+    echo "$part,$code,$(($(date +%s) - begin)),$limit" >>"$out/parts.csv"
+}
+
+part doctor 30 python -m spbench doctor
+part verify 140 python -m spbench verify --device "$device" --model "$models" --part model \
+    --dtype fp32,bf16 --world-size 2 --format csv
+if [ "$device" = cuda ]; then
+    part kernels 60 python scripts/check_kernels_on_gpu.py --output "$out"
+fi
+memory_s=230
+if [ "$gpus" -gt 1 ]; then
+    memory_s=150
+    part ranks 80 python -m spbench run --scenario "$scenario" --engine distributed --device "$device" \
+        --world-size "$gpus" --output "$out/ranks" --timeout 60 --format csv
+fi
+part memory "$memory_s" python -m spbench run --scenario "$scenario" --device "$device" --output "$out/memory" \
+    --timeout 60 --format csv
+part calibrate 80 python -m spbench calibrate --engine emulated --device "$device" --output "$out/machine.yaml"
+python scripts/gpu_summary.py "$out"

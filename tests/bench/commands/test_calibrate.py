@@ -1,0 +1,114 @@
+"""`spbench calibrate --engine`: the files that it writes, and what they are good for."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.calibration.compute_rates import SMALL
+from spbench.bench.cell import Cell
+from spbench.bench.engines.engine import run
+from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.files.cluster import load_cluster
+from spbench.bench.sweep.results import read_rows
+from tests.bench.commands.conftest import Run
+
+TINY = ("--message-bytes", "64,4096", "--sides", "8,16", "--lengths", "16")
+SCENARIO = """
+title: A step on this machine
+defaults: {cluster: local, model: bert-tiny, batch: 2, seq_len: 16, strategy: ring_self_attention}
+groups:
+  - {sizes: {sp: 2}}
+"""
+
+
+@pytest.fixture
+def on_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of the pool instead of new ones."""
+
+    def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any]:
+        return dict(enumerate(pool.run(cell.mesh_sizes, work, cell)))
+
+    monkeypatch.setattr("spbench.bench.engines.distributed.launch", launch)
+
+
+def measure(command_line: Run) -> None:
+    code, out, err = command_line("calibrate", "--engine", "distributed", *TINY, "--output", "ours.yaml")
+    assert code == 0, err
+    assert "| all_reduce " in out
+    assert out.splitlines()[-4:] == ["ours.yaml", "ours.csv", "ours.png", "ours.svg"]
+    cluster = load_cluster("ours.yaml")
+    command = f"spbench calibrate --engine distributed --device cpu {' '.join(TINY)}"
+    sources = {figure.source.partition(": ")[2] for _, figure in cluster.figures() if figure.value}
+    assert sources == {command}
+    with Path("ours.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    sizes = {row["nbytes"] for row in rows if row["operation"] == "all_to_all"}
+    assert sizes == {"64", "4096"}
+    assert {row["wrong"] for row in rows} == {"0"}
+    assert len([row for row in rows if row["operation"] == "matrix product"]) == 4 * 5
+
+
+def test_a_measured_cluster_can_be_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run, on_pool: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    measure(command_line)
+    found = run(SMALL.model_copy(update={"cluster": "ours.yaml"}))
+    assert found.step_time_s is not None
+    launches = load_cluster("ours.yaml").device.launch_overhead_s.value
+    assert launches is not None
+    assert found.step_time_s > launches > 0
+
+
+@pytest.mark.slow
+def test_on_ranks_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> None:
+    monkeypatch.chdir(tmp_path)
+    measure(command_line)
+    Path("mine.yaml").write_text(SCENARIO)
+    words = ("run", "--scenario", "mine.yaml", "--cluster", "ours.yaml", "--output", "out")
+    code, _, err = command_line(*words)
+    assert code == 0, err
+    (row,) = read_rows(Path("out/cells.jsonl"))[0]
+    assert row["measurement"]["step_time_s"] > 0
+
+
+@pytest.mark.slow
+def test_one_device_has_no_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = command_line("calibrate", "--engine", "emulated", *TINY, "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert "sum" in {rate["operation"] for rate in found["rates"]}
+    assert [rate for rate in found["rates"] if rate["bus_bytes_per_s"] is not None] == []
+    assert load_cluster("measured.yaml").network.latency_s.value is None
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((), "give either --scenario"),
+        (("--engine", "emulated", "--scenario", "rsa_table4"), "give either --scenario"),
+        (("--engine", "emulated", "--fit", "compute_efficiency:a=b"), "give either --scenario"),
+        (("--scenario", "rsa_table4"), "--scenario, --table and --fit go together"),
+        (
+            ("--engine", "distributed", "--precision", "fp23"),
+            "unknown precision 'fp23'; did you mean 'fp32'?",
+        ),
+        (("--engine", "distributed", "--device", "cuda"), "--device cuda: torch sees no GPU"),
+        (("--engine", "emulated", "--world-size", "2"), "--engine emulated measures one device"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    words: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, command_line: Run
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    code, _, err = command_line("calibrate", *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"spbench: {complaint}")

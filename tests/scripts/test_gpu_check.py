@@ -1,0 +1,67 @@
+"""The summary of a GPU's check: what it finds well, and what it does not."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.config.scenario import load_scenario
+from spbench.bench.engines.plan import plan
+from spbench.bench.sweep.sweep import as_row
+from spbench.bench.sweep.workers import Outcome
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SUMMARY = runpy.run_path(str(SCRIPTS / "gpu_summary.py"), run_name="summary")
+
+
+def folder_with(tmp_path: Path, measured_bytes: int | None, status: Any = "ok", code: int = 0) -> Path:
+    cell = Cell(model="bert-tiny", strategy="ring_self_attention", sizes=Sizes(sp=4), batch=2, seq_len=24)
+    played = cell.model_copy(update={"engine": "emulated", "device": "cuda", "rank": 3})
+    rows = [
+        as_row(cell, Outcome("ok", measurement={"peak_memory_bytes": 1000, "reserved_memory_bytes": 2048})),
+        as_row(played, Outcome(status, measurement={"peak_memory_bytes": measured_bytes})),
+    ]
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "parts.csv").write_text(f"doctor,0,3,30\nmemory,{code},17,230\n")
+    (tmp_path / "verify.txt").write_text(
+        "strategy,model,dtype,status\nlasp,tnl-tiny,bf16,green\nulysses,tnl-tiny,bf16,unsupported\n"
+    )
+    return tmp_path
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    text, well = SUMMARY["summary"](folder_with(tmp_path, 1010))
+    assert well
+    assert "1 of 1 cells, error 1.00% in the median, 1.00% at most" in text
+    assert "1 green, 1 unsupported" in text
+    line = (tmp_path / "memory.csv").read_text().splitlines()[1].split(",")
+    assert line[:4] == ["bert-tiny", "ring_self_attention", "sp4", "2"]
+
+
+@pytest.mark.parametrize(
+    ("measured_bytes", "status", "code", "said"),
+    [
+        (1100, "ok", 0, "10.00% at most"),
+        (None, "oom", 0, "ring_self_attention sp4: ok virtually, oom measured"),
+        (1000, "ok", 1, "| memory | exit code 1 |"),
+        (1000, "ok", 124, "| memory | out of time |"),
+    ],
+)
+def test_what_is_not_well(
+    tmp_path: Path, measured_bytes: int | None, status: str, code: int, said: str
+) -> None:
+    text, well = SUMMARY["summary"](folder_with(tmp_path, measured_bytes, status, code))
+    assert not well
+    assert said in text
+
+
+def test_every_cell_of_its_scenario_can_run() -> None:
+    """On virtual ranks, and on any card of 16 GB."""
+    (cells,) = load_scenario("gpu_check").cells.values()
+    assert {cell.engine for cell in cells} == {"virtual", "emulated"}
+    for cell in cells:
+        plan(cell)
