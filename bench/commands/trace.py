@@ -60,6 +60,7 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
     from spbench.bench.files.cluster import load_cluster
     from spbench.bench.simulator.costs import RatesUnknown, check_rates
     from spbench.bench.simulator.trace_export import export_trace
+    from spbench.bench.sweep.sweep import unproven
     from spbench.impls.strategies.base import Unsupported
 
     cluster, world = load_cluster(cell.cluster), cell.sizes.world
@@ -69,6 +70,8 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
         raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
     if absent := [rank for rank in ranks if rank >= world]:
         raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
+    if refused := unproven([cell]):
+        raise UserError(f"{cell.key}: {refused[cell.key].reason}")
     torch.set_num_threads(1)
     message(f"tracing {cell.key}")
     try:

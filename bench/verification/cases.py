@@ -62,7 +62,8 @@ class VerifyRow:
         tensor, rank: which tensor that is, and where.
         factor: the number that this tensor is the reference times, where a RED one is that
             (:class:`Discrepancy`).
-        reason: why it is unsupported, what a rank raised, or in which way tensors are wrong.
+        verdict: in which way a RED tensor is wrong, and which others are wrong too.
+        reason: why it is unsupported, or what a rank raised.
     """
 
     strategy: str
@@ -80,6 +81,7 @@ class VerifyRow:
     tensor: str = ""
     rank: int | None = None
     factor: float | None = None
+    verdict: str = ""
     reason: str = ""
 
 
@@ -238,7 +240,7 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
     wrong = [each for each in judged if each.excess > 1]
     if not wrong:
         return row
-    return replace(row, status="RED", factor=worst.factor, reason=_how_wrong(worst, wrong))
+    return replace(row, status="RED", factor=worst.factor, verdict=_how_wrong(worst, wrong))
 
 
 def _how_wrong(worst: _Judged, wrong: list[_Judged]) -> str:

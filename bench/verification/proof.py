@@ -82,7 +82,8 @@ def _reason_against(pool: RankPool, cell: Cell) -> str:
         if row.status == "RED":
             where = f"{row.model} on {row.mesh} Gloo ranks in {row.dtype}"
             # of a traceback the last line
-            return f"not measured, as verification is red ({where}): {row.reason.strip().splitlines()[-1]}"
+            why = row.verdict or row.reason.strip().splitlines()[-1]
+            return f"not measured, as verification is red ({where}): {why}"
     if not any(row.status == "green" for row in rows):
         why = rows[-1].reason if rows else f"{cell.model} has no tiny preset"
         return f"not measured, as nothing could be verified: {why}"

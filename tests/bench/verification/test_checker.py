@@ -55,14 +55,14 @@ def test_a_mean_in_place_of_a_sum_is_named_by_its_factor(pool: RankPool, dtype: 
     case = Case(faults.OneNthGradients, model_preset("bert-tiny"), "attention", dtype)
     row = verify_case(pool, case, 4)
     assert (row.status, row.factor) == ("RED", pytest.approx(0.25, rel=1e-2))
-    assert row.reason.startswith(f"{row.tensor} is 0.25 times the reference (residual ")
+    assert row.verdict.startswith(f"{row.tensor} is 0.25 times the reference (residual ")
 
 
 def test_other_wrong_tensors_are_named(pool: RankPool) -> None:
     row = verify_case(pool, Case(faults.OneNthGradients, model_preset("bert-tiny"), "attention"), 2)
-    assert row.reason.endswith("; wrong too: gradient of layer.qkv.weight, gradient of layer.qkv.bias")
+    assert row.verdict.endswith("; wrong too: gradient of layer.qkv.weight, gradient of layer.qkv.bias")
     row = verify_case(pool, Case(faults.ZeroGradients, model_preset("bert-tiny"), "model"), 2)
-    *_, named = row.reason.split("; wrong too: ")
+    *_, named = row.verdict.split("; wrong too: ")
     assert len(named.split(", ")) == 5
     assert named.split(", ")[-1].startswith("and ")
     assert named.endswith(" more")
@@ -72,13 +72,13 @@ def test_stale_blocks_are_no_factor(pool: RankPool) -> None:
     case = Case(faults.StaleBlockInBackward, model_preset("bert-tiny"), "attention")
     row = verify_case(pool, case, 4)
     assert (row.status, row.factor) == ("RED", None)
-    assert row.reason.startswith(f"{row.tensor} is off by {row.error:.1e}, not a scale")
-    assert " times the reference" not in row.reason
+    assert row.verdict.startswith(f"{row.tensor} is off by {row.error:.1e}, not a scale")
+    assert " times the reference" not in row.verdict
 
 
 def test_gradients_of_zero_are_said_to_be_zero(pool: RankPool) -> None:
     row = verify_case(pool, Case(faults.ZeroGradients, model_preset("bert-tiny"), "attention"), 2)
-    assert row.reason.startswith(f"{row.tensor} is zero")
+    assert row.verdict.startswith(f"{row.tensor} is zero")
 
 
 def test_linformer_gradient_without_its_all_reduce(pool: RankPool) -> None:
@@ -97,7 +97,7 @@ def test_one_in_a_million_on_one_rank_is_seen_there(pool: RankPool) -> None:
 def test_nan_is_an_infinite_error(pool: RankPool) -> None:
     row = verify_case(pool, Case(faults.NanOnLastRank, model_preset("bert-tiny"), "attention"), 2)
     assert row.error == math.inf
-    assert row.reason.startswith(f"{row.tensor} is not finite")
+    assert row.verdict.startswith(f"{row.tensor} is not finite")
 
 
 def test_what_a_rank_raises_is_red(pool: RankPool) -> None:

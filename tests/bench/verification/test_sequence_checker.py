@@ -66,4 +66,4 @@ def test_log_sum_exp_in_half_precision_is_red(pool: RankPool, dtype: str) -> Non
     """In bfloat16 it is within the noise of outputs; the operator's own test holds it to float32 there."""
     row = verify_case(pool, Case(faults.LogSumExpInHalfPrecision, CAUSAL, "attention", dtype), 4)
     assert row.status == "RED"
-    assert "not a scale" in row.reason
+    assert "not a scale" in row.verdict
