@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,24 @@ def test_the_cap_is_the_part_that_the_card_has_of_this_gpu() -> None:
     assert memory_fraction(81559 * 2**20, 84_929_150_976) == 1.0, "an H100 by nvidia-smi, and by CUDA"
     with pytest.raises(Unavailable, match=r"card has 80.0 GiB for tensors, and this GPU 16.0 GiB"):
         memory_fraction(80 * 2**30, 16 * 2**30)
+
+
+def test_a_gpu_that_is_full_is_a_status_and_has_the_cap_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is not there, of which each call is noted."""
+    calls: list[Any] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", calls.append)
+
+    def full(cell: Cell, rank: int, timed: bool) -> Measurement:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+
+    monkeypatch.setattr(emulated, "played", full)
+    mesh: Any = SimpleNamespace(device_type="cuda")
+    found = emulated._played_alone(mesh, RING, 2, True, 0.2)
+    assert calls == ["left", "emptied", 0.2]
+    assert (found.status, found.peak_rank) == ("oom", 2)
+    assert found.reason == "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def test_measures_in_a_process_of_its_own() -> None:
