@@ -25,7 +25,7 @@ from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.memory import MemoryLog
-from spbench.bench.search.bracket import largest_that_fits
+from spbench.bench.search.bracket import largest_fitting
 from spbench.impls.backends.registry import backends
 from spbench.impls.layout import Unavailable
 from spbench.impls.models.model import models
@@ -292,7 +292,7 @@ def test_the_largest_number_is_found_from_any_guess(count: int, data: st.DataObj
         tried.append(number)
         return number <= largest
 
-    assert largest_that_fits(count, fits, guess) == largest
+    assert largest_fitting(count, fits, guess) == largest
     assert len(set(tried)) == len(tried)
     if guess == largest:
         assert len(tried) <= 2
