@@ -20,7 +20,7 @@ from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step
-from spbench.bench.engines.timed_steps import on_device, remark, timed_steps
+from spbench.bench.engines.timed_steps import remark, timed_steps, with_device_peaks
 from spbench.bench.engines.torchrun import check_gpus, ranks_for
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
@@ -104,4 +104,4 @@ def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
         training, inputs = record_step(cell, mesh, recorder, generator, set_weights)
     trace = Trace.of(cell, dist.get_rank(), recorder)
     timed = timed_steps(lambda: training.step(inputs), cell.timing, mesh.device_type)
-    return on_device(trace.measurement(capacity=None), dist.get_rank(), timed)
+    return with_device_peaks(trace.measurement(capacity=None), dist.get_rank(), timed)

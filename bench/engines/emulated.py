@@ -33,13 +33,13 @@ from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.setup import record_step
-from spbench.bench.engines.timed_steps import on_device, timed_steps
+from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
 from spbench.bench.engines.torchrun import check_gpus
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
-from spbench.bench.search.bracket import largest_that_fits
+from spbench.bench.search.bracket import largest_fitting
 from spbench.bench.search.search import Search
 from spbench.impls.layout import Unavailable
 
@@ -98,7 +98,7 @@ class EmulatedEngine(Engine):
                 return found.status != "oom"
 
             guess = search.values.index(virtually.answer) + 1 if virtually.answer else 1
-            best = largest_that_fits(len(search.values), fits, guess)
+            best = largest_fitting(len(search.values), fits, guess)
         found = probes[best or 1]
         if best and cell.search is not None and cell.search.timed:
             found = self.measure(search.at(search.values[best - 1]).model_copy(update={"rank": rank}))
@@ -178,7 +178,7 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
         timing = cell.timing if timed else cell.timing.model_copy(update={"warmup": 0, "samples": 1})
         steps = timed_steps(lambda: training.step(inputs), timing, cell.device)
         capacity = None if cell.device == "cuda" else load_cluster(cell.cluster).usable_memory_bytes
-        found = on_device(mismatched(trace.measurement(capacity)), rank, steps)
+        found = with_device_peaks(mismatched(trace.measurement(capacity)), rank, steps)
         found.usable_memory_bytes = load_cluster(cell.cluster).usable_memory_bytes
         if not timed:
             found.step_time_samples_s = []

@@ -60,7 +60,7 @@ def remark(ranks: Sequence[Mapping[str, Any]]) -> str:
     return next((f"rank {rank}: {note}" for rank, note in notes.items() if note), "")
 
 
-def on_device(metered: Measurement, rank: int, steps: TimedSteps) -> Measurement:
+def with_device_peaks(metered: Measurement, rank: int, steps: TimedSteps) -> Measurement:
     """What the meters saw of a step, with the times of further ones, and with the peaks of the device's own
     allocator in the place of the meters' where it has one."""
     metered.step_time_samples_s = steps.samples_s

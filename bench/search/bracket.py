@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def largest_that_fits(count: int, fits: Callable[[int], bool], guess: int) -> int:
+def largest_fitting(count: int, fits: Callable[[int], bool], guess: int) -> int:
     """The largest of 1, ..., ``count`` for which ``fits`` is true; 0 if there is none.
 
     Whatever is below a number that fits must fit too. The guess is tried first, then numbers at distances

@@ -359,7 +359,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spbench("verify")[0] == 1
     assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
     assert spbench("verify", "--backend", "ddp")[0] == 1
-    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}}
+    assert asked[-1][-1] == default | {"backend": "ddp"}
     assert spbench("verify", "--pairs")[0] == 1
     assert {"megatron_sp+ulysses", "ulysses+ring_attention"} <= set(asked[-1][0])
     assert asked[-1][2] == [4]
