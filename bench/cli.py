@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
     """Of a process that torchrun, or a launcher like it, has started: the first runs the command line, on the
     ranks of all of them, and the others are what runs these."""
-    from spbench.bench.engines.torchrun import Launched, coordinating, serve
+    from spbench.bench.ranks.torchrun import Launched, coordinating, serve
 
     launched = Launched.here()
     if launched.rank:

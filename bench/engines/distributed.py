@@ -21,11 +21,11 @@ from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.timed_steps import remark, timed_steps, with_device_peaks
-from spbench.bench.engines.torchrun import check_gpus, ranks_for
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.bench.processes import usable_cores
+from spbench.bench.ranks.torchrun import check_gpus, ranks_for
 from spbench.impls.training.step import initialize
 
 #: of weights and data, the same for every strategy and size

@@ -31,14 +31,14 @@ from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.emulated_group import emulated_mesh
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
-from spbench.bench.engines.torchrun import check_gpus
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.ranks.torchrun import check_gpus
 from spbench.bench.search.bracket import largest_fitting
 from spbench.bench.search.search import Search
 from spbench.impls.layout import Unavailable

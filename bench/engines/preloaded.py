@@ -21,7 +21,8 @@ signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 #: packages of which each module is found by being there
 _ROOMS = (
     *("impls.strategies", "impls.models", "impls.backends", "impls.training"),
-    *("bench.engines", "bench.meters", "bench.search", "bench.simulator", "bench.files", "bench.sweep"),
+    *("bench.engines", "bench.ranks", "bench.meters", "bench.search", "bench.simulator"),
+    *("bench.files", "bench.sweep"),
 )
 
 for _room in _ROOMS:

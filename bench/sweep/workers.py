@@ -31,7 +31,6 @@ from typing import Any
 from spbench.bench.cell import Cell, Measurement, Status
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class
-from spbench.bench.engines.rank_job import RankError
 from spbench.bench.processes import (
     STACKS_FOLDER,
     Surroundings,
@@ -42,6 +41,7 @@ from spbench.bench.processes import (
     write_stacks_on_signal,
     written_stacks,
 )
+from spbench.bench.ranks.rank_job import RankError
 from spbench.impls.layout import Unavailable, Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed

@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 import torch
 
-from spbench.bench.engines.rank_pool import RankError, RankPool
-from spbench.bench.engines.torchrun import Agents, ranks_for, shared_backend
+from spbench.bench.ranks.rank_pool import RankError, RankPool
+from spbench.bench.ranks.torchrun import Agents, ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class

@@ -14,7 +14,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.layout import Unsupported

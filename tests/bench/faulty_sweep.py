@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from spbench.bench.engines.rank_agent import Launched, serve
-from spbench.bench.engines.torchrun import coordinating
+from spbench.bench.ranks.rank_agent import Launched, serve
+from spbench.bench.ranks.torchrun import coordinating
 from spbench.bench.sweep.results import ResultsFile
 from spbench.bench.sweep.sweep import sweep
 from tests.bench import fakes

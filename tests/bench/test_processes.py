@@ -100,7 +100,7 @@ def test_the_server_has_imported_what_cells_need() -> None:
     modules = set(ours.recv())
     process.join()
     assert modules >= {
-        *("torch._dynamo", "sympy", "spbench.bench.engines.rank_process"),
+        *("torch._dynamo", "sympy", "spbench.bench.ranks.rank_process"),
         *("spbench.impls.strategies.lasp", "spbench.impls.models.bert", "spbench.bench.engines.boundary"),
     }
 

@@ -25,7 +25,7 @@ import torch
 
 from spbench.bench.commands.forms.as_table import drawn
 from spbench.bench.commands.report import Table
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.peers.registry import absent, peers
 from spbench.impls.strategies.nesting import nesting
 from tests.benchmarks import mended

@@ -16,7 +16,7 @@ import pytest
 from spbench.bench import processes
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.declarations import CACHE_FOLDER
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.sweep.workers import Worker
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of, clu
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.calibration.validation import rates
 from spbench.bench.cell import Sizes
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.files.cluster import load_cluster
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.sweep.digest import digest
 from tests.bench.calibration.machines import LARGE_BYTES, machine

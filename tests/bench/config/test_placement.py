@@ -10,8 +10,8 @@ import torch
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.config.placement import on_device, playing_rank
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.errors import UserError
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify
 
 VIRTUAL = Cell(model="bert-tiny", strategy="ulysses", sizes=Sizes(sp=4), batch=2, seq_len=24)

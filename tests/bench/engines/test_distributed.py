@@ -15,12 +15,12 @@ from spbench.bench.cell import Cell, Sizes, Timing
 from spbench.bench.engines import distributed
 from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.rank_job import RankError
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.processes import usable_cores
+from spbench.bench.ranks.rank_job import RankError
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.training.step import initialize
 

@@ -9,8 +9,8 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.registry import strategy_class
 from tests.bench.engines.test_virtual import on_a_real_rank, seen

@@ -14,7 +14,7 @@ from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines.engine import run
 from spbench.bench.engines.learning import learning_rate, losses_of_rank
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.sweep.workers import Outcome

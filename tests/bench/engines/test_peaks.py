@@ -15,7 +15,7 @@ from torch import Tensor
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls import collectives
 from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models

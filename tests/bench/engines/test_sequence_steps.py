@@ -11,8 +11,8 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.models.model import models
 from tests.bench.engines.test_virtual import on_a_real_rank, seen
 

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.setup import record_step, set_up
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.meters.communication import CommunicationMeter, Operation, as_number
 from spbench.bench.meters.recorder import Recorder
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.simulator.program import COLLECTIVE, WAIT
 from spbench.impls.collectives import ring
 from spbench.impls.traffic import WIRE_SHARE, Traffic, wire_bytes

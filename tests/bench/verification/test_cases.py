@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify, verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.axes import Place

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.discrepancy import discrepancies, relative_errors
 from spbench.bench.verification.oracle import Case

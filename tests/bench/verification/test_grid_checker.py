@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import Model, model_preset

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify, verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import Model, model_preset

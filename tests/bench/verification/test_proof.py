@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.sweep.results import ResultsFile
 from spbench.bench.sweep.sweep import sweep
 from spbench.bench.verification import proof

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import model_parameters, rank_classes
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.setup import build_training, rank_inputs, record_step
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case

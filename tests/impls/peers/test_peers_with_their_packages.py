@@ -11,9 +11,9 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.traces import merged
 from spbench.bench.engines.virtual import trace
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset

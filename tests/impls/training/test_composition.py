@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
-from spbench.bench.engines.rank_pool import RankPool
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.collectives import all_reduce

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spbench.bench.engines.rank_job import Answer, Job, RankError, collect
-from spbench.bench.engines.rank_process import BACKENDS, RankProcess, Rendezvous
 from spbench.bench.processes import STACKS_FOLDER, stacks_of
+from spbench.bench.ranks.rank_job import Answer, Job, RankError, collect
+from spbench.bench.ranks.rank_process import BACKENDS, RankProcess, Rendezvous
 from spbench.impls.axes import whole_mesh
 
 __all__ = ["RankError", "RankPool", "job_of"]

@@ -39,7 +39,7 @@ class _Staged(dist.Work):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """Gloo on copies of the tensors; see :mod:`bench.engines.staged_group`."""
+    """Gloo on copies of the tensors; see :mod:`bench.ranks.staged_group`."""
 
     def __init__(self, made: Any, options: object = None):
         super().__init__(made.group_rank, made.group_size)

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spbench.bench.engines.rank_job import GRACE_S, Answer, Job
-from spbench.bench.engines.staged_group import STAGED, register
 from spbench.bench.processes import (
     STACKS_FOLDER,
     Surroundings,
@@ -32,6 +30,8 @@ from spbench.bench.processes import (
     starting_context,
     write_stacks_on_signal,
 )
+from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job
+from spbench.bench.ranks.staged_group import STAGED, register
 from spbench.impls.axes import device_mesh
 
 #: of torch.distributed, by the type of the devices on which tensors are

@@ -1,6 +1,6 @@
 """An agent: the process that torchrun, or a launcher like it, has started for a rank.
 
-It starts a process for its rank, gives it the jobs that a coordinator posts (:mod:`bench.engines.torchrun`),
+It starts a process for its rank, gives it the jobs that a coordinator posts (:mod:`bench.ranks.torchrun`),
 and reports what became of it. So a rank that crashes, hangs or runs out of memory ends with its job, and the
 launcher, which would end all ranks, sees nothing of it.
 
@@ -31,9 +31,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from spbench.bench.engines.rank_job import Answer, Job
-from spbench.bench.engines.rank_process import RankProcess, Rendezvous
 from spbench.bench.processes import STACKS_FOLDER, stacks_of, starting_context
+from spbench.bench.ranks.rank_job import Answer, Job
+from spbench.bench.ranks.rank_process import RankProcess, Rendezvous
 
 #: seconds between two signs of life of an agent, and without one after which its machine is taken for gone
 BEAT_S, LOST_S = 1.0, 15.0

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.rank_pool import RankPool
-from spbench.bench.engines.staged_group import STAGED
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.ranks.staged_group import STAGED
 from spbench.bench.verification.cases import verify
 from spbench.impls import collectives
 from spbench.impls.strategies.registry import strategies

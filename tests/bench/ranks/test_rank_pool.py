@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.rank_pool import RankError, RankPool
+from spbench.bench.ranks.rank_pool import RankError, RankPool
 from spbench.impls.axes import MESH_AXES, Place
 
 
@@ -100,7 +100,7 @@ def test_dead_and_silent_workers_are_replaced() -> None:
 
 
 PROGRAM = """
-from spbench.bench.engines.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool
 from tests.bench.engines.test_rank_pool import says_so_and_waits
 if __name__ == "__main__":
     RankPool(1).run({}, says_so_and_waits)

@@ -2,7 +2,7 @@
 MASTER_PORT for each process: the coordinator's side.
 
 The coordinator is the process that runs the command, the one of rank 0, or a worker of its sweep. Jobs run on
-the agents (:mod:`bench.engines.rank_agent`), into which the launcher's other processes turn.
+the agents (:mod:`bench.ranks.rank_agent`), into which the launcher's other processes turn.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spbench.bench.engines.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for, when_parent_is_gone
-from spbench.bench.engines.rank_job import GRACE_S, Answer, Job, RankError, collect
-from spbench.bench.engines.rank_pool import RankPool, job_of
-from spbench.bench.engines.rank_process import Rendezvous
-from spbench.bench.engines.staged_group import STAGED
 from spbench.bench.processes import (
     STACKS_S,
     Surroundings,
@@ -32,6 +27,11 @@ from spbench.bench.processes import (
     main_module_hidden,
     starting_context,
 )
+from spbench.bench.ranks.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for, when_parent_is_gone
+from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job, RankError, collect
+from spbench.bench.ranks.rank_pool import RankPool, job_of
+from spbench.bench.ranks.rank_process import Rendezvous
+from spbench.bench.ranks.staged_group import STAGED
 from spbench.impls.layout import Unavailable
 
 #: of the environment, for the workers of rank 0's sweep: the number of agents and where the store is, pickled
