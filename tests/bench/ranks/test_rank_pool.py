@@ -101,7 +101,7 @@ def test_dead_and_silent_workers_are_replaced() -> None:
 
 PROGRAM = """
 from spbench.bench.ranks.rank_pool import RankPool
-from tests.bench.engines.test_rank_pool import says_so_and_waits
+from tests.bench.ranks.test_rank_pool import says_so_and_waits
 if __name__ == "__main__":
     RankPool(1).run({}, says_so_and_waits)
 """
