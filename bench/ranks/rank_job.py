@@ -11,6 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+#: of the environment, for the workers of rank 0's sweep: the number of agents and where the store is, pickled
+AGENTS = "SPBENCH_AGENTS"
+
 #: after one rank failed, seconds that the others have to notice it before they are killed
 GRACE_S = 5.0
 

@@ -28,14 +28,12 @@ from spbench.bench.processes import (
     starting_context,
 )
 from spbench.bench.ranks.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for, when_parent_is_gone
-from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job, RankError, collect
+from spbench.bench.ranks.rank_job import AGENTS, GRACE_S, Answer, Job, RankError, collect
 from spbench.bench.ranks.rank_pool import RankPool, job_of
 from spbench.bench.ranks.rank_process import Rendezvous
 from spbench.bench.ranks.staged_group import STAGED
 from spbench.impls.layout import Unavailable
 
-#: of the environment, for the workers of rank 0's sweep: the number of agents and where the store is, pickled
-AGENTS = "SPBENCH_AGENTS"
 #: seconds in which all agents have to be there, before a job of theirs fails
 _START_S = 120.0
 #: seconds that agents have to leave once they are told to

@@ -22,6 +22,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.declarations import CACHE_FOLDER
 from spbench.bench.errors import UserError
 from spbench.bench.processes import STACKS_FOLDER
+from spbench.bench.ranks.rank_job import AGENTS
 from spbench.bench.sweep.executors.dask_tasks import OtherInstallation, SweepOnDask, end_runners, run_cell
 from spbench.bench.sweep.executors.executor import Executor, Parcel
 from spbench.bench.sweep.executors.installation import Installation
@@ -177,6 +178,6 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The settings of this program that are no folder of this machine."""
-    local = (CACHE_FOLDER, STACKS_FOLDER)
+    """The settings of this program that are no folder or process of this machine."""
+    local = (CACHE_FOLDER, STACKS_FOLDER, AGENTS)
     return {k: v for k, v in os.environ.items() if k.startswith("SPBENCH_") and k not in local}
