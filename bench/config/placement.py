@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from spbench.bench.cell import Cell
@@ -11,6 +13,9 @@ from spbench.bench.errors import UserError
 
 #: "available": CUDA where this machine has it, else the CPU
 Asked = Literal["cpu", "cuda", "available"]
+
+#: of NVIDIA's driver, and of what stands for it in Windows' Linux
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 
 
 def on_device(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
@@ -37,9 +42,9 @@ def chosen_device(asked: Asked) -> Literal["cpu", "cuda"]:
     Raises:
         UserError: CUDA is asked for, and there is none.
     """
-    if asked == "cpu":
+    if asked == "cpu" or (asked == "available" and not _may_have_gpu()):
         return "cpu"
-    import torch  # takes seconds, and listings of virtual cells do without
+    import torch  # takes seconds, which listings do without
 
     if torch.cuda.is_available():
         return "cuda"
@@ -47,6 +52,11 @@ def chosen_device(asked: Asked) -> Literal["cpu", "cuda"]:
         return "cpu"
     built = "sees no GPU" if torch.version.cuda else "is built for the CPU alone"
     raise UserError(f"--device cuda: torch {torch.__version__} {built}; leave out --device, or use cpu")
+
+
+def _may_have_gpu() -> bool:
+    """Whether CUDA could be here, as far as is known without torch: the driver's files are there."""
+    return sys.platform != "linux" or any(Path(file).exists() for file in _DRIVERS)
 
 
 def playing_rank(cells: Sequence[Cell], rank: int | None) -> list[Cell]:

@@ -81,6 +81,7 @@ class RankPool:
         """
         job = job_of(next(self._jobs), self.size, sizes, function, args, timeout_s, device, backend)
         n = job.ranks
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # of a pool that was closed it is gone
         while len(self._processes) < self.size:
             place = Rendezvous(_HOST, self._store.port)
             self._processes.append(RankProcess(place, len(self._processes), self._environment))
@@ -99,7 +100,7 @@ class RankPool:
                 self._kill()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; another job starts others."""
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 

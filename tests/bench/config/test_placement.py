@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell, Sizes
+from spbench.bench.config import placement
 from spbench.bench.config.placement import on_device, playing_rank
 from spbench.bench.errors import UserError
 from spbench.bench.ranks.rank_pool import RankPool
@@ -32,6 +33,7 @@ def test_real_tensors_are_on_the_device_that_is_there(
     monkeypatch: pytest.MonkeyPatch, asked: str, there: bool, expected: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(placement, "_may_have_gpu", lambda: there)
     found = on_device([VIRTUAL, REAL, EMULATED], asked)  # type: ignore[arg-type]
     assert [cell.device for cell in found] == expected
 

@@ -97,6 +97,8 @@ def test_dead_and_silent_workers_are_replaced() -> None:
         with pytest.raises(RankError, match="no answer"):
             pool.run({"sp": 2}, never_answers, timeout_s=1)
         assert pool.run({"sp": 2}, sum_of_ranks, "sp", 0) == [(r, 1, [2]) for r in range(2)]
+        pool.close()
+        assert pool.run({"sp": 2}, sum_of_ranks, "sp", 0) == [(r, 1, [2]) for r in range(2)]
 
 
 PROGRAM = """

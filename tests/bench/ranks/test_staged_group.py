@@ -55,7 +55,7 @@ class Staged:
         self.pool, self.size = pool, pool.size
 
     def run(self, *args: Any, **options: Any) -> list[Any]:
-        return self.pool.run(*args, backend=STAGED, **options)
+        return self.pool.run(*args, **options | {"backend": STAGED})
 
 
 @pytest.mark.parametrize(

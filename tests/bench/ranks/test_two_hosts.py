@@ -45,7 +45,7 @@ def started(
     return [host.torchrun(place, arguments, environment, log) for host, log in zip(hosts, logs, strict=True)]
 
 
-def test_two_hosts_measure_and_verify_as_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_two_hosts_measure_as_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     scenario = tmp_path / "small.yaml"
     scenario.write_text(SCENARIO)
     run = ["spbench", "run", "--scenario", str(scenario), "--output", str(tmp_path / "out")]
@@ -65,22 +65,17 @@ def test_two_hosts_measure_and_verify_as_one(hosts: tuple[Host, Host], tmp_path:
         assert (row["status"], row["reason"]) == ("ok", "")
         for name in ("communication", "formula", "formula_difference"):
             assert row["measurement"][name] == json.loads(json.dumps(here[name])), name
-    verify = [
-        "spbench",
-        "verify",
-        "--strategy",
-        "ring_self_attention",
-        "--model",
-        "bert-tiny",
-        "--part",
-        "loss",
-    ]
-    verify += ["--world-size", "4", "--format", "json"]
+
+
+@pytest.mark.slow
+def test_two_hosts_verify_as_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    verify = ["spbench", "verify", "--strategy", "ring_self_attention,megatron_sp+ulysses"]
+    verify += ["--model", "bert-tiny,causal-transformer-tiny", "--world-size", "4", "--format", "json"]
     for process in started(hosts, tmp_path, "verify", verify):
         assert process.wait(PATIENCE_S) == 0, (tmp_path / "verify-0.log").read_text()
-    (line,) = rows_of(tmp_path / "verify-0.log")
-    assert line["status"] == "green"
-    assert line["size"] == 4
+    rows = rows_of(tmp_path / "verify-0.log")
+    assert {row["status"] for row in rows} == {"green", "unsupported"}
+    assert {row["mesh"] for row in rows if row["status"] == "green"} == {"sp4", "tp2xsp2"}
 
 
 @pytest.mark.slow
