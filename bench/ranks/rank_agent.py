@@ -137,9 +137,9 @@ class _Agent:
                 self._end_process()
                 return Answer(self.launched.rank, status="failed", text="ended with its job", log=log)
         answer = process.receive()
-        if job.fresh or process.busy:
+        if process.busy:  # it is dead
             self._end_process()
-        return answer
+        return answer  # a process for this job alone stays until the next, as others may still read from it
 
     def _end_process(self) -> None:
         if self.process is not None:

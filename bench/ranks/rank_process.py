@@ -138,13 +138,13 @@ def _serve(
             # counted before the group is destroyed, and so before other ranks fail for that reason
             place = store.add(f"failures{job.number}", 1)
             answer = pickle.dumps(_answer_of(error, rank, place))
+        connection.send_bytes(answer)  # first, as NCCL may not end a group in which a collective hangs
         if dist.is_initialized():
             # also closes the connections, so that ranks that wait for this one fail too
             dist.destroy_process_group()
         # groups over several axes and the device mesh refer to each other, and so do tracebacks and what
         # they have seen; a group that is left over keeps a thread of Gloo that wakes up every 10 ms
         gc.collect()
-        connection.send_bytes(answer)
 
 
 def _answer_of(error: BaseException, rank: int, place: int) -> Answer:
