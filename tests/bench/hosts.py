@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-PROCESSES_PER_HOST = 2
-
 
 class Host:
     """One of two hosts.
@@ -31,9 +29,10 @@ class Host:
     def torchrun(
         self, rendezvous: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> subprocess.Popen[str]:
-        """Start this host's torchrun of a job of two hosts: ``-m`` with these arguments."""
+        """Start this host's torchrun of a job of two hosts, each with two processes: ``-m`` with these
+        arguments."""
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node"]
-        command += [str(PROCESSES_PER_HOST), "--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous]
+        command += ["2", "--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous]
         # torchrun would look for the rendezvous's address among those that the name of this machine has
         is_host = f"is_host={int(self.first)}"
         command += ["--rdzv-id", "two-hosts", "--rdzv-conf", is_host, "--local-addr", self.address]
