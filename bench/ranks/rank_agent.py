@@ -66,7 +66,7 @@ class Launched:
         # a group of processes that torchrun starts again must not see what the first has left in its store
         run = f"spbench/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         place = Rendezvous(env["MASTER_ADDR"], int(env["MASTER_PORT"]), run)
-        return cls(int(env["RANK"]), int(env.get("LOCAL_RANK", 0)), int(env["WORLD_SIZE"]), place)
+        return cls(int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"]), place)
 
 
 def serve(launched: Launched) -> int:

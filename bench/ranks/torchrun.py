@@ -1,5 +1,5 @@
-"""Ranks on the machines of a torchrun job, or of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT for each process: the coordinator's side.
+"""Ranks on the machines of a torchrun job, or of any launcher that sets RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT for each process: the coordinator's side.
 
 The coordinator is the process that runs the command, the one of rank 0, or a worker of its sweep. Jobs run on
 the agents (:mod:`bench.ranks.rank_agent`), into which the launcher's other processes turn.
