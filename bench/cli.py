@@ -33,8 +33,8 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
         context.exit()
 
 
-#: of the environment, what launchers set for each process that they start (some clusters set all but LOCAL_RANK
-#: for every process of a machine)
+#: of the environment, what launchers set for each process that they start; some clusters set all of these but
+#: LOCAL_RANK for every process of a machine
 _LAUNCHED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
