@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from spbench.bench.cell import Cell, Measurement, Status
+from spbench.bench.cli import main
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.workers import measure
@@ -407,3 +408,16 @@ def test_outputs_that_go_away(options: tuple[str, ...]) -> None:
         process = spawn(*command, stdout=full)
         err = process.communicate(timeout=60)[1]
     assert (process.returncode, err) == (2, "spbench: standard output: No space left on device\n")
+
+
+def test_what_a_cluster_sets_for_all_processes_is_no_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a command would wait for a rank 0 that nobody has started."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("spbench ")
