@@ -181,14 +181,17 @@ def stacks_of(folder: Path, pids: Iterable[int | None]) -> str:
     """The stacks of processes that write them into that folder on a signal, each file under its name; then,
     where py-spy is installed, what it sees, which names the lines of Python below C code.
 
-    Takes up to :data:`STACKS_S` seconds.
+    Takes up to twice :data:`STACKS_S` seconds.
     """
     living = [pid for pid in pids if pid is not None]
-    for pid in living:
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
+    found = ""
+    # one after the other: the stacks of a thread that runs are written while they change
+    for times, number in enumerate((signal.SIGUSR1, signal.SIGUSR2), start=1):
+        for pid in living:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-    return written_stacks(folder, 2 * len(living)) + "".join(_seen_by_py_spy(pid) for pid in living)
+        found = written_stacks(folder, times * len(living))
+    return found + "".join(_seen_by_py_spy(pid) for pid in living)
 
 
 def written_stacks(folder: Path, files: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""What is asked of ranks, what each answers, and how a failure of one is told from its consequences.
+"""Jobs of ranks, their answers, and which of several failures is the cause.
 
 Importing this does not import torch, since the process of a sweep only needs the error.
 """

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ import torch.distributed as dist
 
 from spbench.bench.processes import STACKS_FOLDER, stacks_of
 from spbench.bench.ranks.rank_job import Answer, Job, RankError, collect
-from spbench.bench.ranks.rank_process import BACKENDS, RankProcess, Rendezvous
-from spbench.impls.axes import whole_mesh
+from spbench.bench.ranks.rank_process import RankProcess, Rendezvous
+from spbench.bench.ranks.ranks import Ranks
 
-__all__ = ["RankError", "RankPool", "job_of"]
+__all__ = ["RankError", "RankPool"]
 
 _HOST = "127.0.0.1"
 
 
-class RankPool:
+class RankPool(Ranks):
     """Processes of this machine that act as the ranks of one process group after another.
 
     Use it as a context manager, or call :meth:`close`. The processes also end when this one does, however it
@@ -51,35 +51,8 @@ class RankPool:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         self._environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, STACKS_FOLDER: str(self._folder)}
 
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def run(
-        self,
-        sizes: Mapping[str, int],
-        function: Callable[..., Any],
-        *args: Any,
-        timeout_s: float = 120.0,
-        device: str = "cpu",
-        backend: str = "",
-    ) -> list[Any]:
-        """Call ``function(mesh, *args)`` on every rank of a mesh; returns what each returned, by rank.
-
-        Args:
-            sizes: ranks along each axis of the mesh; axes that are left out have 1.
-            function: of a module that the processes can import; its arguments and result are pickled.
-            timeout_s: after it the job has failed and the processes are killed; the next job gets new ones.
-            device: type of the devices on which the ranks' tensors are.
-            backend: of torch.distributed; "": Gloo on CPUs, NCCL on GPUs, one a rank.
-
-        Raises:
-            RankError: a rank raised, died, or did not answer in time.
-            ValueError: the mesh has no such axis, or more ranks than the pool.
-        """
-        job = job_of(next(self._jobs), self.size, sizes, function, args, timeout_s, device, backend)
+    def _run(self, job: Job) -> list[Any]:
+        job = replace(job, number=next(self._jobs))
         n = job.ranks
         self._folder.mkdir(mode=0o700, exist_ok=True)  # of a pool that was closed it is gone
         while len(self._processes) < self.size:
@@ -88,7 +61,7 @@ class RankPool:
         try:
             for rank, process in enumerate(self._processes[:n]):
                 process.send(job, rank)
-            return collect(n, timeout_s, self._next_answer)
+            return collect(n, job.timeout_s, self._next_answer)
         except RankError as error:
             hung = [self._processes[rank] for rank in error.silent] if error.status == "timeout" else []
             if hung:
@@ -113,29 +86,3 @@ class RankPool:
         for process in self._processes:
             process.kill()
         self._processes = []
-
-
-def job_of(
-    number: int,
-    size: int,
-    sizes: Mapping[str, int],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    timeout_s: float,
-    device: str,
-    backend: str,
-) -> Job:
-    """A job for the ranks of a mesh.
-
-    Args:
-        size: the largest number of ranks that it may have.
-
-    Raises:
-        ValueError: the mesh has no such axis, or more ranks.
-    """
-    # pickled here, so that what cannot be pickled is the caller's error and reaches no rank
-    work = pickle.dumps((function, args))
-    job = Job(number, whole_mesh(sizes), device, backend or BACKENDS[device], timeout_s, work)
-    if job.ranks > size:
-        raise ValueError(f"a job on {job.ranks} ranks does not fit in a pool of {size}")
-    return job

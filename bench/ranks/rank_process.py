@@ -34,8 +34,6 @@ from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job
 from spbench.bench.ranks.staged_group import STAGED, register
 from spbench.impls.axes import device_mesh
 
-#: of torch.distributed, by the type of the devices on which tensors are
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 #: a collective that waits for a rank fails this much later than the job, whose end says which rank it was
 _LATER_S = 60.0
 #: how torch's CPU allocator begins what it says when the system gives it no memory

@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,9 @@ from spbench.bench.processes import (
 )
 from spbench.bench.ranks.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for, when_parent_is_gone
 from spbench.bench.ranks.rank_job import AGENTS, GRACE_S, Answer, Job, RankError, collect
-from spbench.bench.ranks.rank_pool import RankPool, job_of
+from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.ranks.rank_process import Rendezvous
+from spbench.bench.ranks.ranks import Ranks
 from spbench.bench.ranks.staged_group import STAGED
 from spbench.impls.layout import Unavailable
 
@@ -87,8 +88,9 @@ def _post(store: dist.Store, job: Job | None) -> int:
     return number
 
 
-class Agents:
-    """The coordinator's end of the agents: runs jobs on their ranks, as :class:`RankPool` does on its own.
+class Agents(Ranks):
+    """The coordinator's end of the agents, the first of which are the ranks of a job; a rank whose machine is
+    gone has failed.
 
     Args:
         size: how many agents there are.
@@ -99,35 +101,16 @@ class Agents:
         self.size, self.fresh = size, fresh
         self._store = rendezvous.store()
 
-    def __enter__(self) -> Agents:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         """Nothing is held; the agents stay."""
 
-    def run(
-        self,
-        sizes: Mapping[str, int],
-        function: Callable[..., Any],
-        *args: Any,
-        timeout_s: float = 120.0,
-        device: str = "cpu",
-        backend: str = "",
-    ) -> list[Any]:
-        """As :meth:`RankPool.run`, on the first agents.
-
-        Raises:
-            RankError: a rank raised, died, its machine is gone, or it did not answer in time.
-            ValueError: the mesh has no such axis, or more ranks than there are agents.
-        """
-        job = job_of(0, self.size, sizes, function, args, timeout_s, device, backend)
-        job = replace(job, fresh=self.fresh)
+    def _run(self, job: Job) -> list[Any]:
         try:
-            return self._run(job)
+            return self._answers_to(replace(job, fresh=self.fresh))
         except dist.DistError as error:
             raise RankError(0, "the launcher that holds the ranks' store is gone") from error
 
-    def _run(self, job: Job) -> list[Any]:
+    def _answers_to(self, job: Job) -> list[Any]:
         number = _post(self._store, job)
         answers = _Answers(self._store, number)
         try:
@@ -168,7 +151,7 @@ class _Answers:
     def logs(self, silent: set[int]) -> str:
         """What these ranks' agents answer when the job is over, in the order of ranks."""
         found: dict[int, str] = {}
-        deadline = time.monotonic() + 2 * STACKS_S + GRACE_S
+        deadline = time.monotonic() + 3 * STACKS_S + GRACE_S
         while silent and (answer := self.next(silent, deadline - time.monotonic())) is not None:
             silent.discard(answer.rank)
             found[answer.rank] = answer.log or f"-- rank {answer.rank}: {answer.text} --\n"
@@ -215,7 +198,7 @@ def shared_backend(ranks: int, device: str) -> str:
     return ""
 
 
-def ranks_for(size: int, *, fresh: bool = False) -> RankPool | Agents:
+def ranks_for(size: int, *, fresh: bool = False) -> Ranks:
     """What runs jobs of up to that many ranks: the agents of the launcher that has started this process, or
     else processes of this machine.
 

@@ -27,8 +27,9 @@ from typing import Any, Literal
 
 import torch
 
-from spbench.bench.ranks.rank_pool import RankError, RankPool
-from spbench.bench.ranks.torchrun import Agents, ranks_for, shared_backend
+from spbench.bench.ranks.rank_job import RankError
+from spbench.bench.ranks.ranks import Ranks
+from spbench.bench.ranks.torchrun import ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
@@ -97,7 +98,7 @@ def verify(
     device: str = "cpu",
     batch: int = 3,
     seq_len: int = 24,
-    pool: RankPool | Agents | None = None,
+    pool: Ranks | None = None,
 ) -> Iterator[VerifyRow]:
     """Verify strategies; a row comes as soon as its case is done.
 
@@ -155,7 +156,7 @@ def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
 
 
 def verify_case(
-    pool: RankPool | Agents,
+    pool: Ranks,
     case: Case,
     mesh: Mapping[str, int] | int,
     *,
