@@ -28,7 +28,7 @@ class RankError(RuntimeError):
         status: of the cell that the ranks ran.
         reason: one line: the rank and what it raised, or who did not answer in time.
         silent: the ranks that had not answered by then.
-        log: what ranks printed, and the stacks of those that hung; "" where that is not known.
+        log: the stacks and last collectives of ranks that hung; "" where that is not known.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Job:
         backend: of torch.distributed.
         timeout_s: when the job has failed, in seconds.
         work: a function of a module and its arguments, pickled; it is called with the mesh before these.
-        fresh: whether the processes start for this job and end with it.
+        fresh: whether the processes start for this job, and do no other.
     """
 
     number: int
@@ -78,7 +78,7 @@ class Answer:
         place: in the order in which ranks failed; 0 for one that died, which cannot count itself.
         text: a traceback, or what happened.
         raised: type and message of what it raised; "" if it raised nothing.
-        log: what it printed last.
+        log: its stacks and last collectives, where it was ended and these were asked for.
     """
 
     rank: int

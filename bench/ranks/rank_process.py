@@ -64,13 +64,13 @@ class RankProcess:
 
     Args:
         local_rank: its number on this machine, which is that of its GPU.
-        environment: of the process; the default is that of this one.
+        environment: of the process.
     """
 
-    def __init__(self, rendezvous: Rendezvous, local_rank: int, environment: Mapping[str, str] | None = None):
+    def __init__(self, rendezvous: Rendezvous, local_rank: int, environment: Mapping[str, str]):
         context = starting_context()
         self.connection, theirs = context.Pipe()
-        surroundings = Surroundings({**(os.environ if environment is None else environment)})
+        surroundings = Surroundings({**environment})
         arguments = (surroundings, theirs, rendezvous, local_rank)
         # daemon: ended by multiprocessing when this process exits
         self.process: BaseProcess = context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
@@ -95,12 +95,6 @@ class RankProcess:
             return Answer(self.rank, status="failed", text=f"the process {fate(self.process.exitcode)}")
         self.busy = False
         return answer
-
-    def signal(self, number: int) -> None:
-        """Send it a signal, if it lives."""
-        if self.process.is_alive() and self.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """End it, whatever it does."""
@@ -190,11 +184,13 @@ def _write_operations_on_signal(name: str) -> None:
     """
     if not (folder := os.environ.get(STACKS_FOLDER)):
         return
+    file = Path(folder, name)
+    file.unlink(missing_ok=True)  # of an earlier process with this name, which would be taken for this one's
 
     def wait() -> None:
         while True:
             signal.sigwait([signal.SIGUSR2])
-            Path(folder, name).write_text(last_operations() or "none\n")
+            file.write_text(last_operations() or "none\n")
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -101,6 +101,15 @@ def test_dead_and_silent_workers_are_replaced() -> None:
         assert pool.run({"sp": 2}, sum_of_ranks, "sp", 0) == [(r, 1, [2]) for r in range(2)]
 
 
+def test_what_a_rank_wrote_as_it_hung_is_not_taken_for_the_next_ones() -> None:
+    with RankPool(2) as pool:
+        with pytest.raises(RankError, match="no answer") as raised:
+            pool.run({"sp": 2}, never_answers, timeout_s=1)
+        assert raised.value.log.count("-- last collectives of rank") == 2
+        pool.run({"sp": 2}, process_id)
+        assert [file for file in pool._folder.iterdir() if file.stat().st_size] == []
+
+
 PROGRAM = """
 from spbench.bench.ranks.rank_pool import RankPool
 from tests.bench.ranks.test_rank_pool import says_so_and_waits
