@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell, Measurement
-    from spbench.bench.commands.report import Report, Table
+    from spbench.bench.commands.command_report import Report, Table
     from spbench.bench.comparison.published import PublishedPlace
     from spbench.bench.comparison.selector import Selector
     from spbench.bench.config.answer import Answer
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
-    "spbench.bench.commands.report": ("Report", "Table"),
+    "spbench.bench.commands.command_report": ("Report", "Table"),
     "spbench.bench.config.compared": ("Comparison",),
     "spbench.bench.comparison.published": ("PublishedPlace",),
     "spbench.bench.comparison.selector": ("Selector",),

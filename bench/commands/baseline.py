@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.execution import opened_executor, run_cells
 from spbench.bench.commands.options import Words, executor, jobs, many, output_folder, reported, variant
 from spbench.bench.commands.progress import message
-from spbench.bench.commands.report import Report
 
 if TYPE_CHECKING:
     from spbench.bench.config.compared import Comparison

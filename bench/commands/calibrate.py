@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.options import Numbers, Words, many, reported
 from spbench.bench.commands.progress import message
-from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
     from spbench.bench.calibration.fit import Residual

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.options import reported
-from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
     from spbench.bench.comparison.regressions import Difference, Judgement

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.options import Words, many, reported
-from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
     from spbench.bench.diagnosis.check import Observation

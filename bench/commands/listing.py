@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.options import reported
-from spbench.bench.commands.report import Report
 from spbench.bench.declarations import declared
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.progress import message
-from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
     from spbench.bench.calibration.measured_cluster import Machine

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
+from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.forms import form_names, load_form
-from spbench.bench.commands.report import Report
 
 DEFAULT_FORM = "table"
 Function = Callable[..., Any]

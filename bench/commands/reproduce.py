@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
 from spbench.bench.commands.options import executor, fresh, jobs, output_folder, reported
-from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
     from spbench.bench.comparison.findings import Findings

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
 from spbench.bench.commands.options import (
     Words,
@@ -22,7 +23,6 @@ from spbench.bench.commands.options import (
     reported,
 )
 from spbench.bench.commands.progress import message
-from spbench.bench.commands.report import Report, Table
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell

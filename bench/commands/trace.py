@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.options import Numbers, choosing_cells, many, reported
 from spbench.bench.commands.progress import message
-from spbench.bench.commands.report import Report
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell

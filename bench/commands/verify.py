@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import click
 
+from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.options import Numbers, Settings, Words, device, many, reported
 from spbench.bench.commands.progress import message
-from spbench.bench.commands.report import Report, Table
 
 
 @click.command("verify")

@@ -3,7 +3,7 @@
 Results are joined by cell key, published numbers by claim and cells. Worse is: a worse status, more sent
 bytes, a formula no longer met, more peak or reserved memory or a longer step on virtual ranks, a smaller
 answer of a search, a larger absolute error against what was published, and whatever is gone. Bytes and
-answers are compared exactly, floats (simulated times, errors) to TOLERANCE. Times and memory of real ranks
+answers are compared exactly, simulated times and errors to a tolerance. Times and memory of real ranks
 differ from run to run and are not judged; nor are provenance, order, reasons and elapsed times.
 """
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from spbench.bench.cell import Cell, Status
+from spbench.bench.cell import Status
 from spbench.bench.comparison.comparisons import COMPARISON_FILE
-from spbench.bench.engines.engine import engines
+from spbench.bench.comparison.metrics import METRICS, Metric, readings
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 
-#: relative, for simulated times; absolute, for relative errors
-TOLERANCE = 1e-6
+#: absolute, of relative errors
+ERROR_TOLERANCE = 1e-6
 
 #: the better, the earlier
 STATUSES = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")
@@ -134,39 +134,30 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
         yield Difference(verdict, key, "status", base["status"], new["status"])
         if new["status"] not in ("ok", "oom"):
             return
-    before, now = _numbers(base), _numbers(new)
-    for quantity in before:
-        yield from _number(key, quantity, before[quantity], now[quantity])
+    before, now = _exact(base), _exact(new)
+    for metric in METRICS:
+        yield from _number(key, metric, before.get(metric.name), now.get(metric.name))
 
 
-def _numbers(row: Row) -> dict[str, float | None]:
-    """What is judged of a cell, each so that less is better, but for the answer."""
-    measured = row["measurement"]
-    engine = engines().get(row["cell"].get("engine", Cell.model_fields["engine"].default))
-    exact = engine is not None and engine.is_exact
-    sent = measured.get("communication")
-    numbers = {
-        # exactly rounded, so that the order of the entries does not matter
-        "sent_bytes": math.fsum(entry["sent_bytes"] for entry in sent) if sent is not None else None,
-        "formula_differences": len(measured.get("formula_difference") or []),
+def _exact(row: Row) -> dict[str, float]:
+    """What is judged of a cell."""
+    return {
+        name: reading.value
+        for name, reading in readings(row).items()
+        if reading.exact and reading.metric.judged
     }
-    for quantity in ("answer", "peak_memory_bytes", "reserved_memory_bytes", "step_time_s"):
-        numbers[quantity] = measured.get(quantity) if exact else None
-    return numbers
 
 
-def _number(key: str, quantity: str, base: float | None, new: float | None) -> Iterator[Difference]:
+def _number(key: str, metric: Metric, base: float | None, new: float | None) -> Iterator[Difference]:
     if base is None and new is None:
         return
     if base is None or new is None:
         # a search without an answer found that nothing fits; any other number is missing, or is new
-        yield Difference("missing" if new is None else "new", key, quantity, base, new)
+        yield Difference("missing" if new is None else "new", key, metric.name, base, new)
         return
-    tolerance = TOLERANCE * abs(base) if quantity == "step_time_s" else 0
-    if abs(new - base) <= tolerance:
-        return
-    excess = (base - new if quantity == "answer" else new - base) / base if base else math.inf
-    yield Difference("worse" if excess > 0 else "better", key, quantity, base, new, excess)
+    if abs(new - base) > metric.tolerance * abs(base):
+        excess = metric.excess(base, new)
+        yield Difference("worse" if excess > 0 else "better", key, metric.name, base, new, excess)
 
 
 def _claim(
@@ -196,7 +187,7 @@ def _claim(
             yield Difference("missing", where, "error", before, None, allowed=allowed)
         elif now is not None:
             yield Difference("new", where, "error", None, now)
-    elif abs(now - before) > TOLERANCE:
+    elif abs(now - before) > ERROR_TOLERANCE:
         yield Difference("worse" if now > before else "better", where, "error", before, now, now - before)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TextIO
 
-from spbench.bench.commands.report import Report
+from spbench.bench.commands.command_report import Report
 from spbench.bench.errors import UserError
 
 GROUP = "spbench.forms"

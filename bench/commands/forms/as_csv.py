@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from typing import TextIO
 
-from spbench.bench.commands.report import Report
+from spbench.bench.commands.command_report import Report
 
 
 def show(report: Report, out: TextIO, err: TextIO) -> None:

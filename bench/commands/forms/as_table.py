@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-from spbench.bench.commands.report import Report, Table
+from spbench.bench.commands.command_report import Report, Table
 
 
 def show(report: Report, out: TextIO, err: TextIO) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell, Learning, Measurement
+from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.forms import form_names, load_form
-from spbench.bench.commands.report import Report, Table
 from spbench.bench.commands.result_table import result_table
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.sweep import as_row
@@ -94,7 +94,7 @@ def test_a_file_adds_a_command(tmp_path: Path) -> None:
     (tmp_path / "hello.py").write_text(
         "import click\n"
         "from spbench.bench.commands.options import reported\n"
-        "from spbench.bench.commands.report import Report\n"
+        "from spbench.bench.commands.command_report import Report\n"
         '@click.command("hello")\n'
         "@reported\n"
         "def command():\n"
