@@ -28,6 +28,7 @@ def test_the_users_file_is_the_one_imported(user: UserFolder, name: str) -> None
     assert f"imported the {name}.py of the user" in user.run("-c", f"import spbench, {name}").stderr
 
 
+@pytest.mark.slow
 def test_the_command_runs_among_them(user: UserFolder) -> None:
     """Listings, workers in processes of their own, and two real ranks below one of them."""
     listed = user.run("-m", "spbench", "list", "--format", "json")

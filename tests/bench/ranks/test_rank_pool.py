@@ -118,7 +118,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_workers_end_with_their_parent(number: signal.Signals, tmp_path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -48,6 +48,7 @@ def started(
     return [host.torchrun(place, arguments, environment, log) for host, log in zip(hosts, logs, strict=True)]
 
 
+@pytest.mark.slow
 def test_two_hosts_measure_as_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     scenario = tmp_path / "small.yaml"
     scenario.write_text(SCENARIO)
