@@ -14,11 +14,11 @@ from spbench.bench.comparison.regressions import read_results
 from spbench.bench.comparison.same_code import check_same_code, commit_of
 from spbench.bench.errors import UserError
 from spbench.bench.history.checkout import commit_in
-from spbench.bench.history.run_record import CellRecord, RunRecord, as_lines, utc
+from spbench.bench.history.run_record import CellRecord, RecordedValue, RunRecord, as_lines, utc
 from spbench.bench.sweep.results import Row
 
 #: keys of a row's provenance that are no versions
-_NO_VERSIONS = ("commit", "host", "machine")
+_NO_VERSIONS = ("commit", "host", "cpu", "machine")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def record_of(path: Path, naming: Naming) -> RunRecord:
     if naming.machine is not None:
         machine["host"] = naming.machine
     date = max((str(row["time"]) for row in rows if row.get("time")), default=commit.date)
-    cells = {row["key"]: CellRecord(row["key"], row["status"], is_exact(row), readings(row)) for row in rows}
+    cells = {row["key"]: _cell_record(row) for row in rows}
     return RunRecord(suite, utc(date), commit, machine, _versions(rows[0]), cells)
 
 
@@ -73,6 +73,14 @@ def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
             raise UserError(f"{path} has another record of that suite, commit, machine and second; remove it")
         return path, False
     return write_whole(path, content), True
+
+
+def _cell_record(row: Row) -> CellRecord:
+    values = {
+        name: RecordedValue(found.metric, found.value, found.unit, found.exact, found.samples)
+        for name, found in readings(row).items()
+    }
+    return CellRecord(row["key"], row["status"], is_exact(row), values)
 
 
 def _suite(path: Path, given: str | None) -> str:
@@ -100,7 +108,8 @@ def _machine(suite: str, rows: Sequence[Row]) -> Mapping[str, Any]:
 
 def _machine_of(row: Row) -> dict[str, Any]:
     provenance = row.get("provenance") or {}
-    machine = {"host": provenance.get("host"), **(provenance.get("machine") or {})}
+    named = {name: provenance[name] for name in ("host", "cpu") if provenance.get(name)}
+    machine = {**named, **(provenance.get("machine") or {})}
     devices = [rank["device"] for rank in row["measurement"].get("ranks") or ()]
     gpus = [device for device in devices if device != "cpu"]
     # without NVIDIA's management library, what torch calls the GPUs of the ranks

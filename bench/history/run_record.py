@@ -54,7 +54,7 @@ class RecordedValue:
     """A :class:`Reading`, as a record keeps it.
 
     Attributes:
-        samples: of a measured value, in the order in which they were taken; empty if there is one value alone.
+        samples: of a measured value, in the order in which they were taken; empty if there are none.
     """
 
     metric: Metric

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from spbench.bench.comparison.metrics import METRICS, Metric, Reading
+from spbench.bench.comparison.metrics import METRICS, Metric
 from spbench.bench.comparison.regressions import STATUSES
-from spbench.bench.history.run_record import Commit, RunRecord
+from spbench.bench.history.run_record import Commit, RecordedValue, RunRecord
 
 #: of a cell: its values are places in :data:`SHOWN_STATUSES`
 STATUS = Metric("status", "", "smaller")
@@ -21,10 +21,8 @@ SHOWN_STATUSES = (*STATUSES, "missing")
 #: newest values whose median is the present one of a measured metric
 _NEWEST = 3
 
-#: of metrics in the list of a cell's; others follow
-_PLACES = defaultdict(
-    lambda: len(METRICS) + 1, {metric.name: place for place, metric in enumerate([STATUS, *METRICS])}
-)
+#: the order of a cell's metrics; others follow
+_PLACES = {metric.name: place for place, metric in enumerate((STATUS, *METRICS))}
 
 
 @dataclass(frozen=True)
@@ -93,23 +91,25 @@ def series_of(records: Sequence[RunRecord]) -> list[Series]:
     Args:
         records: of one branch, in the order of commits.
     """
-    values: dict[_Key, list[tuple[RunRecord, Reading]]] = defaultdict(list)
+    found: dict[_Key, list[tuple[RunRecord, RecordedValue]]] = defaultdict(list)
     by_suite: dict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         by_suite[record.suite].append(record)
-    for suite, of_suite in by_suite.items():
+    for of_suite in by_suite.values():
         for record, cell, machine, status in _statuses(of_suite):
-            reading = Reading(STATUS, SHOWN_STATUSES.index(status), "", exact=True)
-            values[_Key(suite, cell, _PLACES[STATUS.name], STATUS.name, machine, True)].append(
-                (record, reading)
-            )
+            value = RecordedValue(STATUS, SHOWN_STATUSES.index(status), "", exact=True)
+            found[_key(record, cell, machine, value)].append((record, value))
         for record in of_suite:
-            for found in record.cells.values():
-                for name, reading in found.readings.items():
-                    machine = "" if reading.exact else record.machine_name
-                    key = _Key(suite, found.key, _PLACES[name], name, machine, reading.exact)
-                    values[key].append((record, reading))
-    return [_series(key, values[key]) for key in sorted(values)]
+            for cell, about in record.cells.items():
+                for value in about.values.values():
+                    machine = "" if value.exact else record.machine_name
+                    found[_key(record, cell, machine, value)].append((record, value))
+    return [_series(key, found[key]) for key in sorted(found)]
+
+
+def _key(record: RunRecord, cell: str, machine: str, value: RecordedValue) -> _Key:
+    name = value.metric.name
+    return _Key(record.suite, cell, _PLACES.get(name, len(_PLACES)), name, machine, value.exact)
 
 
 def _statuses(records: Iterable[RunRecord]) -> Iterator[tuple[RunRecord, str, str, str]]:
@@ -133,14 +133,13 @@ def _statuses(records: Iterable[RunRecord]) -> Iterator[tuple[RunRecord, str, st
             yield record, cell, machine, status
 
 
-def _series(key: _Key, values: Iterable[tuple[RunRecord, Reading]]) -> Series:
+def _series(key: _Key, values: Sequence[tuple[RunRecord, RecordedValue]]) -> Series:
     points = []
-    reading = None
     for _, group in groupby(values, key=lambda value: value[0].commit.hash):
         of_commit = list(group)
-        record, reading = of_commit[-1]
-        value = reading.value if key.exact else statistics.median(r.value for _, r in of_commit)
-        samples = tuple(sample for _, r in of_commit for sample in r.samples)
+        record, newest = of_commit[-1]
+        value = newest.value if key.exact else statistics.median(found.value for _, found in of_commit)
+        samples = tuple(sample for _, found in of_commit for sample in found.samples)
         points.append(Point(record.commit, value, samples, record.software))
-    assert reading is not None
-    return Series(key.suite, key.machine, key.cell, reading.metric, reading.unit, key.exact, tuple(points))
+    about = values[-1][1]
+    return Series(key.suite, key.machine, key.cell, about.metric, about.unit, key.exact, tuple(points))
