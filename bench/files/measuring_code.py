@@ -16,6 +16,7 @@ NOT_MEASURING = frozenset(
         "commands",
         "comparison",
         "diagnosis",
+        "exports",
         "sweep",
         "verification",
         "atomic_write.py",
