@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
@@ -97,6 +98,59 @@ def _named_values(package: str, attribute: str, kind: type, group: str) -> Mappi
                 raise DiscoveryError(f"{label}: {name!r} is a {type(value).__name__}, not a {kind.__name__}")
             found.add(name, value, label)
     return MappingProxyType(found.values)
+
+
+@dataclass(frozen=True)
+class FunctionModules:
+    """The functions that each lie in a module of their own, which is imported when its function is loaded.
+
+    The function NAME is ``function`` in the module ``prefix`` NAME of the package, with ``_`` for each ``-`` of
+    the name, or an entry point NAME of the group.
+
+    Attributes:
+        package: import name of the package.
+        function: of the modules; entry points name the function itself.
+        kind: plural, for messages.
+    """
+
+    package: str
+    prefix: str
+    function: str
+    group: str
+    kind: str
+
+    def names(self) -> list[str]:
+        """In alphabetical order; nothing but the package is imported."""
+        return sorted({place.name for place in self._places()})
+
+    def load(self, name: str) -> Callable[..., Any]:
+        """The function of that name.
+
+        Raises:
+            DiscoveryError: no function or several have that name, or its module cannot be imported.
+        """
+        found = [place for place in self._places() if place.name == name]
+        if len(found) != 1:
+            places = " and ".join(place.value for place in found) or "none is installed"
+            raise DiscoveryError(f"{len(found)} {self.kind} are called {name!r}: {places}")
+        try:
+            loaded: Callable[..., Any] = found[0].load()
+        except (ImportError, AttributeError) as error:
+            what = f"{self.kind.removesuffix('s')} {name} ({found[0].value})"
+            raise DiscoveryError(f"the {what} cannot be loaded: {error}") from error
+        return loaded
+
+    def _places(self) -> list[EntryPoint]:
+        here = [
+            EntryPoint(
+                module.name.removeprefix(self.prefix).replace("_", "-"),
+                f"{self.package}.{module.name}:{self.function}",
+                self.group,
+            )
+            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__)
+            if module.name.startswith(self.prefix)
+        ]
+        return [*here, *entry_points(group=self.group)]
 
 
 def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:

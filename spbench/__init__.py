@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from spbench.bench.engines.engine import Engine
     from spbench.bench.engines.plan import plan
     from spbench.bench.errors import UserError
+    from spbench.bench.exports.exported import Exported, ExportRequest
     from spbench.bench.files.published_number import PublishedNumber
     from spbench.bench.meters.meter import Call, Communication, Meter
     from spbench.bench.search.search import Quantity
@@ -67,6 +68,7 @@ _HOMES = {
     "spbench.bench.engines.engine": ("Engine",),
     "spbench.bench.engines.plan": ("plan",),
     "spbench.bench.errors": ("UserError",),
+    "spbench.bench.exports.exported": ("ExportRequest", "Exported"),
     "spbench.bench.meters.meter": ("Call", "Communication", "Meter"),
     "spbench.bench.search.search": ("Quantity",),
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
@@ -89,6 +91,8 @@ __all__ = [
     "Comparison",
     "DecoderModel",
     "Engine",
+    "ExportRequest",
+    "Exported",
     "Measurement",
     "Meter",
     "Model",

@@ -112,6 +112,13 @@ def _forms() -> Entries:
         yield name, _first_sentence(inspect.getmodule(load_form(name)))
 
 
+def _exports() -> Entries:
+    from spbench.bench.exports import export_names, load_export
+
+    for name in export_names():
+        yield name, _first_sentence(inspect.getmodule(load_export(name)))
+
+
 def _described(classes: Mapping[str, type]) -> Entries:
     """Each class's name, with the first sentence of its docstring."""
     for name, cls in sorted(classes.items()):
@@ -134,6 +141,7 @@ _OF_CODE = {
     "quantities": _quantities,
     "answers": _answers,
     "forms": _forms,
+    "exports": _exports,
 }
 #: in the order in which they are printed
 _KINDS = ("scenarios", "strategies", "peers", "models", "clusters", *list(_OF_CODE)[3:])

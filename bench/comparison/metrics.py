@@ -96,9 +96,9 @@ def readings(row: Row) -> dict[str, Reading]:
     for metric in METRICS:
         value = counted.get(metric.name, measured.get(metric.name))
         if value is not None:
-            is_exact = exact or metric.name in counted
-            rounds = () if is_exact else _rounds(metric, row)
-            found[metric.name] = Reading(metric, value, metric.unit or searched, is_exact, rounds)
+            certain = exact or metric.name in counted
+            rounds = () if certain else _rounds(metric, row)
+            found[metric.name] = Reading(metric, value, metric.unit or searched, certain, rounds)
     return found
 
 

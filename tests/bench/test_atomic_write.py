@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.atomic_write import write_whole
+from spbench.bench.atomic_write import write_together, write_whole
 from spbench.bench.errors import UserError
 from tests.bench.disk import files_of_at_most
 
@@ -26,6 +26,15 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
         write_whole(path, "new and too long")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_of_files_written_together_all_are_new_or_none_is(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "folder" / "b"]
+    assert write_together(dict.fromkeys(paths, "old")) == paths
+    with files_of_at_most(10), pytest.raises(UserError, match=rf"^cannot write {paths[1]}: File too large$"):
+        write_together(dict(zip(paths, ("new", "new and too long"), strict=True)))
+    assert [path.read_text() for path in paths] == ["old", "old"]
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == paths
 
 
 def test_an_interrupt_leaves_the_old_file_and_nothing_else(

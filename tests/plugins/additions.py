@@ -44,6 +44,7 @@ ADDITIONS = (
     Addition("vocabulary.py", "spbench.searches", "bench/search"),
     Addition("bounds.py", "spbench.answers", "bench/comparison/answers"),
     Addition("as_yaml.py", "spbench.forms", "bench/commands/forms", "yaml = as_yaml:show"),
+    Addition("to_prometheus.py", "spbench.exports", "bench/exports", "prometheus = to_prometheus:export"),
 )
 
 

@@ -52,6 +52,7 @@ NAMES = (
     ("quantities", "vocabulary"),
     ("answers", "bounds"),
     ("forms", "yaml"),
+    ("exports", "prometheus"),
 )
 
 Rows = dict[tuple[str, str, str], dict[str, Any]]
@@ -185,6 +186,14 @@ def test_a_searched_quantity(rows: Rows) -> None:
 def test_an_answer(report: dict[str, Any]) -> None:
     (compared,) = report["comparison"]
     assert (compared["claim"], compared["published"], compared["note"]) == ("two megabytes", 2**21, "within")
+
+
+def test_an_export(installation: Installation, rows: Rows) -> None:
+    done = installation.spbench("export", "--to", "prometheus", "rows")
+    row = rows["one-layer-lm-tiny", "gathered_attention", "virtual"]
+    peak = row["measurement"]["peak_memory_bytes"]
+    line = f'spbench_peak_memory_bytes{{suite="rows",cell="{row["key"]}"}} {peak}'
+    assert line in done.stdout.splitlines(), done.stderr
 
 
 def test_all_are_listed(plugins: Installation) -> None:

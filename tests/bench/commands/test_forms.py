@@ -15,9 +15,9 @@ from spbench.bench.cell import Cell, Learning, Measurement
 from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.forms import form_names, load_form
 from spbench.bench.commands.result_table import result_table
-from spbench.bench.errors import UserError
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.sweep.workers import Outcome
+from spbench.impls.discovery import DiscoveryError
 from spbench.impls.models.model import model_preset
 from tests.bench.commands.conftest import Run
 
@@ -132,7 +132,7 @@ def test_a_form_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
         assert (made.returncode, made.stdout, made.stderr.count("\n")) == (2, "", 1)
         assert message in made.stderr
     assert plugged_in(tmp_path, "list", "clusters").returncode == 0
-    with pytest.raises(UserError, match="0 output forms are called 'xml'"):
+    with pytest.raises(DiscoveryError, match="0 output forms are called 'xml'"):
         load_form("xml")
 
 

@@ -1,0 +1,87 @@
+"""`spbench export`: results as the files that dashboards and CI systems read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from spbench.bench.commands.command_report import Report
+from spbench.bench.commands.options import output_folder, reported
+from spbench.bench.commands.progress import message
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.exports import export_names, load_export
+
+
+def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
+    if name not in export_names():
+        raise click.BadParameter(f"no export {name!r}{suggestion(name, export_names())}", ctx, param)
+    return name
+
+
+@click.command("export")
+@click.option(
+    "--to",
+    "system",
+    required=True,
+    metavar=f"[{'|'.join(export_names())}]",
+    callback=_known,
+    help="The system that is to read them.",
+)
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path),
+    help="What the results are held against by markdown and junit: results, or a folder with some under the "
+    "name of each of RESULTS, such as results/baseline.",
+)
+@click.option(
+    "--previous-base",
+    type=click.Path(path_type=Path),
+    help="The base as it was before the change, such as the baseline of the target branch. What differs "
+    "between it and the base was meant, and markdown says so.",
+)
+@click.option("--commit", default="", help="The commit of the results, in place of what their rows say.")
+@output_folder("File that is written, or folder where there are several; default standard output.")
+@reported
+def command(
+    system: str,
+    results: tuple[Path, ...],
+    base: Path | None,
+    previous_base: Path | None,
+    commit: str,
+    output: Path | None,
+) -> Report:
+    """Write RESULTS for another system.
+
+    RESULTS are what spbench compare takes. Cells without a value are left out and counted, never written as
+    0. The exit code is 0 once everything is written, also where results are worse than their base: spbench
+    compare is the gate.
+    """
+    from spbench.bench.exports.exported import ExportRequest
+    from spbench.bench.exports.suite import read_suites
+
+    suites = read_suites(results, base, previous_base, commit)
+    exported = load_export(system)(ExportRequest(suites, output))
+    if output is not None:
+        files = _written(exported.content, output)
+        names = [str(path) for path in files]
+        content = {"files": names, "notes": list(exported.notes)}
+        return Report((), content, [{"file": name} for name in names], notes=exported.notes, files=files)
+    if isinstance(exported.content, Mapping):
+        raise UserError(
+            f"{system} is several files ({', '.join(exported.content)}); name a folder by --output"
+        )
+    for note in exported.notes:
+        message(f"spbench: {note}")
+    text = exported.content
+    return Report([text.removesuffix("\n")], {"text": text, "notes": list(exported.notes)}, [{"text": text}])
+
+
+def _written(content: str | Mapping[str, str], output: Path) -> list[Path]:
+    from spbench.bench.atomic_write import write_together
+
+    if isinstance(content, str):
+        return write_together({output: content})
+    return write_together({output / name: text for name, text in content.items()})

@@ -1,0 +1,90 @@
+"""What an export is asked for, and what it makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from spbench.bench.comparison.metrics import Reading
+from spbench.bench.errors import UserError
+from spbench.bench.exports.suite import Suite
+from spbench.bench.sweep.results import Row
+
+
+class ExportedValue(NamedTuple):
+    """A number to be exported, and where it stands."""
+
+    suite: Suite
+    row: Row
+    reading: Reading
+
+    @property
+    def number(self) -> float:
+        """The value, as :func:`whole` writes it."""
+        return whole(self.reading.value)
+
+
+def whole(value: float) -> float:
+    """The value, as an int where it is a whole number: JSON then has all digits and no exponent."""
+    return int(value) if value == int(value) else value
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What is to be exported.
+
+    Attributes:
+        suites: at least one; their names differ.
+        output: the file or folder that will be written; None for standard output.
+    """
+
+    suites: Sequence[Suite]
+    output: Path | None = None
+
+    def values(self, *metrics: str) -> list[ExportedValue]:
+        """The numbers of these metrics, or of all, by suite and row.
+
+        Raises:
+            UserError: there is none; with what there is instead.
+        """
+        found = [
+            ExportedValue(suite, row, reading)
+            for suite in self.suites
+            for row, reading in suite.values()
+            if not metrics or reading.metric.name in metrics
+        ]
+        if not found:
+            raise UserError(f"nothing to export: {'; '.join(self.left_out(*metrics))}")
+        return found
+
+    def left_out(self, *metrics: str) -> list[str]:
+        """A line for each suite with cells that have none of these metrics, or no metric at all."""
+        return list(self._left_out(metrics))
+
+    def _left_out(self, metrics: tuple[str, ...]) -> Iterator[str]:
+        what = " or ".join(metrics) or "value"
+        for suite in self.suites:
+            found = {
+                row["key"] for row, reading in suite.values() if not metrics or reading.metric.name in metrics
+            }
+            left = Counter(row["status"] for row in suite.rows if row["key"] not in found)
+            if left:
+                counts = ", ".join(f"{count} {status}" for status, count in left.items())
+                yield f"{suite.name}: left out {left.total()} cells without a {what}: {counts}"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export as text.
+
+    Attributes:
+        content: of the one file; or, by path within the folder of the output, of several, in the order in
+            which they take their names.
+        notes: what was left out and why, one a line.
+    """
+
+    content: str | Mapping[str, str]
+    notes: Sequence[str] = ()

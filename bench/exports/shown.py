@@ -1,0 +1,63 @@
+"""Differences and origins in words and digits for people."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from spbench.bench.comparison.metrics import is_exact
+from spbench.bench.comparison.regressions import Difference, Results
+from spbench.bench.exports.origin import origin_of
+
+
+class ShownDifference(NamedTuple):
+    """The values of a difference; "" where there is none."""
+
+    base: str
+    new: str
+    change: str
+
+
+def shown_difference(difference: Difference) -> ShownDifference:
+    """The values with all digits of whole numbers and six of others, and by how much they differ: in units,
+    where these are whole, and as a part of the base."""
+    base, new = difference.base, difference.new
+    return ShownDifference(shown_number(base), shown_number(new), _change(base, new))
+
+
+def shown_number(value: Any) -> str:
+    """A number with thousands separated, or a word; "" for None."""
+    if isinstance(value, (int, float)):
+        return f"{value:,.0f}" if value == int(value) else f"{value:.6g}"
+    return "" if value is None else str(value)
+
+
+def _change(base: Any, new: Any) -> str:
+    if not (isinstance(base, (int, float)) and isinstance(new, (int, float))):
+        return ""
+    whole = base == int(base) and new == int(new)
+    words = [f"{new - base:+,.0f}"] if whole else []
+    part = new / base - 1 if base else math.inf
+    words += [f"{part:+.3%}"] if math.isfinite(part) and abs(part) >= 5e-6 else []
+    return ", ".join(words)
+
+
+def shown_origin(results: Results, commit: str = "") -> str:
+    """The commits, machines and versions of torch of results, such as "0123456789ab, torch 2.13.0, any machine".
+
+    Numbers of engines that are exact are the same on any machine.
+
+    Args:
+        commit: of all rows, in place of what they say.
+    """
+    rows = results.cells.values()
+    origins = [origin_of(row, results.path, commit) for row in rows]
+    commits = dict.fromkeys(origin.shown_commit for origin in origins)
+    torch = dict.fromkeys(
+        f"torch {origin.versions['torch']}" for origin in origins if "torch" in origin.versions
+    )
+    machines = dict.fromkeys(
+        "any machine" if is_exact(row) else origin.host or "unknown machine"
+        for row, origin in zip(rows, origins, strict=True)
+    )
+    return ", ".join(" and ".join(words) for words in (commits, torch, machines) if words)
