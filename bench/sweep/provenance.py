@@ -8,8 +8,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-#: what is written from rows, so that no row depends on it
-MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "*.md")
+#: what is written from rows and by verification, so that no row depends on it
+MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "results/verification", "*.md")
 
 
 @cache
