@@ -17,6 +17,8 @@ from spbench.bench.errors import UserError
 
 VERDICTS_FILE = "verdicts.jsonl"
 
+Verdict = dict[str, Any]
+
 #: what names a case; a later verdict on it takes the place of an earlier one
 CASE = (
     "strategy",
@@ -33,15 +35,13 @@ CASE = (
 )
 #: what a reader finds in every verdict; a text that is empty and a number that is not known are left out of
 #: the file
-_FIELDS = {
+_FIELDS: Verdict = {
     **dict.fromkeys(CASE, ""),
     **dict.fromkeys(("status", "commit", "code", "torch", "time", "tensor", "verdict", "reason"), ""),
     **dict.fromkeys(("error", "limit", "rank", "factor")),
 }
 #: what a line must have
 _NEEDED = ("strategy", "model", "part", "size", "dtype", "status")
-
-Verdict = dict[str, Any]
 
 
 def read_verdicts(folder: Path) -> list[Verdict]:
@@ -91,7 +91,7 @@ def kept_verdicts(folder: Path | None, made: Mapping[str, Any]) -> Iterator[list
         yield found
     finally:
         if folder is not None:
-            write_whole(folder / VERDICTS_FILE, _text([*earlier, *(row | made for row in found)]))
+            write_whole(folder / VERDICTS_FILE, _text([*earlier, *({**row, **made} for row in found)]))
 
 
 def _text(verdicts: Iterable[Verdict]) -> str:
