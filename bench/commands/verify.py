@@ -98,14 +98,14 @@ def command(
 
 
 def _made_now() -> dict[str, Any]:
-    """What made a verdict: the commit, a digest of the code, torch's version and the time."""
+    """What made a verdict: the commit, a digest of its code, torch's version and the time."""
     from datetime import UTC, datetime
 
-    from spbench.bench.files.measuring_code import code_digest
     from spbench.bench.sweep.provenance import provenance
+    from spbench.bench.verification.verdicts import verified_code
 
     made = {name: provenance()[name] for name in ("commit", "torch")}
-    return made | {"code": code_digest(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    return made | {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def _check_names(

@@ -1,7 +1,7 @@
 """Verdicts of `spbench verify` in a file, so that pages can show what is proven, and of which code.
 
 A folder has one file of JSON lines, one a case: the fields of :class:`VerifyRow`, and of the run that judged
-it the backend, the type of device, the commit, a digest of the code (``code``), torch's version and the time.
+it the backend, the type of device, the commit, :func:`verified_code`, torch's version and the time.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.files.measuring_code import digest_of_files
+from spbench.impls.discovery import plugin_files
 
 VERDICTS_FILE = "verdicts.jsonl"
 
@@ -42,6 +45,14 @@ _FIELDS: Verdict = {
 }
 #: what a line must have
 _NEEDED = ("strategy", "model", "part", "size", "dtype", "status")
+
+
+@cache
+def verified_code() -> str:
+    """A digest of the Python files that a verdict is on, as they are at the first call: impls/ and installed
+    plug-ins."""
+    root = Path(__file__).resolve().parents[2]
+    return digest_of_files(root, [*(root / "impls").rglob("*.py"), *plugin_files()])
 
 
 def read_verdicts(folder: Path) -> list[Verdict]:
