@@ -40,7 +40,7 @@ def layer_of(model: Model) -> str:
     """
     parts = [name for name, part in model.parts().items() if "loss" not in part.output_dims]
     if not parts:
-        raise Unsupported("the model has no part without a loss, so that no layer can be run alone")
+        raise Unsupported("the model has no part without a loss", "use another model")
     return parts[-1]
 
 
