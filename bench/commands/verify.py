@@ -5,12 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import click
 
 from spbench.bench.commands.command_report import Report, Table
-from spbench.bench.commands.options import Numbers, Settings, Words, device, many, reported
+from spbench.bench.commands.options import (
+    Numbers,
+    Settings,
+    Words,
+    device,
+    many,
+    output_folder,
+    reported,
+)
 from spbench.bench.commands.progress import message
 
 
@@ -27,6 +36,7 @@ from spbench.bench.commands.progress import message
     "--backend", default="legacy_ddp", show_default=True, help="Gradients held and summed by this one."
 )
 @device
+@output_folder("Keep the verdicts in this folder, beside those of other cases; nowhere if left out.")
 @reported
 def command(
     strategy: tuple[str, ...],
@@ -39,6 +49,7 @@ def command(
     part: tuple[str, ...],
     backend: str,
     device: Literal["cpu", "cuda"] | None,
+    output: Path | None,
 ) -> Report:
     """Check strategies against the single-device model on real ranks: outputs and every gradient.
 
@@ -54,24 +65,26 @@ def command(
     from spbench.bench.config.placement import chosen_device
     from spbench.bench.sweep.results import finite
     from spbench.bench.verification import cases
+    from spbench.bench.verification.verdicts import VERDICTS_FILE, kept_verdicts
     from spbench.impls.strategies.nesting import pairs as all_pairs
 
     strategies = [*strategy, *(pair.name for pair in all_pairs())] if pairs else [*strategy]
-    lines = []
-    for row in cases.verify(
-        strategies or None,
-        list(model) or None,
-        list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
-        list(dtype or ("fp64",)),
-        list(part) or None,
-        options=options,
-        backend=backend,
-        device=chosen_device(device or "available"),
-    ):
-        lines.append(finite(dataclasses.asdict(row)))
-        case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
-        case += [row.mesh] if "x" in row.mesh else []
-        message(f"{' '.join(word for word in case if word)}: {row.status}")
+    ranks_on = chosen_device(device or "available")
+    with kept_verdicts(output, {"backend": backend, "device": ranks_on, **_made_now()}) as lines:
+        for row in cases.verify(
+            strategies or None,
+            list(model) or None,
+            list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
+            list(dtype or ("fp64",)),
+            list(part) or None,
+            options=options,
+            backend=backend,
+            device=ranks_on,
+        ):
+            lines.append(finite(dataclasses.asdict(row)))
+            case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
+            case += [row.mesh] if "x" in row.mesh else []
+            message(f"{' '.join(word for word in case if word)}: {row.status}")
     counts = Counter(line["status"] for line in lines)
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
     return Report(
@@ -79,8 +92,20 @@ def command(
         lines,
         lines,
         notes=[", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"],
+        files=[output / VERDICTS_FILE] if output is not None else [],
         code=0 if counts["green"] and counts["green"] + counts["unsupported"] == len(lines) else 1,
     )
+
+
+def _made_now() -> dict[str, Any]:
+    """What made a verdict: the commit, a digest of its code, torch's version and the time."""
+    from datetime import UTC, datetime
+
+    from spbench.bench.sweep.provenance import provenance
+    from spbench.bench.verification.verdicts import verified_code
+
+    made = {name: provenance()[name] for name in ("commit", "torch")}
+    return made | {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def _check_names(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,20 @@ class Event:
     start_s: float
     duration_s: float
     details: dict[str, Any] = field(default_factory=dict)
+
+
+def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
+    """The events of a rank by their start, each with a row in which no two overlap: 0 is that of the
+    compute stream, 1 and on are those of communication, as many as transfers overlap."""
+    #: when each communication row is free again
+    free: list[float] = []
+    for event in sorted(events, key=lambda e: e.start_s):
+        if event.stream == "compute":
+            yield event, 0
+            continue
+        row = next((i for i, since in enumerate(free) if since <= event.start_s), len(free))
+        free[row : row + 1] = [event.start_s + event.duration_s]
+        yield event, row + 1
 
 
 class Timeline:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.atomic_write import write_whole
-from spbench.bench.simulator.timeline import Event, Timeline
+from spbench.bench.simulator.timeline import Event, Timeline, in_rows
 
-_PHASES, _COMPUTE, _COMMUNICATION = 0, 1, 2
+_PHASES, _COMPUTE = 0, 1
 _MICRO = 1e6
 
 
@@ -28,18 +28,14 @@ def trace_events(timeline: Timeline, ranks: Iterable[int]) -> Iterator[dict[str,
         yield _named("thread_name", rank, _COMPUTE, "compute")
         events = list(timeline.events(rank))
         yield from _phases(rank, events)
-        #: when each communication row is free again
-        rows: list[float] = []
-        for event in sorted(events, key=lambda e: e.start_s):
-            thread = _COMPUTE
-            if event.stream == "communication":
-                row = next((i for i, free in enumerate(rows) if free <= event.start_s), len(rows))
-                thread = _COMMUNICATION + row
-                if row == len(rows):
-                    rows.append(0.0)
-                    name = "communication" if row == 0 else f"communication {row + 1}"
-                    yield _named("thread_name", rank, thread, name)
-                rows[row] = event.start_s + event.duration_s
+        named = {_COMPUTE}
+        for event, row in in_rows(events):
+            thread = _COMPUTE + row
+            if thread not in named:
+                named.add(thread)
+                yield _named(
+                    "thread_name", rank, thread, "communication" if row == 1 else f"communication {row}"
+                )
             yield _complete(event.name, event.stream, rank, thread, event.start_s, event.duration_s) | {
                 "args": {"phase": event.phase, **event.details}
             }

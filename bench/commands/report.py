@@ -1,0 +1,85 @@
+"""`spbench report`: a static site of the results."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spbench.bench.commands.command_report import Report, Table
+from spbench.bench.commands.options import reported
+
+if TYPE_CHECKING:
+    from spbench.bench.site.build import Site
+
+#: modules of the extra `report`
+NEEDED = ("altair", "itables", "jinja2", "vl_convert")
+_LISTED = 5
+
+
+@click.command("report")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder for the site; an earlier site in it is replaced.",
+)
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    help="Folder with reproduction/, baseline/ and runs/; results/ if left out.",
+)
+@click.option(
+    "--history",
+    type=click.Path(path_type=Path),
+    help="Folder of `spbench record`; RESULTS/history if left out and there.",
+)
+@reported
+def command(output: Path, results: Path | None, history: Path | None) -> Report:
+    """Write a static site of the results: OUTPUT/index.html, which opens without a server or a network.
+
+    It shows each paper beside our numbers, the strategies, the gate and its history, and every cell. It is
+    made of results/runs where that is there, and of the files that are committed with the code.
+    """
+    _check_installed()
+    from spbench.bench.site.build import build, check_place
+    from spbench.bench.site.gathered import default_results, gather
+
+    begin = time.perf_counter()
+    check_place(output)
+    gathered = gather(results or default_results(), history)
+    site = build(gathered, output)
+    return _report(site, gathered.problems, time.perf_counter() - begin)
+
+
+def _check_installed() -> None:
+    """Raises UserError where a module of the extra is missing."""
+    from spbench.bench.errors import UserError
+
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise UserError(f"spbench report needs {missing[0]}: pip install 'spbench[report]'")
+
+
+def _report(site: Site, problems: list[str] | Any, seconds: float) -> Report:
+    index = site.folder / "index.html"
+    largest = sorted(site.files.items(), key=lambda entry: -entry[1])[:_LISTED]
+    lines = [{"file": path, "MB": f"{size / 1e6:.2f}"} for path, size in largest]
+    return Report(
+        [Table(f"{index}: the largest of {len(site.files)} files", lines)],
+        {
+            "index": str(index),
+            "files": dict(site.files),
+            "bytes": site.bytes,
+            "build_seconds": round(seconds, 2),
+            "problems": list(problems),
+        },
+        [{"file": path, "bytes": size} for path, size in site.files.items()],
+        notes=[
+            *(f"warning: {problem}" for problem in problems),
+            f"{site.bytes / 1e6:.1f} MB, built in {seconds:.0f} s; open {index}",
+        ],
+        files=[index],
+    )
