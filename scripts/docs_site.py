@@ -1,0 +1,123 @@
+"""Hooks of MkDocs (mkdocs.yml names this file) that make one site of the repository's Markdown.
+
+The site has, beside docs/, the pages at the top (README.md is the start page) and those under results/. What
+any of them links to is in it too, so that the site needs no repository at hand: code and YAML files and
+folders as pages, other files as they are. In docstrings, Sphinx roles (``:class:`Cell```) become links to the
+page of the API.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+#: the target of a relative link or image in Markdown, without its anchor
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+#: a reference of Sphinx to a Python object, as Markdown has rendered it
+ROLE = re.compile(r":(?:class|func|mod|meth|attr):<code>([\w.]+)</code>")
+#: the highlighter's name for files that are shown as pages
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh", ".sbatch": "sh"}
+
+START_PAGE = {"README.md": "index.md"}
+
+
+def page_uri(path: str) -> str:
+    """The site's address of a file or folder of the repository: of a Markdown source if it is shown as a page."""
+    if path in START_PAGE:
+        return START_PAGE[path]
+    if (ROOT / path).is_dir():
+        return f"{path}/folder.md"
+    if Path(path).suffix in LANGUAGES:
+        return f"{path}.md"
+    return path.removeprefix("docs/")
+
+
+def repository_path(uri: str) -> str:
+    """The repository's path of a Markdown page of the site, as :func:`page_uri` maps it."""
+    for path, start in START_PAGE.items():
+        if uri == start:
+            return path
+    return f"docs/{uri}" if (ROOT / "docs" / uri).exists() else uri
+
+
+def linked(path: str, markdown: str) -> Iterator[tuple[str, str]]:
+    """Of a page at ``path``: each relative link that leads to a file or folder, and that file's path."""
+    for link in LINK.findall(markdown):
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+        if (ROOT / target).exists():
+            yield link, target
+
+
+def shown(path: str) -> str | None:
+    """The Markdown that shows a code file or lists a folder; None for files that are no page."""
+    source = ROOT / path
+    hidden = "---\nsearch: {exclude: true}\n---\n"
+    if source.is_dir():
+        names = [
+            f"{entry.name}/" if entry.is_dir() else entry.name
+            for entry in sorted(source.iterdir())
+            if not entry.name.startswith(("_", "."))
+        ]
+        listed = [f"- [{n}]({n.rstrip('/')})" if Path(n).suffix in LANGUAGES else f"- {n}" for n in names]
+        return f"{hidden}# {path}\n\n" + "\n".join(listed) + "\n"
+    if source.suffix in LANGUAGES:
+        return f"{hidden}# {path}\n\n`````{LANGUAGES[source.suffix]}\n{source.read_text()}\n`````\n"
+    return None
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages outside docs/, and all that pages link to."""
+    outside = [*ROOT.glob("*.md"), *ROOT.glob("results/reproduction/*.md")]
+    pages = [path.relative_to(ROOT).as_posix() for path in sorted(outside)]
+    todo = pages + [repository_path(file.src_uri) for file in files if file.src_uri.endswith(".md")]
+    done: set[str] = set()
+    while todo:
+        path = todo.pop()
+        if path in done:
+            continue
+        done.add(path)
+        markdown = shown(path)
+        if markdown is None and path.endswith(".md"):
+            markdown = (ROOT / path).read_text()
+        if files.get_file_from_path(uri := page_uri(path)) is None:
+            source = {"content": markdown} if markdown else {"abs_src_path": str(ROOT / path)}
+            level = InclusionLevel.UNDEFINED if path in pages else InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, uri, inclusion=level, **source))
+        if markdown and Path(path).suffix not in LANGUAGES:
+            base = f"{path}/folder.md" if (ROOT / path).is_dir() else path
+            todo += [target for _, target in linked(base, markdown)]
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links lead to where the site has their targets."""
+    uri = page.file.src_uri
+    path = repository_path(uri)
+    if Path(uri.removesuffix(".md")).suffix in LANGUAGES:
+        return markdown
+    targets = dict(linked(path, markdown))
+
+    def moved(link: re.Match[str]) -> str:
+        target = targets.get(link[1])
+        return posixpath.relpath(page_uri(target), posixpath.dirname(uri)) if target else link[1]
+
+    return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Sphinx roles of docstrings become code, with a link where the API's page has the name."""
+    from spbench import __all__ as public
+
+    def reference(role: re.Match[str]) -> str:
+        name = role[1].rpartition(".")[2]
+        code = f"<code>{role[1]}</code>"
+        return f'<a href="#spbench.{name}">{code}</a>' if name in public else code
+
+    return ROLE.sub(reference, html)
