@@ -52,9 +52,8 @@ def record_of(path: Path, naming: Naming) -> RunRecord:
     machine = dict(_machine(suite, rows))
     if naming.machine is not None:
         machine["host"] = naming.machine
-    date = max((str(row["time"]) for row in rows if row.get("time")), default=commit.date)
     cells = {row["key"]: _cell_record(row) for row in rows}
-    return RunRecord(suite, utc(date), commit, machine, _versions(rows[0]), cells)
+    return RunRecord(suite, _date(rows) or commit.date, commit, machine, _versions(rows[0]), cells)
 
 
 def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
@@ -73,6 +72,14 @@ def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
             raise UserError(f"{path} has another record of that suite, commit, machine and second; remove it")
         return path, False
     return write_whole(path, content), True
+
+
+def _date(rows: Sequence[Row]) -> str | None:
+    """When the last cell ended; None where no row says."""
+    try:
+        return max((utc(str(row["time"])) for row in rows if row.get("time")), default=None)
+    except ValueError as error:
+        raise UserError(f"a row has a time that is no date: {error}") from error
 
 
 def _cell_record(row: Row) -> CellRecord:

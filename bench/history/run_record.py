@@ -84,7 +84,7 @@ class RunRecord:
     """One run of one suite.
 
     Attributes:
-        date: of the run, as :attr:`Commit.date`.
+        date: of the end of the run, as :attr:`Commit.date`.
         machine: ``host`` (or the name given in its place), and :func:`machine_facts` where known.
         versions: of libraries, by name; None: not installed.
         cells: by key.
