@@ -28,8 +28,8 @@ MINIMUM_LENGTH = 3
 #: of a change, in units of the noise's variance, over the logarithm of the number of values
 PENALTY = 3.0
 
-#: the probability, under normal noise, with which a candidate may come from a sequence without changes; small,
-#: as hundreds of series are searched every night
+#: the probability, under normal noise, with which a candidate may come from a sequence without changes;
+#: small, as hundreds of series are searched every night
 SIGNIFICANCE = 1e-4
 
 #: the 95% quantile of the likelihood-ratio statistic of a change's place, -2 ln(1 - sqrt(0.95)); Hansen 2000,

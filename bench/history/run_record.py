@@ -69,7 +69,7 @@ class CellRecord:
     """What was found of one cell.
 
     Attributes:
-        exact: whether any machine would find the same (:func:`is_exact`).
+        exact: whether any machine would find the same (:func:`has_exact_engine`).
         values: by the names of metrics.
     """
 

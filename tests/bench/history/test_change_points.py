@@ -13,7 +13,7 @@ NOISES = (0.01, 0.015, 0.02, 0.03)
 
 
 def nights(generator: np.random.Generator, noise: float, commits: int = COMMITS) -> NDArray[np.float64]:
-    """Medians of 9 samples a night: each with that relative noise, and a night's with a third of it in common."""
+    """Medians of 9 samples a night, each with that relative noise, and all with a third of it in common."""
     samples = generator.normal(0, noise, (commits, 9)) + generator.normal(0, noise / 3, (commits, 1))
     return np.median(0.2 * np.exp(samples), axis=1)
 
