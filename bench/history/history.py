@@ -112,9 +112,8 @@ class History:
             and (machine is None or series.machine in ("", machine))
         ]
         if not chosen:
-            raise UserError(
-                f"{self.folder}: no cell with {cell!r} in its key has such a metric on branch {branch}"
-            )
+            what = f"{cell!r} in its key" + (f" and metric {metric}" if metric else "")
+            raise UserError(f"{self.folder}: no cell with {what} was recorded on branch {branch}")
         return chosen
 
     def assess(self, series: Series) -> Assessment:
