@@ -89,20 +89,20 @@ def readings(row: Row) -> dict[str, Reading]:
     """What was read of a cell, by the names of metrics, in the order of :data:`METRICS`; metrics without a
     value are left out."""
     cell, measured = row["cell"], row["measurement"]
-    exact = is_exact(row)
+    exact = has_exact_engine(row)
     searched = (cell.get("search") or {}).get("quantity", "")
     counted = _counted(row)
     found = {}
     for metric in METRICS:
         value = counted.get(metric.name, measured.get(metric.name))
         if value is not None:
-            certain = exact or metric.name in counted
-            rounds = () if certain else _rounds(metric, row)
-            found[metric.name] = Reading(metric, value, metric.unit or searched, certain, rounds)
+            is_exact = exact or metric.name in counted
+            rounds = () if is_exact else _rounds(metric, row)
+            found[metric.name] = Reading(metric, value, metric.unit or searched, is_exact, rounds)
     return found
 
 
-def is_exact(row: Row) -> bool:
+def has_exact_engine(row: Row) -> bool:
     """Whether the engine of a cell gives the same numbers on any machine."""
     engine = engines().get(row["cell"].get("engine", Cell.model_fields["engine"].default))
     return engine is not None and engine.is_exact

@@ -28,8 +28,9 @@ MINIMUM_LENGTH = 3
 #: of a change, in units of the noise's variance, over the logarithm of the number of values
 PENALTY = 3.0
 
-#: of a whole sequence of noise, to have a significant candidate
-SIGNIFICANCE = 1e-3
+#: the probability, under normal noise, with which a candidate may come from a sequence without changes;
+#: small, as hundreds of series are searched every night
+SIGNIFICANCE = 1e-4
 
 #: the 95% quantile of the likelihood-ratio statistic of a change's place, -2 ln(1 - sqrt(0.95)); Hansen 2000,
 #: "Sample splitting and threshold estimation", table I
@@ -131,10 +132,11 @@ def _tail(statistic: float, degrees: int) -> float:
 
 
 def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangePoint]:
-    """A change point for each bound; neighbours around which a line fits better than levels are a drift."""
+    """A change point for each bound; neighbours around which a line fits clearly better than levels make one
+    drift."""
     found: list[ChangePoint] = []
     for start, place, end in zip(bounds, bounds[1:], bounds[2:], strict=False):
-        if not _is_drift(logs[start:end], place - start):
+        if not _is_drift(logs[start:end], place - start, noise):
             found.append(_step(logs, start, place, end, noise))
         elif found and found[-1].drift and found[-1].first_after == place - 1:
             found[-1] = _drift(logs, found[-1].last_before, end)
@@ -143,10 +145,12 @@ def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangeP
     return found
 
 
-def _is_drift(logs: NDArray[Any], place: int) -> bool:
+def _is_drift(logs: NDArray[Any], place: int, noise: float) -> bool:
+    """Whether a line fits clearly better than a change of level at that place."""
     x = np.arange(len(logs))
     line = np.polyval(np.polyfit(x, logs, 1), x)
-    return bool(((logs - line) ** 2).sum() < _squares(logs[:place]) + _squares(logs[place:]))
+    gain = _squares(logs[:place]) + _squares(logs[place:]) - ((logs - line) ** 2).sum()
+    return bool(gain > CONFIDENCE * noise**2)
 
 
 def _drift(logs: NDArray[Any], start: int, end: int) -> ChangePoint:

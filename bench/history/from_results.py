@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.atomic_write import write_whole
-from spbench.bench.comparison.metrics import is_exact, readings
-from spbench.bench.comparison.regressions import read_results
+from spbench.bench.comparison.metrics import has_exact_engine, readings
+from spbench.bench.comparison.result_files import read_results
 from spbench.bench.comparison.same_code import check_same_code, commit_of
 from spbench.bench.errors import UserError
 from spbench.bench.history.checkout import commit_in
@@ -52,9 +52,8 @@ def record_of(path: Path, naming: Naming) -> RunRecord:
     machine = dict(_machine(suite, rows))
     if naming.machine is not None:
         machine["host"] = naming.machine
-    date = max((str(row["time"]) for row in rows if row.get("time")), default=commit.date)
     cells = {row["key"]: _cell_record(row) for row in rows}
-    return RunRecord(suite, utc(date), commit, machine, _versions(rows[0]), cells)
+    return RunRecord(suite, _date(rows) or commit.date, commit, machine, _versions(rows[0]), cells)
 
 
 def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
@@ -75,12 +74,20 @@ def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
     return write_whole(path, content), True
 
 
+def _date(rows: Sequence[Row]) -> str | None:
+    """When the last cell ended; None where no row says."""
+    try:
+        return max((utc(str(row["time"])) for row in rows if row.get("time")), default=None)
+    except ValueError as error:
+        raise UserError(f"a row has a time that is no date: {error}") from error
+
+
 def _cell_record(row: Row) -> CellRecord:
     values = {
         name: RecordedValue(found.metric, found.value, found.unit, found.exact, found.samples)
         for name, found in readings(row).items()
     }
-    return CellRecord(row["key"], row["status"], is_exact(row), values)
+    return CellRecord(row["key"], row["status"], has_exact_engine(row), values)
 
 
 def _suite(path: Path, given: str | None) -> str:
@@ -96,7 +103,7 @@ def _suite(path: Path, given: str | None) -> str:
 
 def _machine(suite: str, rows: Sequence[Row]) -> Mapping[str, Any]:
     """The machine of the timed rows; where none was timed, that of the first."""
-    timed = [row for row in rows if not is_exact(row)]
+    timed = [row for row in rows if not has_exact_engine(row)]
     machines = [_machine_of(row) for row in timed or rows[:1]]
     if other := next((machine for machine in machines if machine != machines[0]), None):
         raise UserError(

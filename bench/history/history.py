@@ -30,8 +30,6 @@ class Assessment:
     @property
     def regressions(self) -> list[Step]:
         """The regressions that nobody has accepted and from which the metric has not recovered."""
-        if not self.series.metric.judged:
-            return []
         return [step for step in standing_regressions(self.steps, self.series) if not step.meant]
 
     @property
@@ -84,7 +82,8 @@ class History:
         """Series by suite and cell; a cell's first is its status.
 
         Args:
-            suite, metric, machine: only those of this name; exact metrics are of every machine.
+            suite, metric, machine: only those of this name; exact metrics are of every machine. Metrics that
+                say the same as another (:attr:`Metric.judged`) are found by their names alone.
             cell: only cells whose key contains this text.
             branch: whose records count; None: that with the most records.
 
@@ -108,14 +107,13 @@ class History:
         chosen = [
             series
             for series in found
-            if metric in (None, series.metric.name)
+            if (series.metric.judged if metric is None else metric == series.metric.name)
             and cell in series.cell
             and (machine is None or series.machine in ("", machine))
         ]
         if not chosen:
-            raise UserError(
-                f"{self.folder}: no cell with {cell!r} in its key has such a metric on branch {branch}"
-            )
+            what = f"{cell!r} in its key" + (f" and metric {metric}" if metric else "")
+            raise UserError(f"{self.folder}: no cell with {what} was recorded on branch {branch}")
         return chosen
 
     def assess(self, series: Series) -> Assessment:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from spbench.bench.cell import Status
-from spbench.bench.comparison.metrics import Metric
+from spbench.bench.comparison.metrics import METRICS, Metric
 from spbench.bench.errors import UserError
 
 FORMAT = 1
@@ -27,6 +27,8 @@ SUFFIX = ".jsonl"
 
 #: hexadecimal digits of a commit where people read it
 SHORT_HASH = 12
+
+_KNOWN = {metric.name: metric for metric in METRICS}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class CellRecord:
     """What was found of one cell.
 
     Attributes:
-        exact: whether any machine would find the same (:func:`is_exact`).
+        exact: whether any machine would find the same (:func:`has_exact_engine`).
         values: by the names of metrics.
     """
 
@@ -84,7 +86,7 @@ class RunRecord:
     """One run of one suite.
 
     Attributes:
-        date: of the run, as :attr:`Commit.date`.
+        date: of the end of the run, as :attr:`Commit.date`.
         machine: ``host`` (or the name given in its place), and :func:`machine_facts` where known.
         versions: of libraries, by name; None: not installed.
         cells: by key.
@@ -239,7 +241,8 @@ def _cell_record(line: _Line, metrics: Mapping[str, _StoredMetric]) -> CellRecor
     values = {}
     for name, stored in line.values.items():
         about = metrics[name]
-        metric = Metric(name, stored.unit, about.better, about.tolerance, about.judged)
+        # of a metric that another version has, what its record says
+        metric = _KNOWN.get(name) or Metric(name, stored.unit, about.better, about.tolerance, about.judged)
         samples = tuple(stored.samples)
         values[name] = RecordedValue(metric, stored.value, stored.unit, stored.exact, samples)
     return CellRecord(line.cell, line.status, line.exact, values)

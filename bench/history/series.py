@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from spbench.bench.comparison.metrics import METRICS, Metric
-from spbench.bench.comparison.regressions import STATUSES
+from spbench.bench.comparison.statuses import STATUSES
 from spbench.bench.history.run_record import Commit, RecordedValue, RunRecord
 
 #: of a cell: its values are places in :data:`SHOWN_STATUSES`
