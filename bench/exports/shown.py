@@ -43,7 +43,8 @@ def _change(base: Any, new: Any) -> str:
 
 
 def shown_origin(results: Results, commit: str = "") -> str:
-    """The commits, machines and versions of torch of results, such as "0123456789ab, torch 2.13.0, any machine".
+    """The commits, machines and versions of torch of results, such as "0123456789ab, torch 2.13.0, any
+    machine".
 
     Numbers of engines that are exact are the same on any machine.
 

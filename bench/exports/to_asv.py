@@ -1,9 +1,9 @@
 """airspeed velocity (asv): a results folder, version 2, for `asv publish`.
 
-A benchmark is SUITE.STRATEGY.METRIC with the cells as the values of its one parameter. Exact numbers belong to a
-machine called any, so that their lines do not break where another machine runs the same code; measured ones to
-their host. The folder is one to be added to: a commit is a file, and benchmarks.json grows by the cells that are
-new. asv has no directions: it takes every increase for a regression.
+A benchmark is SUITE.STRATEGY.METRIC with the cells as the values of its one parameter. Exact numbers belong
+to a machine called any, so that their lines do not break where another machine runs the same code; measured
+ones to their host. The folder is one to be added to: a commit is a file, and benchmarks.json grows by the
+cells that are new. asv has no directions: it takes every increase for a regression.
 """
 
 from __future__ import annotations
