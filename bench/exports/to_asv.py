@@ -181,7 +181,7 @@ def _earlier(path: Path) -> Benchmarks:
         found = json.loads(path.read_text())
         if found.pop("version", None) != RESULTS_VERSION:
             raise ValueError(f"not of version {RESULTS_VERSION}")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"cannot add to {path}: {error}") from error
     return found
 
