@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.comparison.metrics import METRICS, Metric, Reading, is_exact, readings
+from spbench.bench.comparison.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest, whole
 from spbench.bench.exports.origin import Origin, commit_time_s
@@ -79,7 +79,7 @@ def _by_machine_and_commit(suite: Suite) -> dict[tuple[str, str], list[Row]]:
     found = defaultdict(list)
     for row in suite.rows:
         origin = suite.origin(row)
-        found[ANY_MACHINE if is_exact(row) else origin.host or "unknown", origin.commit].append(row)
+        found[ANY_MACHINE if has_exact_engine(row) else origin.host or "unknown", origin.commit].append(row)
     return found
 
 

@@ -17,6 +17,7 @@ NOT_MEASURING = frozenset(
         "comparison",
         "diagnosis",
         "exports",
+        "history",
         "sweep",
         "verification",
         "atomic_write.py",

@@ -1,0 +1,58 @@
+"""`spbench record`: keep the results of a run in a history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from spbench.bench.commands.command_report import Report
+from spbench.bench.commands.options import reported
+
+
+@click.command("record")
+@click.argument("results", type=click.Path(path_type=Path))
+@click.option("--history", type=click.Path(path_type=Path), required=True, help="Folder; made if need be.")
+@click.option("--suite", help="Name of the suite; that of the results' folder if left out.")
+@click.option(
+    "--machine",
+    metavar="NAME",
+    help="Name of the machine, where jobs run on hosts that come and go; the host's if left out. Timings are "
+    "held against those of the same name and hardware.",
+)
+@click.option(
+    "--repository",
+    type=click.Path(path_type=Path),
+    help="Checkout that was measured, if it is not spbench's own.",
+)
+@click.option("--branch", help="Branch that was measured; the one that is checked out if left out.")
+@reported
+def command(
+    results: Path,
+    history: Path,
+    suite: str | None,
+    machine: str | None,
+    repository: Path | None,
+    branch: str | None,
+) -> Report:
+    """Keep the metrics of RESULTS, with commit and machine, as a file in a history.
+
+    RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a file of pytest-benchmark. Results of
+    changed or several commits are refused. Recording the same run again changes nothing.
+    """
+    from spbench.bench.history.from_results import Naming, add_record, record_of
+
+    record = record_of(results, Naming(suite, machine, repository, branch))
+    path, is_new = add_record(record, history)
+    about = {
+        "suite": record.suite,
+        "commit": record.commit.hash,
+        "date": record.commit.date,
+        "branch": record.commit.branch,
+        "machine": record.machine_name,
+        "cells": len(record.cells),
+        "recorded": is_new,
+    }
+    what = f"{len(record.cells)} cells of {record.suite} at {record.commit.short} ({record.commit.branch})"
+    note = f"{what} on {record.machine_name}: {'recorded' if is_new else 'were recorded already'}"
+    return Report(content={**about, "file": str(path)}, records=[about], notes=[note], files=[path])

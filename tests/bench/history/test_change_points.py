@@ -1,0 +1,120 @@
+"""Changes of level are found where they were planted, and in noise there are none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from spbench.bench.history.change_points import ChangePoint, change_points
+
+COMMITS = 60
+NOISES = (0.01, 0.015, 0.02, 0.03)
+
+
+def nights(generator: np.random.Generator, noise: float, commits: int = COMMITS) -> NDArray[np.float64]:
+    """Medians of 9 samples a night, each with that relative noise, and all with a third of it in common."""
+    samples = generator.normal(0, noise, (commits, 9)) + generator.normal(0, noise / 3, (commits, 1))
+    return np.median(0.2 * np.exp(samples), axis=1)
+
+
+def stepped(generator: np.random.Generator, noise: float, place: int, factor: float) -> list[ChangePoint]:
+    values = nights(generator, noise)
+    values[place:] *= factor
+    return change_points(values.tolist())
+
+
+@pytest.mark.parametrize("factor", [1.05, 0.95])
+@pytest.mark.parametrize("noise", [0.01, 0.03])
+@pytest.mark.parametrize("place", [9, 30, 52])
+def test_a_planted_step_is_found_and_no_other(noise: float, place: int, factor: float) -> None:
+    for seed in range(5):
+        (found,) = stepped(np.random.default_rng(seed), noise, place, factor)
+        assert found.last_before < place <= found.first_after
+        assert found.first_after - found.last_before <= (1 if noise == 0.01 else 6)
+        assert found.after / found.before == pytest.approx(factor, abs=0.02)
+        assert not found.drift
+
+
+def test_two_steps_are_told_apart() -> None:
+    values = nights(np.random.default_rng(3), 0.01)
+    values[20:40] *= 1.08
+    found = change_points(values.tolist())
+    assert [(change.last_before, change.first_after) for change in found] == [(19, 20), (39, 40)]
+
+
+def test_noise_has_no_steps() -> None:
+    generator = np.random.default_rng(7)
+    for noise in (0.001, *NOISES, 0.1):
+        for commits in (6, 9, 20, COMMITS):
+            assert change_points(nights(generator, noise, commits).tolist()) == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 30, 58, 59])
+@pytest.mark.parametrize("factor", [0.2, 1.3, 10])
+def test_an_outlier_is_no_step_and_hides_none(place: int, factor: float) -> None:
+    values = nights(np.random.default_rng(5), 0.01)
+    values[place] *= factor
+    assert change_points(values.tolist()) == []
+    values[45:] *= 1.05
+    (found,) = change_points(values.tolist())
+    assert found.last_before < 45 <= found.first_after
+
+
+def test_two_bad_nights_in_a_row_are_no_step() -> None:
+    values = nights(np.random.default_rng(5), 0.01)
+    values[58:] *= 1.3
+    assert change_points(values.tolist()) == []
+
+
+def test_a_step_shows_after_three_nights() -> None:
+    (found,) = stepped(np.random.default_rng(1), 0.01, COMMITS - 3, 1.05)
+    assert (found.last_before, found.first_after) == (COMMITS - 4, COMMITS - 3)
+
+
+def test_a_drift_is_one_from_end_to_end() -> None:
+    values = nights(np.random.default_rng(2), 0.01) * np.linspace(1, 1.12, COMMITS)
+    (found,) = change_points(values.tolist())
+    assert found.drift
+    assert (found.last_before, found.first_after) == (0, COMMITS - 1)
+    assert found.after / found.before == pytest.approx(1.12, abs=0.02)
+
+
+def test_too_small_or_too_few_is_nothing() -> None:
+    assert stepped(np.random.default_rng(0), 0.001, 30, 1.015) == []
+    assert change_points([1.0, 1.0, 1.0, 2.0, 2.0]) == []
+    assert change_points([0.0] * 10 + [1.0] * 10) == []
+
+
+def test_values_without_noise() -> None:
+    (found,) = change_points([2.0] * 10 + [2.1] * 10)
+    assert (found.last_before, found.first_after, found.before) == (9, 10, pytest.approx(2.0))
+    assert change_points([2.0] * 20) == []
+
+
+@pytest.mark.slow
+def test_false_alarms_and_planted_steps_in_many_series(capsys: pytest.CaptureFixture[str]) -> None:
+    """At most one alarm in a thousand series of noise; of steps of 5%, 99% with the commit in their range."""
+    generator = np.random.default_rng(11)
+    alarms = {
+        (noise, commits): sum(
+            bool(change_points(nights(generator, noise, commits).tolist())) for _ in range(2000)
+        )
+        for noise in NOISES
+        for commits in (10, COMMITS, 200)
+    }
+    planted, others, right, widths = 0, 0, 0, []
+    for noise in NOISES:
+        for place in range(6, COMMITS - 5):
+            for _ in range(40):
+                found = stepped(generator, noise, place, 1.05)
+                holding = [f for f in found if f.last_before < place <= f.first_after and not f.drift]
+                planted, right = planted + 1, right + bool(holding)
+                others += len(found) - len(holding)
+                widths += [f.first_after - f.last_before for f in holding]
+    with capsys.disabled():
+        print(f"\nfalse alarms in 2000 series each, by noise and commits: {alarms}")
+        print(f"{right} of {planted} steps, {others} others; ranges {np.percentile(widths, [50, 95, 100])}")
+    assert sum(alarms.values()) <= 24
+    assert right >= 0.99 * planted
+    assert others <= 0.01 * planted
