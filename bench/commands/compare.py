@@ -34,7 +34,8 @@ def command(base: Path, new: Path, subset: bool) -> Report:
 
     judgement = judge(read_results(base), read_results(new), subset=subset)
     lines = [finite(asdict(difference)) for difference in judgement.differences]
-    shown = [_line(difference) for difference in judgement.differences]
+    measured = any(difference.p is not None for difference in judgement.differences)
+    shown = [_line(difference, measured) for difference in judgement.differences]
     return Report(
         [Table(f"{new} against {base}", shown)] if shown else [],
         {
@@ -50,10 +51,10 @@ def command(base: Path, new: Path, subset: bool) -> Report:
     )
 
 
-def _line(difference: Difference) -> dict[str, Any]:
-    exact = difference.quantity != "error" and difference.quantity != "step_time_s"
+def _line(difference: Difference, measured: bool) -> dict[str, Any]:
+    """Of the table; ``measured``: it has a column for what is known of measured numbers."""
     shown = {
-        side: value if exact or value is None else f"{value:.6g}"
+        side: f"{value:.6g}" if isinstance(value, float) and not value.is_integer() else value
         for side, value in (("base", difference.base), ("new", difference.new))
     }
     return {
@@ -61,8 +62,17 @@ def _line(difference: Difference) -> dict[str, Any]:
         "quantity": difference.quantity,
         **shown,
         "worse by": f"{difference.change:+.3%}" if math.isfinite(difference.change) else None,
+        **({"known to (p)": _certainty(difference)} if measured else {}),
         "where": difference.where,
     }
+
+
+def _certainty(difference: Difference) -> str | None:
+    """The interval and the corrected p-value of a measured number; None for others."""
+    if difference.interval is None or difference.p is None:
+        return None
+    low, high = difference.interval
+    return f"{low:+.1%} to {high:+.1%} ({difference.p:.1g})"
 
 
 def _summary(judgement: Judgement) -> str:
