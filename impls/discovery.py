@@ -104,8 +104,8 @@ def _named_values(package: str, attribute: str, kind: type, group: str) -> Mappi
 class FunctionModules:
     """The functions that each lie in a module of their own, which is imported when its function is loaded.
 
-    The function NAME is ``function`` in the module ``prefix`` NAME of the package, with ``_`` for each ``-`` of
-    the name, or an entry point NAME of the group.
+    The function NAME is ``function`` in the module ``prefix`` NAME of the package, with ``_`` for each ``-``
+    of the name, or an entry point NAME of the group.
 
     Attributes:
         package: import name of the package.

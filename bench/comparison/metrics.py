@@ -127,5 +127,5 @@ def _counted(row: Row) -> dict[str, float | None]:
     return {
         # exactly rounded, so that the order of the entries does not matter
         "sent_bytes": math.fsum(entry["sent_bytes"] for entry in sent) if sent is not None else None,
-        "formula_differences": len(measured.get("formula_difference") or []),
+        "formula_differences": len(measured.get("formula_difference") or []) if sent is not None else None,
     }

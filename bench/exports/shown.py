@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from spbench.bench.comparison.metrics import is_exact
+from spbench.bench.comparison.metrics import has_exact_engine
 from spbench.bench.comparison.regressions import Difference, Results
 from spbench.bench.exports.origin import origin_of
 
@@ -43,7 +43,8 @@ def _change(base: Any, new: Any) -> str:
 
 
 def shown_origin(results: Results, commit: str = "") -> str:
-    """The commits, machines and versions of torch of results, such as "0123456789ab, torch 2.13.0, any machine".
+    """The commits, machines and versions of torch of results, such as "0123456789ab, torch 2.13.0, any
+    machine".
 
     Numbers of engines that are exact are the same on any machine.
 
@@ -57,7 +58,7 @@ def shown_origin(results: Results, commit: str = "") -> str:
         f"torch {origin.versions['torch']}" for origin in origins if "torch" in origin.versions
     )
     machines = dict.fromkeys(
-        "any machine" if is_exact(row) else origin.host or "unknown machine"
+        "any machine" if has_exact_engine(row) else origin.host or "unknown machine"
         for row, origin in zip(rows, origins, strict=True)
     )
     return ", ".join(" and ".join(words) for words in (commits, torch, machines) if words)

@@ -1,9 +1,9 @@
 """airspeed velocity (asv): a results folder, version 2, for `asv publish`.
 
-A benchmark is SUITE.STRATEGY.METRIC with the cells as the values of its one parameter. Exact numbers belong to a
-machine called any, so that their lines do not break where another machine runs the same code; measured ones to
-their host. The folder is one to be added to: a commit is a file, and benchmarks.json grows by the cells that are
-new. asv has no directions: it takes every increase for a regression.
+A benchmark is SUITE.STRATEGY.METRIC with the cells as the values of its one parameter. Exact numbers belong
+to a machine called any, so that their lines do not break where another machine runs the same code; measured
+ones to their host. The folder is one to be added to: a commit is a file, and benchmarks.json grows by the
+cells that are new. asv has no directions: it takes every increase for a regression.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.comparison.metrics import METRICS, Metric, Reading, is_exact, readings
+from spbench.bench.comparison.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest, whole
 from spbench.bench.exports.origin import Origin, commit_time_s
@@ -79,7 +79,7 @@ def _by_machine_and_commit(suite: Suite) -> dict[tuple[str, str], list[Row]]:
     found = defaultdict(list)
     for row in suite.rows:
         origin = suite.origin(row)
-        found[ANY_MACHINE if is_exact(row) else origin.host or "unknown", origin.commit].append(row)
+        found[ANY_MACHINE if has_exact_engine(row) else origin.host or "unknown", origin.commit].append(row)
     return found
 
 
@@ -181,7 +181,7 @@ def _earlier(path: Path) -> Benchmarks:
         found = json.loads(path.read_text())
         if found.pop("version", None) != RESULTS_VERSION:
             raise ValueError(f"not of version {RESULTS_VERSION}")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"cannot add to {path}: {error}") from error
     return found
 

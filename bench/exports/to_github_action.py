@@ -1,8 +1,8 @@
-"""github-action-benchmark: a file for each of its tools customSmallerIsBetter and customBiggerIsBetter.
+"""github-action-benchmark: a file for its tool customSmallerIsBetter and one for customBiggerIsBetter.
 
-Each is an array of ``{name, value, unit, range, extra}`` as its README, section "Custom benchmarks", has it. Its
-charts are lines of one name over commits: SUITE/CELL/METRIC, where the cell is a key with a digest of all
-settings. Values keep all their digits, so that an alert threshold of 100% tells of a single byte.
+Each is an array of ``{name, value, unit, range, extra}``, as its README shows under "Examples".
+Its charts are lines of one name over commits: SUITE/CELL/METRIC, where the cell is a key with a digest of all
+settings. Values keep all their digits, so that an alert threshold of 100% finds a single byte.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """PyTorch HUD: benchmark records of schema version 3, as an array.
 
-The records have the parts ``benchmark``, ``model``, ``metric``, ``inputs``, ``dependencies`` and ``runners`` of
-the table ``benchmark.oss_ci_benchmark_v3`` of pytorch/test-infra; its upload script adds repository, workflow and
-commit. The table keeps values as Float32, with 24 binary digits: bytes go there as MiB, and exactly into the
-record's ``extra_info``.
+The records have the parts ``benchmark``, ``model``, ``metric``, ``inputs``, ``dependencies`` and ``runners``
+of the table ``benchmark.oss_ci_benchmark_v3`` of pytorch/test-infra; its upload script adds repository,
+workflow and commit. The table keeps values as Float32, with 24 binary digits: bytes go there as MiB, and
+exactly into the record's ``extra_info``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """JUnit XML: a test case for each cell and each claim, for the test reports of Jenkins, GitLab and others.
 
-Failures are what the gate fails for (worse, missing) and results that are wrong (numerics, mismatch); errors are
-cells without a result (failed, timeout); cells that cannot be (unsupported) are skipped. The metrics are
-properties of the suite, CELL/METRIC, and words in the output of their case: Jenkins' schema (junit-10.xsd of its
-xUnit plug-in) allows no properties within a case.
+Failures are what the gate fails for (worse, missing) and results that are wrong (numerics, mismatch); errors
+are cells without a result (failed, timeout); cells that cannot be (unsupported) are skipped. The metrics are
+properties of the suite, CELL/METRIC, and words in the output of their case: Jenkins' schema (junit-10.xsd of
+its xUnit plug-in) allows no properties within a case.
 """
 
 from __future__ import annotations

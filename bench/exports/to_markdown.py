@@ -1,8 +1,8 @@
 """Markdown: the comment on a pull request, or the summary of a job.
 
-What is worse comes first, then what is missing, better and new; equal cells are counted. The first line is a mark
-that is always the same, by which a workflow finds the comment to update. The text stays below the most characters
-that GitHub takes for a comment: lines that have no room are counted.
+What is worse comes first, then what is missing, better and new; equal cells are counted. The first line is a
+mark that is always the same, by which a workflow finds the comment to update. The text stays below the most
+characters that GitHub takes for a comment: lines that have no room are counted.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
 
 
 def _counts(judgement: Judgement) -> str:
-    counts = Counter(difference.verdict for difference in judgement.differences)
+    counts = Counter[str](difference.verdict for difference in judgement.differences)
     words = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
     equal = [f"{count} {kind} unchanged" for kind, count in judgement.equal.items()]
     return ", ".join([*words, *equal]) + "."
