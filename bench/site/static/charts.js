@@ -4,6 +4,15 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const print = matchMedia("print");
 
+  // Errors are shown; warnings of Vega-Lite are about scales without data and sizes that it decides itself
+  const logger = {
+    level() { return this; },
+    error(...text) { console.error(...text); return this; },
+    warn() { return this; },
+    info() { return this; },
+    debug() { return this; },
+  };
+
   function config() {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
@@ -27,8 +36,10 @@
   class Drawn {
     constructor(figure) {
       this.figure = figure;
-      this.place = figure.querySelector(".drawing");
-      this.spec = JSON.parse(figure.querySelector("script.spec").textContent);
+      this.panels = [...figure.querySelectorAll(".panel")].map((panel) => ({
+        place: panel.querySelector(".drawing"),
+        spec: JSON.parse(panel.querySelector("script.spec").textContent),
+      }));
       this.selects = [...figure.querySelectorAll(".selectors select")];
       this.rows = [...figure.querySelectorAll("details tbody tr")];
       this.restore();
@@ -38,14 +49,18 @@
     }
 
     async draw() {
-      const spec = structuredClone(this.spec);
+      for (const panel of this.panels) await this.drawPanel(panel);
+    }
+
+    async drawPanel(panel) {
+      const spec = { autosize: { type: "fit-x", contains: "padding" }, ...structuredClone(panel.spec) };
       for (const param of spec.params ?? []) {
         const select = this.selects.find((one) => one.dataset.field === param.name);
         if (select) param.value = select.value;
       }
-      const options = { actions: false, renderer: "svg", config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } };
-      this.result?.finalize();
-      this.result = await vegaEmbed(this.place, spec, options);
+      const options = { actions: false, logger, renderer: "svg", config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } };
+      panel.result?.finalize();
+      panel.result = await vegaEmbed(panel.place, spec, options);
     }
 
     async chosen() {
@@ -87,7 +102,7 @@
 
     async save(kind) {
       const link = document.createElement("a");
-      link.href = await this.result.view.toImageURL(kind, kind === "png" ? 2 : 1);
+      link.href = await this.panels[0].result.view.toImageURL(kind, kind === "png" ? 2 : 1);
       link.download = `${this.figure.id}.${kind}`;
       link.click();
     }
