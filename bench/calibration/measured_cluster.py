@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import distributed, virtual
 from spbench.bench.files.cluster import Cluster, Device, Figure, Link, MeasuredRate, Network
 from spbench.bench.simulator.program import KERNEL
+from spbench.bench.sweep.machine import cpu_model
 
 #: digits of a measured figure
 _DIGITS = 4
@@ -94,15 +94,7 @@ def hardware_name(device_type: str) -> str:
     if device_type == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return f"{cpu_model()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def cluster_of(machine: Machine, name: str, source: str) -> Cluster:

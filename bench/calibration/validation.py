@@ -153,9 +153,8 @@ def agreement(rows: Sequence[Compared]) -> Agreement:
 
 def as_frame(rows: Sequence[Compared], clusters: dict[int, Cluster]) -> pd.DataFrame:
     """A table of the cells with the rates they were simulated with, and where they come from."""
-    return pd.DataFrame(
-        [{**asdict(row), **rates(clusters[row.ranks]), **provenance()} for row in rows]
-    ).round(9)
+    made_by = {name: value for name, value in provenance().items() if name != "machine"}
+    return pd.DataFrame([{**asdict(row), **rates(clusters[row.ranks]), **made_by} for row in rows]).round(9)
 
 
 def rates(cluster: Cluster) -> dict[str, float | None]:

@@ -78,8 +78,7 @@ def readings(row: Row) -> dict[str, Reading]:
     """What was read of a cell, by the names of metrics, in the order of :data:`METRICS`; metrics without a
     value are left out."""
     cell, measured = row["cell"], row["measurement"]
-    engine = engines().get(cell.get("engine", Cell.model_fields["engine"].default))
-    exact = engine is not None and engine.is_exact
+    exact = is_exact(row)
     searched = (cell.get("search") or {}).get("quantity", "")
     counted = _counted(row)
     found = {}
@@ -95,6 +94,12 @@ def readings(row: Row) -> dict[str, Reading]:
                 () if exact else tuple(samples or ()),
             )
     return found
+
+
+def is_exact(row: Row) -> bool:
+    """Whether the engine of a cell gives the same numbers on any machine."""
+    engine = engines().get(row["cell"].get("engine", Cell.model_fields["engine"].default))
+    return engine is not None and engine.is_exact
 
 
 def _counted(row: Row) -> dict[str, float | None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from spbench.bench.declarations import CACHE_FOLDER, cache_folder
 from spbench.bench.diagnosis.check import Check, Observation
 from spbench.bench.processes import usable_cores
+from spbench.bench.sweep.machine import memory_bytes
 
 _GIB, _MIB = 2**30, 2**20
 #: below these a disk is full, or soon will be: a sweep's rows take a few MiB, its traces up to 2 GiB
@@ -90,9 +91,8 @@ def open_files() -> Iterator[Observation]:
 def machine() -> Iterator[Observation]:
     """Cores that this process may use, and memory."""
     found = f"{usable_cores()} of {os.cpu_count()} cores"
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        pages = os.sysconf("SC_PHYS_PAGES")
-        found += f", {pages * os.sysconf('SC_PAGE_SIZE') / _GIB:.1f} GiB of memory"
+    if (memory := memory_bytes()) is not None:
+        found += f", {memory / _GIB:.1f} GiB of memory"
     if usable_cores() < 2:
         yield Observation("machine", "warning", found, "two ranks share one core: their times mean little")
     else:

@@ -16,6 +16,7 @@ NOT_MEASURING = frozenset(
         "commands",
         "comparison",
         "diagnosis",
+        "history",
         "sweep",
         "verification",
         "atomic_write.py",

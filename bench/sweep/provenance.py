@@ -7,21 +7,26 @@ import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+from spbench.bench.sweep.machine import machine_facts
 
 #: what is written from rows and by verification, so that no row depends on it
 MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "results/verification", "*.md")
 
 
 @cache
-def provenance() -> dict[str, str | None]:
-    """What is the same for all rows of a process: versions, host and commit (with "-dirty" if tracked files
-    other than :data:`MADE_FROM_ROWS` are changed; None where the code is not in a checkout)."""
+def provenance() -> dict[str, Any]:
+    """What is the same for all rows of a process: versions, host, the ``machine`` (:func:`machine_facts`) and
+    the commit (12 digits, with "-dirty" if tracked files other than :data:`MADE_FROM_ROWS` are changed; None
+    where the code is not in a checkout)."""
     return {
         "spbench": installed_version("spbench"),
         "commit": _commit(Path(__file__).resolve().parents[2]),
         "torch": installed_version("torch"),
         "python": platform.python_version(),
         "host": platform.node(),
+        "machine": machine_facts(),
     }
 
 

@@ -1,0 +1,113 @@
+"""What people write into a history: targets that metrics have to meet, and steps that were meant.
+
+Both are YAML files in the folder of the history, ``targets.yaml`` and ``meant.yaml``::
+
+    targets:
+      - {suite: gate, cell: tnl-1b/lasp/sp64, metric: peak_memory_bytes, value: 12e9}
+
+    meant:
+      - {commit: 1a2b3c4d5e6f, metric: peak_memory_bytes, reason: moments are kept in float32}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
+
+from spbench.bench.files.yaml_files import read_yaml, validate
+from spbench.bench.history.series import Series
+from spbench.bench.history.steps import Step
+
+TARGETS_FILE, MEANT_FILE = "targets.yaml", "meant.yaml"
+
+
+class _SeriesSelector(BaseModel):
+    """Names series; what is left out may be anything.
+
+    Attributes:
+        cell: a part of the cell's key.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    suite: str | None = None
+    cell: str = ""
+    metric: str | None = None
+    machine: str | None = None
+
+    def selects(self, series: Series) -> bool:
+        """Whether the series is one of those named; ``machine`` names no series of exact metrics."""
+        wanted = (self.suite, self.metric, self.machine)
+        has = (series.suite, series.metric.name, series.machine)
+        return self.cell in series.cell and all(w in (None, h) for w, h in zip(wanted, has, strict=True))
+
+
+class Target(_SeriesSelector):
+    """A value that a metric must reach: at most this where smaller is better, else at least."""
+
+    metric: str
+    value: int | FiniteFloat
+
+    def is_missed(self, series: Series) -> bool:
+        """Whether the present value of a series is worse."""
+        excess = series.metric.excess(self.value, series.current)
+        return excess > series.metric.tolerance
+
+
+class Acceptance(_SeriesSelector):
+    """Steps that were meant: those of the named series whose commits include this one.
+
+    Attributes:
+        commit: at least 7 digits of the hash of a recorded commit, such as the end of the step's range.
+    """
+
+    commit: str = Field(pattern="^[0-9a-f]{7,64}$")
+    reason: str
+
+    @field_validator("reason")
+    @classmethod
+    def _check_reason(cls, reason: str) -> str:
+        if not reason.strip():
+            raise ValueError("is empty; say why the change was meant")
+        return reason
+
+    def accepts(self, step: Step, series: Series) -> bool:
+        """Whether the step is one of those meant."""
+        if not self.selects(series):
+            return False
+        hashes = [point.commit.hash for point in series.points]
+        first, last = (hashes.index(p.commit.hash) for p in (step.last_before, step.first_after))
+        return any(name.startswith(self.commit) for name in hashes[first + 1 : last + 1])
+
+
+class _TargetsFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    targets: list[Target]
+
+
+class _MeantFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    meant: list[Acceptance]
+
+
+def read_targets(folder: Path) -> tuple[Target, ...]:
+    """The targets of a history; none without a file.
+
+    Raises:
+        UserError: the file cannot be read or is wrong; with its name, the key, and how to mend it.
+    """
+    path = folder / TARGETS_FILE
+    return tuple(validate(_TargetsFile, read_yaml(path), str(path)).targets) if path.exists() else ()
+
+
+def read_meant(folder: Path) -> tuple[Acceptance, ...]:
+    """The accepted steps of a history; none without a file.
+
+    Raises:
+        UserError: the file cannot be read or is wrong; with its name, the key, and how to mend it.
+    """
+    path = folder / MEANT_FILE
+    return tuple(validate(_MeantFile, read_yaml(path), str(path)).meant) if path.exists() else ()

@@ -1,0 +1,121 @@
+"""Records from results: what a run has left, with the commit that made it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.comparison.metrics import is_exact, readings
+from spbench.bench.comparison.regressions import read_results
+from spbench.bench.comparison.same_code import check_same_code, commit_of
+from spbench.bench.errors import UserError
+from spbench.bench.history.checkout import commit_in
+from spbench.bench.history.run_record import CellRecord, RecordedValue, RunRecord, as_lines, utc
+from spbench.bench.sweep.results import Row
+
+#: keys of a row's provenance that are no versions
+_NO_VERSIONS = ("commit", "host", "cpu", "machine")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What a user says of a run that its results do not, or not as wanted; None: as the results have it.
+
+    Attributes:
+        suite: the name of the series' suite; else that of the results' folder.
+        machine: in the place of the host, where jobs run on hosts that come and go.
+        repository: a checkout whose commit was measured; else that of spbench's own code.
+        branch: else the one that is checked out there.
+    """
+
+    suite: str | None = None
+    machine: str | None = None
+    repository: Path | None = None
+    branch: str | None = None
+
+
+def record_of(path: Path, naming: Naming) -> RunRecord:
+    """The record of the results in a file or folder (:func:`read_results`).
+
+    Raises:
+        UserError: the results cannot be read, are of a changed checkout, of several commits or, where they
+            were timed, of several machines; or their commit or branch is not known.
+    """
+    suite = _suite(path, naming.suite)
+    rows = list(read_results(path).cells.values())
+    check_same_code({suite: rows})
+    commit = commit_in(naming.repository, commit_of(rows[0]), naming.branch)
+    machine = dict(_machine(suite, rows))
+    if naming.machine is not None:
+        machine["host"] = naming.machine
+    date = max((str(row["time"]) for row in rows if row.get("time")), default=commit.date)
+    cells = {row["key"]: _cell_record(row) for row in rows}
+    return RunRecord(suite, utc(date), commit, machine, _versions(rows[0]), cells)
+
+
+def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
+    """Write a record into a history; returns its path, and False where it was there already.
+
+    Recording the same run again changes nothing. Another run of the same commit on the same machine has
+    another date, and so a file of its own.
+
+    Raises:
+        UserError: the file cannot be written, or there is one of that name with other content.
+    """
+    path = folder / record.file_name
+    content = "".join(line + "\n" for line in as_lines(record)).encode()
+    if path.exists():
+        if path.read_bytes() != content:
+            raise UserError(f"{path} has another record of that suite, commit, machine and second; remove it")
+        return path, False
+    return write_whole(path, content), True
+
+
+def _cell_record(row: Row) -> CellRecord:
+    values = {
+        name: RecordedValue(found.metric, found.value, found.unit, found.exact, found.samples)
+        for name, found in readings(row).items()
+    }
+    return CellRecord(row["key"], row["status"], is_exact(row), values)
+
+
+def _suite(path: Path, given: str | None) -> str:
+    if given is None:
+        place = path.resolve()
+        given = place.name if place.is_dir() else place.stem
+        if given == "cells":
+            given = place.parent.name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*(_[A-Za-z0-9.-]+)*", given):
+        raise UserError(f"suite {given!r}: give --suite a name of letters, digits, '.', '-' and '_'")
+    return given
+
+
+def _machine(suite: str, rows: Sequence[Row]) -> Mapping[str, Any]:
+    """The machine of the timed rows; where none was timed, that of the first."""
+    timed = [row for row in rows if not is_exact(row)]
+    machines = [_machine_of(row) for row in timed or rows[:1]]
+    if other := next((machine for machine in machines if machine != machines[0]), None):
+        raise UserError(
+            f"{suite}: cells were timed on {machines[0].get('host')} and on {other.get('host')}, or one of "
+            "them has changed meanwhile; run again with --fresh"
+        )
+    return machines[0]
+
+
+def _machine_of(row: Row) -> dict[str, Any]:
+    provenance = row.get("provenance") or {}
+    named = {name: provenance[name] for name in ("host", "cpu") if provenance.get(name)}
+    machine = {**named, **(provenance.get("machine") or {})}
+    devices = [rank["device"] for rank in row["measurement"].get("ranks") or ()]
+    gpus = [device for device in devices if device != "cpu"]
+    # without NVIDIA's management library, what torch calls the GPUs of the ranks
+    return machine if machine.get("gpus") or not gpus else {**machine, "gpus": gpus}
+
+
+def _versions(row: Row) -> dict[str, str | None]:
+    provenance = row.get("provenance") or {}
+    return {name: version for name, version in provenance.items() if name not in _NO_VERSIONS}

@@ -1,0 +1,155 @@
+"""A history: the records in a folder, the series of their metrics, and what is wrong with these now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.history.expectations import Acceptance, Target, read_meant, read_targets
+from spbench.bench.history.run_record import SUFFIX, RunRecord, read_record
+from spbench.bench.history.series import Series, series_of
+from spbench.bench.history.steps import Step, standing_regressions, steps
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A series, and what there is to say of it.
+
+    Attributes:
+        steps: the earliest first; those that were meant say why.
+        targets: that the series should meet.
+    """
+
+    series: Series
+    steps: tuple[Step, ...]
+    targets: tuple[Target, ...]
+
+    @property
+    def regressions(self) -> list[Step]:
+        """The regressions that nobody has accepted and from which the metric has not recovered."""
+        if not self.series.metric.judged:
+            return []
+        return [step for step in standing_regressions(self.steps, self.series) if not step.meant]
+
+    @property
+    def missed(self) -> list[Target]:
+        """The targets that the present value does not meet."""
+        return [target for target in self.targets if target.is_missed(self.series)]
+
+    @property
+    def fails(self) -> bool:
+        """Whether a nightly job should fail of it."""
+        return bool(self.regressions or self.missed)
+
+
+@dataclass(frozen=True)
+class History:
+    """The records in a folder.
+
+    Attributes:
+        records: by the dates of their commits, then of their runs. Dates rather than the order of the
+            commits in git, as records are read where no git is, and made in shallow clones.
+        problems: a line for each file that is no whole record and was passed over.
+    """
+
+    folder: Path
+    records: tuple[RunRecord, ...]
+    targets: tuple[Target, ...]
+    meant: tuple[Acceptance, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def suites(self) -> list[str]:
+        """The names of the suites, in alphabetical order."""
+        return sorted({record.suite for record in self.records})
+
+    @property
+    def branches(self) -> list[str]:
+        """The names of the branches, that with the most records first."""
+        counts = Counter(record.commit.branch for record in self.records)
+        return sorted(counts, key=lambda branch: (-counts[branch], branch))
+
+    def series(
+        self,
+        *,
+        suite: str | None = None,
+        metric: str | None = None,
+        cell: str = "",
+        machine: str | None = None,
+        branch: str | None = None,
+    ) -> list[Series]:
+        """Series by suite and cell; a cell's first is its status.
+
+        Args:
+            suite, metric, machine: only those of this name; exact metrics are of every machine.
+            cell: only cells whose key contains this text.
+            branch: whose records count; None: that with the most records.
+
+        Raises:
+            UserError: there is no such suite, metric, machine or branch, or no such cell.
+        """
+        branch = branch if branch is not None else self.branches[0]
+        _check(branch, self.branches, "branch")
+        if suite is not None:
+            _check(suite, self.suites, "suite")
+        wanted = [
+            record
+            for record in self.records
+            if record.commit.branch == branch and suite in (None, record.suite)
+        ]
+        if machine is not None:
+            _check(machine, sorted({record.machine_name for record in wanted}), "machine")
+        found = series_of(wanted)
+        if metric is not None:
+            _check(metric, dict.fromkeys(series.metric.name for series in found), "metric")
+        chosen = [
+            series
+            for series in found
+            if metric in (None, series.metric.name)
+            and cell in series.cell
+            and (machine is None or series.machine in ("", machine))
+        ]
+        if not chosen:
+            raise UserError(
+                f"{self.folder}: no cell with {cell!r} in its key has such a metric on branch {branch}"
+            )
+        return chosen
+
+    def assess(self, series: Series) -> Assessment:
+        """The steps of a series, and the targets that it should meet."""
+        found = [replace(step, meant=self._reason(step, series)) for step in steps(series)]
+        targets = tuple(target for target in self.targets if target.selects(series))
+        return Assessment(series, tuple(found), targets)
+
+    def _reason(self, step: Step, series: Series) -> str:
+        return next((a.reason for a in self.meant if a.accepts(step, series)), "")
+
+
+def _check(name: str, known: Sequence[str] | dict[str, None], kind: str) -> None:
+    if name not in known:
+        raise UserError(f"no records of {kind} {name!r}{suggestion(name, known)}")
+
+
+def read_history(folder: Path) -> History:
+    """Read all records below a folder, its targets and what was meant.
+
+    Raises:
+        UserError: the folder is missing or has no record, a file cannot be read, or the file of targets or
+            of what was meant is wrong.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; spbench record RESULTS --history {folder} makes it")
+    records, problems = [], []
+    for path in sorted(folder.rglob(f"*{SUFFIX}")):
+        try:
+            records.append(read_record(path))
+        except ValueError as error:
+            problems.append(f"{path}: {error}, skipped")
+    if not records:
+        why = problems[0] if problems else f"spbench record RESULTS --history {folder} adds the first"
+        raise UserError(f"{folder} has no records of runs: {why}")
+    records.sort(key=lambda record: (record.commit.date, record.commit.hash, record.date))
+    return History(folder, tuple(records), read_targets(folder), read_meant(folder), tuple(problems))

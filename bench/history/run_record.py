@@ -1,0 +1,245 @@
+"""A record: what one run of a suite measured, at a commit, on a machine; one immutable file each.
+
+The file has JSON lines: the head (format, suite, date, commit, machine, versions, metrics, number of cells),
+then a line for each cell. Nothing is ever appended to it, and its name is made of suite, date, commit and
+machine, so that jobs and branches that write into one history never touch the same file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
+from spbench.bench.cell import Status
+from spbench.bench.comparison.metrics import Metric
+from spbench.bench.errors import UserError
+
+FORMAT = 1
+SUFFIX = ".jsonl"
+
+#: hexadecimal digits of a commit where people read it
+SHORT_HASH = 12
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The state of the code.
+
+    Attributes:
+        hash: in full.
+        date: of the committer, ISO 8601 in UTC, to the second: texts sort as dates.
+        branch: on which it was measured.
+    """
+
+    hash: str
+    date: str
+    branch: str
+
+    @property
+    def short(self) -> str:
+        """The first digits of the hash."""
+        return self.hash[:SHORT_HASH]
+
+
+@dataclass(frozen=True)
+class RecordedValue:
+    """A :class:`Reading`, as a record keeps it.
+
+    Attributes:
+        samples: of a measured value, in the order in which they were taken; empty if there are none.
+    """
+
+    metric: Metric
+    value: float
+    unit: str
+    exact: bool
+    samples: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """What was found of one cell.
+
+    Attributes:
+        exact: whether any machine would find the same (:func:`is_exact`).
+        values: by the names of metrics.
+    """
+
+    key: str
+    status: Status
+    exact: bool
+    values: Mapping[str, RecordedValue]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run of one suite.
+
+    Attributes:
+        date: of the run, as :attr:`Commit.date`.
+        machine: ``host`` (or the name given in its place), and :func:`machine_facts` where known.
+        versions: of libraries, by name; None: not installed.
+        cells: by key.
+    """
+
+    suite: str
+    date: str
+    commit: Commit
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+    cells: Mapping[str, CellRecord]
+
+    @property
+    def machine_name(self) -> str:
+        """The host and a digest of its hardware (processor, cores, GiB of memory, GPUs): timings of two runs
+        are comparable only if it is the same."""
+        facts = self.machine
+        hardware = [facts.get(name) for name in ("cpu", "cores", "gpus")]
+        if hardware == [None, None, None]:
+            return str(facts.get("host") or "unknown")
+        gib = round((facts.get("memory_bytes") or 0) / 2**30)  # kernels keep a few MiB more or less
+        digest = hashlib.sha256(json.dumps([*hardware, gib]).encode()).hexdigest()[:6]
+        return f"{facts.get('host') or 'unknown'}-{digest}"
+
+    @property
+    def software(self) -> dict[str, str]:
+        """Versions of libraries, of the system and of the GPU's driver: what may change a number beside the
+        commit."""
+        found = {**self.versions, **{name: self.machine.get(name) for name in ("os", "gpu_driver")}}
+        return {name: str(version) for name, version in found.items() if version is not None}
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file: suite, date of the run, commit and machine."""
+        date = re.sub(r"[-:]|\+00:00", "", self.date)
+        words = (self.suite, f"{date}Z", self.commit.short, self.machine_name)
+        return "_".join(re.sub(r"[^A-Za-z0-9.-]+", "-", word) for word in words) + SUFFIX
+
+
+def utc(date: str) -> str:
+    """A date in ISO 8601 as :attr:`Commit.date` has it; one without a zone is in UTC.
+
+    Raises:
+        ValueError: it is no such date.
+    """
+    parsed = datetime.fromisoformat(date)
+    zoned = parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
+    return zoned.astimezone(UTC).isoformat(timespec="seconds")
+
+
+# -- the file --------------------------------------------------------------------------------------------
+
+
+class _StoredMetric(BaseModel):
+    better: Literal["smaller", "bigger"]
+    tolerance: FiniteFloat
+    judged: bool
+
+
+class _Head(BaseModel):
+    """Keys of later versions that it does not know are left out."""
+
+    spbench_record: int
+    suite: str
+    date: str
+    commit: Commit
+    machine: dict[str, Any]
+    versions: dict[str, str | None]
+    metrics: dict[str, _StoredMetric]
+    cells: int
+
+
+class _StoredValue(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    value: int | FiniteFloat
+    unit: str
+    exact: bool
+    samples: list[FiniteFloat] = []
+
+
+class _Line(BaseModel):
+    cell: str
+    status: Status
+    exact: bool
+    values: dict[str, _StoredValue]
+
+
+def as_lines(record: RunRecord) -> Iterator[str]:
+    """The lines of a record's file, without line ends."""
+    metrics = {name: value.metric for cell in record.cells.values() for name, value in cell.values.items()}
+    head = {
+        "spbench_record": FORMAT,
+        "suite": record.suite,
+        "date": record.date,
+        "commit": asdict(record.commit),
+        "machine": record.machine,
+        "versions": record.versions,
+        "metrics": {
+            name: {"better": metric.better, "tolerance": metric.tolerance, "judged": metric.judged}
+            for name, metric in metrics.items()
+        },
+        "cells": len(record.cells),
+    }
+    yield _json(head)
+    for key in sorted(record.cells):
+        cell = record.cells[key]
+        values = {name: _stored(value) for name, value in cell.values.items()}
+        yield _json({"cell": key, "status": cell.status, "exact": cell.exact, "values": values})
+
+
+def _stored(found: RecordedValue) -> dict[str, Any]:
+    stored = {"value": found.value, "unit": found.unit, "exact": found.exact}
+    return {**stored, "samples": list(found.samples)} if found.samples else stored
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, allow_nan=False, separators=(",", ":"))
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read a record.
+
+    Raises:
+        ValueError: the file is not a whole record of this format; one line that says what it is.
+        UserError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    first, *others = content.splitlines() or [b""]
+    try:
+        head = _Head.model_validate_json(first)
+    except ValidationError as error:
+        raise ValueError("not a record of a run") from error
+    if head.spbench_record != FORMAT:
+        raise ValueError(f"a record of format {head.spbench_record}; this spbench reads format {FORMAT}")
+    if len(others) != head.cells or not content.endswith(b"\n"):
+        raise ValueError(f"cut short: {len(others)} of {head.cells} cells")
+    cells = {}
+    for number, line in enumerate(others, start=2):
+        try:
+            stored = _Line.model_validate_json(line)
+            cells[stored.cell] = _cell_record(stored, head.metrics)
+        except (ValidationError, KeyError) as error:
+            raise ValueError(f"line {number} is not a cell") from error
+    return RunRecord(head.suite, utc(head.date), head.commit, head.machine, head.versions, cells)
+
+
+def _cell_record(line: _Line, metrics: Mapping[str, _StoredMetric]) -> CellRecord:
+    values = {}
+    for name, stored in line.values.items():
+        about = metrics[name]
+        metric = Metric(name, stored.unit, about.better, about.tolerance, about.judged)
+        samples = tuple(stored.samples)
+        values[name] = RecordedValue(metric, stored.value, stored.unit, stored.exact, samples)
+    return CellRecord(line.cell, line.status, line.exact, values)
