@@ -2,13 +2,15 @@
 
 A metric is exact where any machine gives the same value for the same code (bytes sent; memory, simulated
 times and answers of engines whose numbers are exact), else measured: its value differs from run to run, and
-samples tell by how much.
+from step to step within a run. Samples show the one and, where a row is of several rounds
+(:mod:`bench.comparison.rounds`), the other.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from spbench.bench.cell import Cell
@@ -29,6 +31,7 @@ class Metric:
         better: which values are.
         tolerance: relative; an exact value that differs by no more is the same.
         judged: False for one that says the same as another metric.
+        samples: the key of its samples in a measurement; empty: it has none.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Metric:
     better: Literal["smaller", "bigger"]
     tolerance: float = 0.0
     judged: bool = True
+    samples: str = ""
 
     def excess(self, base: float, new: float) -> float:
         """How much worse the new value is, as a part of the base: negative if it is better, infinite beside a
@@ -51,8 +55,10 @@ METRICS = (
     Metric("answer", "", "bigger"),
     Metric("peak_memory_bytes", "bytes", "smaller"),
     Metric("reserved_memory_bytes", "bytes", "smaller"),
-    Metric("step_time_s", "s", "smaller", tolerance=SIMULATED_TOLERANCE),
+    Metric("step_time_s", "s", "smaller", tolerance=SIMULATED_TOLERANCE, samples="step_time_samples_s"),
     Metric("tokens_per_s", "tokens/s", "bigger", tolerance=SIMULATED_TOLERANCE, judged=False),
+    # of the benchmarks of pytest-benchmark
+    Metric("time_s", "s", "smaller", samples="time_samples_s"),
 )
 
 
@@ -63,15 +69,20 @@ class Reading:
     Attributes:
         unit: the metric's, or the searched quantity.
         exact: whether any machine would read the same.
-        samples: of a measured value, of which it is the median, in the order in which they were taken; empty
-            if there is one value alone.
+        rounds: of a measured value, the samples of each process that took some, in the order in which they
+            were taken; empty if there is one value alone.
     """
 
     metric: Metric
     value: float
     unit: str
     exact: bool
-    samples: tuple[float, ...] = ()
+    rounds: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def samples(self) -> tuple[float, ...]:
+        """The samples of all processes, in the order in which they were taken."""
+        return tuple(chain.from_iterable(self.rounds))
 
 
 def readings(row: Row) -> dict[str, Reading]:
@@ -85,14 +96,9 @@ def readings(row: Row) -> dict[str, Reading]:
     for metric in METRICS:
         value = counted.get(metric.name, measured.get(metric.name))
         if value is not None:
-            samples = measured.get("step_time_samples_s") if metric.name == "step_time_s" else None
-            found[metric.name] = Reading(
-                metric,
-                value,
-                metric.unit or searched,
-                exact or metric.name in counted,
-                () if exact else tuple(samples or ()),
-            )
+            same_anywhere = exact or metric.name in counted
+            rounds = () if same_anywhere else _rounds(metric, row)
+            found[metric.name] = Reading(metric, value, metric.unit or searched, same_anywhere, rounds)
     return found
 
 
@@ -100,6 +106,18 @@ def is_exact(row: Row) -> bool:
     """Whether the engine of a cell gives the same numbers on any machine."""
     engine = engines().get(row["cell"].get("engine", Cell.model_fields["engine"].default))
     return engine is not None and engine.is_exact
+
+
+def _rounds(metric: Metric, row: Row) -> tuple[tuple[float, ...], ...]:
+    """The samples of each round in which a metric was measured; of a row of one run, its samples, if any."""
+    found = []
+    for measured in row.get("rounds") or [row["measurement"]]:
+        samples = measured.get(metric.samples) or ()
+        if not samples and "rounds" in row and measured.get(metric.name) is not None:
+            samples = (measured[metric.name],)
+        if samples:
+            found.append(tuple(samples))
+    return tuple(found)
 
 
 def _counted(row: Row) -> dict[str, float | None]:

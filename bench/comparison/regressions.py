@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from spbench.bench.cell import Status
 from spbench.bench.comparison.comparisons import COMPARISON_FILE
 from spbench.bench.comparison.metrics import METRICS, Metric, readings
-from spbench.bench.errors import UserError
-from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
+from spbench.bench.comparison.result_files import Results, read_results
+from spbench.bench.comparison.statuses import STATUSES
+from spbench.bench.sweep.results import Row
+
+__all__ = ["Difference", "Judgement", "Results", "judge", "read_results"]
 
 #: absolute, of relative errors
 ERROR_TOLERANCE = 1e-6
 
-#: the better, the earlier
-STATUSES = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")
-assert set(STATUSES) == set(get_args(Status))
-
 Verdict = Literal["worse", "missing", "better", "new"]
-Claims = dict[tuple[str, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -75,20 +71,6 @@ class Judgement:
     @property
     def fails(self) -> bool:
         return any(difference.fails for difference in self.differences)
-
-
-@dataclass(frozen=True)
-class Results:
-    """What is compared.
-
-    Attributes:
-        claims: the rows of comparison.csv by claim, variant, numerator and denominator; None: there is no
-            such file.
-    """
-
-    path: Path
-    cells: Mapping[str, Row]
-    claims: Claims | None
 
 
 def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
@@ -189,44 +171,3 @@ def _claim(
             yield Difference("new", where, "error", None, now)
     elif abs(now - before) > ERROR_TOLERANCE:
         yield Difference("worse" if now > before else "better", where, "error", before, now, now - before)
-
-
-# -- reading ---------------------------------------------------------------------------------------------
-
-
-def read_results(path: Path) -> Results:
-    """Read a cells.jsonl, or a folder with one and, perhaps, a comparison.csv.
-
-    Raises:
-        UserError: a file is missing, cannot be read or has a line that is not a row, or there is no row.
-    """
-    cells = path / RESULTS_FILE if path.is_dir() else path
-    if not cells.is_file():
-        raise UserError(f"cannot read {cells}: no such file; name one, or a folder with {RESULTS_FILE}")
-    rows, problems = read_rows(cells)
-    if problems:
-        raise UserError(problems[0].replace("skipped", "so that nothing can be compared"))
-    if not rows:
-        raise UserError(f"{cells} has no rows, so that nothing can be compared")
-    claims = path / COMPARISON_FILE
-    return Results(
-        path, {row["key"]: row for row in rows}, _read_claims(claims) if claims.is_file() else None
-    )
-
-
-def _read_claims(path: Path) -> Claims:
-    from pandas import read_csv
-
-    numbers = ("published", "reproduced", "relative_error")
-    name = ("claim", "variant", "numerator", "denominator")
-    needed = (*name, *numbers, "status_published", "status_reproduced")
-    try:
-        frame = read_csv(path, dtype=str, keep_default_na=False)
-        if missing := [column for column in needed if column not in frame.columns]:
-            raise ValueError(f"no column {missing[0]!r}")
-        rows: Sequence[dict[Any, Any]] = frame.to_dict("records")
-        for row in rows:
-            row |= {number: float(row[number]) if row[number] else None for number in numbers}
-    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
-        raise UserError(f"cannot read {path}: {error}") from error
-    return {tuple(row[column] for column in name): row for row in rows}

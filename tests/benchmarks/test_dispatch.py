@@ -49,6 +49,8 @@ def in_a_step(recorder: Recorder) -> Iterator[None]:
         yield
 
 
+@pytest.mark.micro
+@pytest.mark.benchmark(group="operators on fake tensors")
 @pytest.mark.parametrize("watched", [alone, plain, remembering])
 def test_operators(benchmark: Any, watched: Callable[[FakeTensorMode], AbstractContextManager[Any]]) -> None:
     mode = FakeTensorMode()

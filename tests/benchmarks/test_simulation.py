@@ -1,0 +1,55 @@
+"""How quick a step is traced and simulated: part of `pytest tests/benchmarks -m micro`.
+
+As within a sweep, in a process that has done it before; :mod:`tests.benchmarks.test_scale` has large steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines import virtual
+from spbench.bench.meters.allocator import replay
+
+pytestmark = pytest.mark.micro
+
+#: by strategy: the axis of its ranks, and a model
+STRATEGIES = {
+    "ring_self_attention": ("sp", "bert-tiny"),
+    "megatron_sp": ("tp", "bert-tiny"),
+    "lasp": ("sp", "tnl-tiny"),
+}
+
+
+def small(strategy: str, ranks: int = 4) -> Cell:
+    axis, model = STRATEGIES[strategy]
+    sizes = Sizes.model_validate({axis: ranks})
+    return Cell(model=model, strategy=strategy, sizes=sizes, batch=4, seq_len=128, cluster="dgx-a100")
+
+
+@pytest.mark.benchmark(group="trace of a rank")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trace_of_a_rank(benchmark: Any, strategy: str) -> None:
+    """With the events that a simulation reads."""
+    traced = benchmark.pedantic(
+        virtual.trace, (small(strategy),), {"events": True}, rounds=10, warmup_rounds=1
+    )
+    assert traced.memory.peak().nbytes > 0
+
+
+@pytest.mark.benchmark(group="simulation of a step")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_simulation(benchmark: Any, strategy: str) -> None:
+    """From the traces of all classes of ranks to the time of the step, on 4 ranks."""
+    traces = virtual.trace_classes(small(strategy), events=True)
+    timeline = benchmark.pedantic(lambda: traces.simulator()(), rounds=10, warmup_rounds=1)
+    assert timeline.step_time_s > 0
+
+
+@pytest.mark.benchmark(group="replay of the allocator")
+def test_small_replay(benchmark: Any) -> None:
+    log = virtual.trace(small("ring_self_attention")).memory
+    found = benchmark.pedantic(replay, (log.sizes, log.events, None), rounds=10, warmup_rounds=1)
+    assert found.out_of_memory is None
