@@ -166,7 +166,8 @@ def _series_line(series: Series) -> Line:
 
 
 def _changes(series: Series) -> list[Any]:
-    """The points of a series; of an exact one the first, the last and those that differ from the one before."""
+    """The points of a series; of an exact one the first, the last, and those that differ from their
+    predecessors."""
     points = series.points
     if not series.exact:
         return list(points)
