@@ -64,11 +64,11 @@ class Findings:
     def blocks(self, scenario: str) -> Iterator[tuple[str, list[Line]]]:
         """The tables of a scenario: (title, lines), claims first."""
         mine = [r for r in self.records if r["scenario"] == scenario]
-        claims = [r for r in mine if r["role"] != "formula" and not _of_table(r)]
+        claims = [r for r in mine if r["role"] != "formula" and not of_table(r)]
         if claims:
             yield "claims", [_claim_line(r) for r in claims]
         for (table, quantity, variant), rows in groupby(
-            filter(_of_table, mine), lambda r: (r["table"], r["quantity"], r["variant"])
+            filter(of_table, mine), lambda r: (r["table"], r["quantity"], r["variant"])
         ):
             kept = list(rows)
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
@@ -86,7 +86,7 @@ class Findings:
             groups: dict[tuple[str, str], list[Record]] = {}
             for r in self.records:
                 if r["scenario"] == scenario:
-                    what = f"{r['table']}: {r['quantity']}" if _of_table(r) else _kind(r)
+                    what = f"{r['table']}: {r['quantity']}" if of_table(r) else _kind(r)
                     groups.setdefault((what, r["variant"]), []).append(r)
             document = self.documents.get(scenario)
             remark = document.not_reproduced if document else ""
@@ -121,7 +121,7 @@ def distinct(records: Sequence[Record]) -> list[Record]:
     kept = []
     for record in records:
         same: set[object] = {record["source"]}
-        if _of_table(record):
+        if of_table(record):
             same.add((record["cell"], record["quantity"]))
         if record["published"] is not None and not same & seen:
             kept.append(record)
@@ -129,9 +129,24 @@ def distinct(records: Sequence[Record]) -> list[Record]:
     return kept
 
 
-def errors_by_role(records: Sequence[Record]) -> str:
-    """Of each role, how many numbers there are, and the median and the worst absolute error."""
-    parts = []
+@dataclass(frozen=True)
+class RoleErrors:
+    """The errors of published numbers of one role.
+
+    Attributes:
+        numbers: how many distinct published numbers.
+        median, worst: of the absolute relative errors; None where no number of ours stands beside any.
+    """
+
+    role: str
+    numbers: int
+    median: float | None
+    worst: float | None
+
+
+def role_errors(records: Sequence[Record]) -> list[RoleErrors]:
+    """The errors of each role that has a published number, in the order of :data:`ROLES`."""
+    found = []
     for role in ROLES:
         rows = [r for r in records if r["role"] == role]
         numbers = distinct(rows)
@@ -139,10 +154,21 @@ def errors_by_role(records: Sequence[Record]) -> str:
         compared = rows if role == "formula" else numbers
         errors = [abs(r["relative_error"]) for r in compared if r["relative_error"] is not None]
         if numbers:
-            text = f"{len(numbers)} {role}"
-            parts.append(
-                f"{text}, median error {median(errors):.1%}, worst {max(errors):.1%}" if errors else text
+            found.append(
+                RoleErrors(role, len(numbers), median(errors), max(errors))
+                if errors
+                else RoleErrors(role, len(numbers), None, None)
             )
+    return found
+
+
+def errors_by_role(records: Sequence[Record]) -> str:
+    """Of each role, how many numbers there are, and the median and the worst absolute error."""
+    parts = [
+        f"{of.numbers} {of.role}"
+        + ("" if of.worst is None else f", median error {of.median:.1%}, worst {of.worst:.1%}")
+        for of in role_errors(records)
+    ]
     gaps = [r["reproduced"] for r in records if r["quantity"] == "largest_deviation" and r["reproduced"]]
     if any(r["role"] == "curve" for r in records):
         parts.append(f"curves differ by at most {max(gaps):.0e}" if gaps else "curves")
@@ -172,7 +198,7 @@ def _kind(record: Record) -> str:
     return {"formula": "formulas", "curve": "curves"}.get(record["role"], "claims")
 
 
-def _of_table(record: Record) -> bool:
+def of_table(record: Record) -> bool:
     """Whether a record is a row of a published table; claims and formulas carry no published status."""
     return bool(record["status_published"])
 

@@ -104,13 +104,14 @@ def files(gathered: Gathered) -> dict[str, bytes]:
         texts = {page.path: rendering.html(), **rendering.files, **page.files}
         if twice := found.keys() & texts:
             raise ValueError(f"two pages write {', '.join(sorted(twice))}")
-        found |= {path: text.encode() for path, text in texts.items()}
+        found |= {path: text.encode() if isinstance(text, str) else text for path, text in texts.items()}
     return found
 
 
 def vendored() -> Iterator[tuple[str, bytes]]:
     """The libraries that draw charts and sort tables, as scripts that a page from a file may load."""
-    yield "assets/vega.js", vl_convert.javascript_bundle().encode()
+    # the stub of 1.9 lacks that the snippet may be left out
+    yield "assets/vega.js", vl_convert.javascript_bundle().encode()  # type: ignore[call-arg]
     bundle = package_files("itables") / "html"
     script = (bundle / "dt_bundle.js").read_text(encoding="utf-8")
     # pages from files may not import modules, so what the module exports becomes a name of the window

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import altair as alt
 
-from spbench.bench.site.page import Selector
+from spbench.bench.site.page import LegendEntry, Selector
 from spbench.plots.style import looks, strategy_name
 
+AnyChart = TypeVar("AnyChart", alt.Chart, alt.LayerChart)
 Values = Sequence[dict[str, Any]]
+
+#: of the roles of published numbers
+ROLE_COLORS = {
+    "predicted": "#0173b2",
+    "inferred": "#de8f05",
+    "calibrated": "#949494",
+    "formula": "#029e73",
+    "curve": "#cc78bc",
+}
 
 
 def method_scale(strategies: Iterable[str]) -> alt.Scale:
-    """A colour scale of :func:`strategy_name` for these strategies; a method has the colours of the figures."""
+    """A scale from the names of these strategies (:func:`strategy_name`) to their colours in the figures."""
     look = looks(strategies)
     return alt.Scale(domain=[strategy_name(name) for name in look], range=[look[name].color for name in look])
 
 
-def selected(chart: alt.Chart, selectors: Sequence[Selector]) -> alt.Chart:
+def legend_of(strategies: Iterable[str], shape: str = "filled") -> list[LegendEntry]:
+    """An entry for each strategy."""
+    return [LegendEntry(strategy_name(name), shape, look.color) for name, look in looks(strategies).items()]
+
+
+def selected(chart: AnyChart, selectors: Sequence[Selector]) -> AnyChart:
     """The chart with a parameter for each selector, showing the data of the chosen values alone."""
     for selector in selectors:
         chart = chart.add_params(alt.param(name=selector.field, value=selector.options[0][0]))

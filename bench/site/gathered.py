@@ -1,8 +1,8 @@
 """What the site is made of: papers and what reproducing them found, and a result row for each known cell.
 
-Rows come from the first of these places that has any of a scenario: RESULTS/runs (every scenario that was run
-here), RESULTS/baseline (committed rows of a few), and the numbers that RESULTS/reproduction/PAPER.csv holds of
-cells that were measured elsewhere. The last have what was compared with published tables and nothing else.
+Rows come from the first of these places that has any of a scenario: RESULTS/runs (every scenario that was
+run here), RESULTS/baseline (committed rows of a few), and the numbers that RESULTS/reproduction/PAPER.csv
+holds of cells that were measured elsewhere. The last have what was compared with published tables alone.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Page:
     order: int = 50
     summary: str = ""
     short_title: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class DataTable:
         rows: the value of each column; None is shown as a blank. Floats are shown rounded, and written whole.
         columns: in order; empty: those of the first row.
         sortable: whether readers sort and search it; for tables of more than a few lines.
+        percent: columns of parts of one that are shown in percent.
     """
 
     name: str
@@ -54,6 +55,7 @@ class DataTable:
     rows: Sequence[Mapping[str, Any]]
     columns: Sequence[str] = ()
     sortable: bool = False
+    percent: Sequence[str] = ()
 
     @property
     def heads(self) -> list[str]:
@@ -79,6 +81,33 @@ class Selector:
 
 
 @dataclass(frozen=True)
+class Panel:
+    """One of several drawings of a chart.
+
+    Attributes:
+        title: what is alike for all that it shows.
+        spec: as of a :class:`Chart`.
+    """
+
+    title: str
+    spec: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """What a mark stands for.
+
+    Attributes:
+        shape: filled, hollow, square, line, dashed, or cross.
+        color: as in CSS.
+    """
+
+    text: str
+    shape: str
+    color: str = "currentColor"
+
+
+@dataclass(frozen=True)
 class Chart:
     """A chart, with what stands in its place for those who cannot see it.
 
@@ -87,9 +116,11 @@ class Chart:
         caption: what it shows, with units.
         alt: what can be seen in it, in a sentence or two.
         spec: a Vega-Lite specification (``altair.Chart.to_dict()``) without colours of axes, text and
-            background, which follow the reader's light or dark scheme.
+            background, which follow the reader's light or dark scheme; empty for a chart of several panels.
         table: the numbers behind it.
         selectors: choices above it, which also choose among the rows of the table.
+        panels: drawings beside each other, in place of ``spec``.
+        legend: above the drawings; empty: they have legends of their own, or need none.
     """
 
     name: str
@@ -98,3 +129,10 @@ class Chart:
     spec: Mapping[str, Any]
     table: DataTable
     selectors: Sequence[Selector] = ()
+    panels: Sequence[Panel] = ()
+    legend: Sequence[LegendEntry] = ()
+
+    @property
+    def drawings(self) -> Sequence[Panel]:
+        """The panels, or the one drawing that there is."""
+        return self.panels or [Panel("", self.spec)]

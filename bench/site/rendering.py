@@ -29,6 +29,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters["number"] = shown
+    found.filters["percent"] = lambda part: f"{part:.1%}"
     found.filters["raw_json"] = script_json
     return found
 

@@ -1,4 +1,4 @@
-"""The pages of the site: each module has a function ``pages(gathered)`` that yields some (:mod:`bench.site.page`)."""
+"""The pages of the site: each module here has a function ``pages(gathered)``, see :mod:`bench.site.page`."""
 
 from __future__ import annotations
 

@@ -27,8 +27,10 @@
   class Drawn {
     constructor(figure) {
       this.figure = figure;
-      this.place = figure.querySelector(".drawing");
-      this.spec = JSON.parse(figure.querySelector("script.spec").textContent);
+      this.panels = [...figure.querySelectorAll(".panel")].map((panel) => ({
+        place: panel.querySelector(".drawing"),
+        spec: JSON.parse(panel.querySelector("script.spec").textContent),
+      }));
       this.selects = [...figure.querySelectorAll(".selectors select")];
       this.rows = [...figure.querySelectorAll("details tbody tr")];
       this.restore();
@@ -38,14 +40,18 @@
     }
 
     async draw() {
-      const spec = structuredClone(this.spec);
+      for (const panel of this.panels) await this.drawPanel(panel);
+    }
+
+    async drawPanel(panel) {
+      const spec = { autosize: { type: "fit-x", contains: "padding" }, ...structuredClone(panel.spec) };
       for (const param of spec.params ?? []) {
         const select = this.selects.find((one) => one.dataset.field === param.name);
         if (select) param.value = select.value;
       }
-      const options = { actions: false, renderer: "svg", config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } };
-      this.result?.finalize();
-      this.result = await vegaEmbed(this.place, spec, options);
+      const options = { actions: false, logLevel: 1 /* errors: an empty domain is no news */, renderer: "svg", config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } };
+      panel.result?.finalize();
+      panel.result = await vegaEmbed(panel.place, spec, options);
     }
 
     async chosen() {
@@ -87,7 +93,7 @@
 
     async save(kind) {
       const link = document.createElement("a");
-      link.href = await this.result.view.toImageURL(kind, kind === "png" ? 2 : 1);
+      link.href = await this.panels[0].result.view.toImageURL(kind, kind === "png" ? 2 : 1);
       link.download = `${this.figure.id}.${kind}`;
       link.click();
     }
