@@ -7,6 +7,7 @@ at a time; of an exact one only the values at which it changes are kept, as it i
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -76,7 +77,9 @@ def label_of(series: Series) -> str:
 
 
 def _said(found: Assessment) -> str:
-    steps = ", ".join(f"{step.verdict} {_percent(step)} in {step.commit_range}" for step in found.steps)
+    steps = ", ".join(
+        f"{step.verdict} {_size(found.series, step)} in {step.commit_range}" for step in found.steps
+    )
     return f"{label_of(found.series)}: {steps or 'no step'}"
 
 
@@ -95,13 +98,13 @@ def step_lines(group: Iterable[Assessment]) -> list[Line]:
 
 def _step_line(series: Series, step: Step | None, stands: bool) -> Line:
     if step is None:
-        return dict.fromkeys(("step", "change (%)", "commits", "before", "after", "also changed"), "")
+        return dict.fromkeys(("step", "change", "commits", "before", "after", "also changed"), "")
     kind = "drift" if step.drift else "step"
     word = f"meant: {step.meant}" if step.meant else f"{step.verdict}{', stands' if stands else ''}"
     also = ", ".join(f"{name} {before} to {after}" for name, (before, after) in step.also_changed.items())
     return {
         "step": f"{word}{' (drift)' if kind == 'drift' else ''}",
-        "change (%)": _percent(step),
+        "change": _size(series, step),
         "commits": step.commit_range,
         "before": series.spelled(step.before),
         "after": series.spelled(step.after),
@@ -109,9 +112,11 @@ def _step_line(series: Series, step: Step | None, stands: bool) -> Line:
     }
 
 
-def _percent(step: Step) -> str:
-    change = step.change * 100
-    return f"{change:+.3g}%" if abs(change) != float("inf") else "from 0"
+def _size(series: Series, step: Step) -> str:
+    """How large a step is: in percent, or from what to what where that says nothing."""
+    if series.metric is STATUS or not math.isfinite(step.change):
+        return f"{series.spelled(step.before)} to {series.spelled(step.after)}"
+    return f"{step.change:+.3%}"
 
 
 # -- the others ------------------------------------------------------------------------------------------
@@ -139,9 +144,8 @@ def others_chart(assessments: Sequence[Assessment]) -> Chart | None:
     chart = base(values, _HEIGHT + 60).mark_line(
         interpolate="step-after", color=_LINE, point={"color": _LINE, "size": 25}
     )
-    chart = chart.encode(
-        x=alt.X("place:Q", title="commit, in order", axis=alt.Axis(tickMinStep=1)), y=_y(""), tooltip=_TOOLTIP
-    )
+    names = json.dumps({suite: _names(of_suite) for suite, of_suite in places.items()})
+    chart = chart.encode(x=_x(f"{names}[suite]"), y=_y("metric"), tooltip=_TOOLTIP)
     return Chart(
         "others",
         "A series without a step or a target, over commits",
@@ -200,10 +204,8 @@ def _point(series: Series, point: Any, places: Mapping[str, int]) -> Line:
 def _panel(found: Assessment, places: Mapping[str, int]) -> dict[str, Any]:
     """A line over commits; behind it the ranges of its steps, and lines at its targets."""
     series = found.series
-    x = alt.X(
-        "place:Q", title=None, axis=_commits(places), scale=alt.Scale(nice=False, domain=[0, len(places) - 1])
-    )
-    steps = [_range(step, places) for step in found.steps]
+    x = _x(json.dumps(_names(places)), len(places))
+    steps = [_range(series, step, places) for step in found.steps]
     points = [_point(series, point, places) for point in series.points]
     layers: list[Any] = []
     if steps:
@@ -221,7 +223,9 @@ def _panel(found: Assessment, places: Mapping[str, int]) -> dict[str, Any]:
                 x="middle:Q", y=alt.value(0), text="change:N"
             )
         )
-    line = alt.Chart(alt.Data(values=points)).encode(x=x, y=_y(_status_labels(series)), tooltip=_TOOLTIP)
+    line = alt.Chart(alt.Data(values=points)).encode(
+        x=x, y=_y(json.dumps(series.metric.name)), tooltip=_TOOLTIP
+    )
     layers.append(line.mark_line(interpolate="step-after" if series.exact else "linear", color=_LINE))
     layers.append(line.mark_circle(size=22, color=_LINE, opacity=1))
     if found.targets:
@@ -238,31 +242,49 @@ def _kinds() -> alt.Scale:
     return alt.Scale(domain=[*_COLORS], range=[*_COLORS.values()])
 
 
-def _range(step: Step, places: Mapping[str, int]) -> Line:
+def _range(series: Series, step: Step, places: Mapping[str, int]) -> Line:
     begin, end = (places[point.commit.hash] for point in (step.last_before, step.first_after))
     return {
         "from": begin,
         "to": end,
         "middle": (begin + end) / 2,
         "kind": "meant" if step.meant else step.verdict,
-        "change": _percent(step),
+        "change": _size(series, step),
         "commits": step.commit_range,
         "meant": step.meant,
     }
 
 
-def _commits(places: Mapping[str, int]) -> alt.Axis:
-    """Commits at equal distances, by the first digits of their hashes."""
-    names = json.dumps([found[:_SHORT] for found in places])
-    return alt.Axis(
-        labelExpr=f"{names}[datum.value]", tickMinStep=1, tickCount=4, labelFlush=True, labelOverlap=True
+def _names(places: Mapping[str, int]) -> list[str]:
+    """The commits in order, by the first digits of their hashes."""
+    return [found[:_SHORT] for found in places]
+
+
+def _x(names: str, commits: int | None = None) -> alt.X:
+    """Commits at equal distances.
+
+    Args:
+        names: an expression for the list of their names.
+        commits: how many there are, if they all are to be on the axis.
+    """
+    axis = alt.Axis(
+        labelExpr=f"{names}[datum.value] || ''",
+        tickMinStep=1,
+        tickCount=4,
+        labelFlush=True,
+        labelOverlap=True,
     )
+    scale = alt.Scale(nice=False, domain=[0, commits - 1] if commits else alt.Undefined)
+    return alt.X("place:Q", title=None, axis=axis, scale=scale)
 
 
-def _status_labels(series: Series) -> str:
-    return f"{json.dumps(SHOWN_STATUSES)}[datum.value]" if series.metric is STATUS else ""
+def _y(metric: str) -> alt.Y:
+    """Values; of statuses their names.
 
-
-def _y(labels: str) -> alt.Y:
-    axis = alt.Axis(labelExpr=labels, tickMinStep=1) if labels else alt.Axis(format="~s", tickCount=4)
+    Args:
+        metric: an expression for the name of the metric.
+    """
+    status = f"{metric} === {json.dumps(STATUS.name)}"
+    labels = f"{status} ? ({json.dumps(SHOWN_STATUSES)}[datum.value] || '') : format(datum.value, '~s')"
+    axis = alt.Axis(labelExpr=labels, tickCount=4)
     return alt.Y("value:Q", title=None, axis=axis, scale=alt.Scale(zero=False, padding=12))

@@ -29,7 +29,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             **_history(gathered),
         },
         order=80,
-        summary="What is worse than it was: results beside the committed baselines, and metrics over commits.",
+        summary="What is worse than it was: results beside committed baselines, and metrics over commits.",
     )
 
 
