@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.run_record import Commit, utc
+from spbench.bench.history.run_record import SHORT_HASH, Commit, utc
 
 _LIMIT_S = 30
 
@@ -71,3 +71,11 @@ def _git(repository: Path, *arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"cannot run git in {repository}: {error}") from error
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def last_change(path: Path) -> str:
+    """The first digits of the commit that changed a file or a folder last; "" where no git knows of it."""
+    try:
+        return _git(path.parent, "log", "-1", f"--abbrev={SHORT_HASH}", "--format=%h", "--", path.name)
+    except UserError:
+        return ""

@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from spbench.bench.simulator.timeline import Event, Timeline, in_rows
-from spbench.bench.site.page import Chart, DataTable
+from spbench.bench.site.page import Chart, DataTable, LegendEntry
 from spbench.impls.traffic import WIRE_SHARE
 
 Drawn = dict[str, Any]
@@ -22,6 +22,8 @@ _WAIT = "wait"
 _COLORS = ("#cc3355", "#2a9d55", "#aa44aa", "#13a5a5", "#b08900", "#6f5bd0", "#c2a000", "#8a8a2a", "#555555")
 #: digits of numbers in a drawing, which a tenth of a nanosecond of a step has
 _DIGITS = 7
+#: of a row: the rank stands at its kernels alone
+_LABEL = "indexof(datum.value, 'compute') > 0 ? split(datum.value, ' compute')[0] : 'network'"
 _MS = 1e3
 
 
@@ -34,6 +36,7 @@ def layer_chart(timeline: Timeline, phase: str, name: str, model: str) -> Chart:
     """
     bars = [bar for bar in drawn(timeline) if bar["phase"] == phase]
     rows = list(dict.fromkeys(bar["row"] for bar in sorted(bars, key=lambda b: (b["rank"], b["lane"]))))
+    kinds = [bar["kind"] for bar in bars]
     caption = f"{phase.capitalize()} of one layer of {model}, simulated: time in ms from the layer's start"
     return Chart(
         name,
@@ -41,6 +44,7 @@ def layer_chart(timeline: Timeline, phase: str, name: str, model: str) -> Chart:
         _alt(bars, phase),
         _spec(bars, messages(bars), rows),
         DataTable(f"{name}-events", caption, [_shown(bar) for bar in bars], sortable=True),
+        legend=[LegendEntry(kind, "filled", color) for kind, color in kind_colors(kinds).items()],
     )
 
 
@@ -140,7 +144,8 @@ def kind_colors(kinds: Sequence[str]) -> dict[str, str]:
 
 def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) -> dict[str, Any]:
     colors = kind_colors([bar["kind"] for bar in bars])
-    row = alt.Y("row:N", sort=list(rows), title=None, axis=alt.Axis(labelLimit=130))
+    order = alt.Scale(domain=list(rows))
+    row = alt.Y("row:N", sort=None, scale=order, title=None, axis=alt.Axis(labelExpr=_LABEL, ticks=False))
     x = alt.X("start:Q", title="ms", scale=alt.Scale(zero=False, nice=False))
     zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey]")
     boxes = (
@@ -151,7 +156,7 @@ def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) ->
             x2="end:Q",
             y=row,
             color=alt.Color(
-                "kind:N", title=None, scale=alt.Scale(domain=[*colors], range=[*colors.values()])
+                "kind:N", legend=None, scale=alt.Scale(domain=[*colors], range=[*colors.values()])
             ),
             fillOpacity=alt.condition(f"datum.kind === '{_WAIT}'", alt.value(0.3), alt.value(1.0)),
             tooltip=[
@@ -169,7 +174,7 @@ def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) ->
     sent = (
         alt.Chart(alt.Data(values=list(lines)))
         .mark_rule(clip=True, strokeWidth=1.2, opacity=0.75)
-        .encode(x="start:Q", x2="end:Q", y=alt.Y("from:N", sort=list(rows)), y2="to:N")
+        .encode(x="start:Q", x2="end:Q", y=alt.Y("from:N", sort=None, scale=order), y2="to:N")
     )
     chart = alt.layer(boxes, sent) if sent.data.values else boxes
     return chart.properties(width="container", height=_ROW * len(rows)).to_dict()

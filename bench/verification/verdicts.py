@@ -1,12 +1,14 @@
 """Verdicts of `spbench verify` in a file, so that pages can show what is proven, and of which code.
 
-A folder has one file of JSON lines, one a case: the fields of :class:`VerifyRow`, and of the run that judged
-it the backend, the type of device, the commit, :func:`verified_code`, torch's version and the time.
+A folder has one file of JSON lines: for each run that left verdicts its head (backend, type of device,
+commit, :func:`verified_code`, torch's version, time), then a line for each case, with the fields of
+:class:`VerifyRow`; a text that is empty and a number that is not known are left out.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -22,28 +24,19 @@ VERDICTS_FILE = "verdicts.jsonl"
 
 Verdict = dict[str, Any]
 
+#: what the head of a run says of all its verdicts
+RUN = ("backend", "device", "commit", "code", "torch", "time")
 #: what names a case; a later verdict on it takes the place of an earlier one
 CASE = (
-    "strategy",
-    "model",
-    "variant",
-    "part",
-    "size",
-    "mesh",
-    "dtype",
-    "batch",
-    "seq_len",
-    "backend",
-    "device",
+    *("strategy", "model", "variant", "part", "size", "mesh", "dtype", "batch", "seq_len"),
+    *("backend", "device"),
 )
-#: what a reader finds in every verdict; a text that is empty and a number that is not known are left out of
-#: the file
+#: what a reader finds in every verdict
 _FIELDS: Verdict = {
-    **dict.fromkeys(CASE, ""),
-    **dict.fromkeys(("status", "commit", "code", "torch", "time", "tensor", "verdict", "reason"), ""),
+    **dict.fromkeys((*CASE, *RUN, "status", "tensor", "verdict", "reason"), ""),
     **dict.fromkeys(("error", "limit", "rank", "factor")),
 }
-#: what a line must have
+#: what a line of a case must have
 _NEEDED = ("strategy", "model", "part", "size", "dtype", "status")
 
 
@@ -68,21 +61,31 @@ def read_verdicts(folder: Path) -> list[Verdict]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    return [_read(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    found: list[Verdict] = []
+    head: Verdict = {}
+    for number, line in enumerate(lines, start=1):
+        content = _read(path, number, line)
+        if "status" in content:
+            found.append({**_FIELDS, **head, **content})
+        else:
+            head = content
+    return found
 
 
 def _read(path: Path, number: int, line: str) -> Verdict:
+    """A head, or a case."""
     try:
         found = json.loads(line)
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}")
-        if absent := [name for name in _NEEDED if name not in found]:
+        wanted = _NEEDED if "status" in found else RUN[:1]
+        if absent := [name for name in wanted if name not in found]:
             raise ValueError(f"no {absent[0]}")
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}:{number}: not a verdict ({error}); delete the line, and verify again"
+            f"{path}:{number}: not a verdict ({error}); delete the file, and verify again"
         ) from error
-    return _FIELDS | found
+    return found
 
 
 @contextmanager
@@ -106,14 +109,18 @@ def kept_verdicts(folder: Path | None, made: Mapping[str, Any]) -> Iterator[list
 
 
 def _text(verdicts: Iterable[Verdict]) -> str:
-    """A line for each case, in their order: a diff shows what has changed."""
+    """Runs in the order of their heads, each with its cases in theirs: a diff shows what has changed."""
     by_case = {tuple(row[name] for name in CASE): row for row in verdicts}
-    return "".join(
-        json.dumps(_filled(by_case[case]), allow_nan=False, separators=(",", ":")) + "\n"
-        for case in sorted(by_case)
-    )
+    runs: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
+    for case in sorted(by_case):
+        runs[tuple(str(by_case[case][name] or "") for name in RUN)].append(by_case[case])
+    lines: list[Verdict] = []
+    for run in sorted(runs):
+        lines.append(dict(zip(RUN, run, strict=True)))
+        lines += [_case(row) for row in runs[run]]
+    return "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
 
 
-def _filled(row: Verdict) -> Verdict:
-    """What is known of a case: most of the thousands say nothing of a wrong tensor."""
-    return {name: value for name, value in row.items() if value not in ("", None)}
+def _case(row: Verdict) -> Verdict:
+    """What is known of a case and is not said of its run."""
+    return {name: value for name, value in row.items() if name not in RUN and value not in ("", None)}

@@ -17,7 +17,7 @@ from spbench.bench.site.docstrings import as_html, in_line
 from spbench.bench.site.gathered import CellResult, Gathered
 from spbench.bench.site.layer_chart import layer_chart
 from spbench.bench.site.one_layer import BACKWARD, FORWARD
-from spbench.bench.site.page import Chart, DataTable, Page
+from spbench.bench.site.page import Chart, DataTable, LegendEntry, Page
 from spbench.bench.site.side_by_side import Demonstration, demonstrations
 from spbench.bench.sweep.results import Row
 from spbench.bench.verification.verdicts import Verdict, read_verdicts, verified_code
@@ -175,9 +175,7 @@ def _memory_chart(rows: Mapping[str, Row], strategy: str, at: str) -> Chart:
             x=alt.X("GiB:Q", title="GiB at the peak of a rank", stack="zero"),
             y=alt.Y("strategy:N", sort=names, title=None),
             color=alt.Color(
-                "category:N",
-                title=None,
-                scale=alt.Scale(domain=categories, range=[colors[c] for c in categories]),
+                "category:N", legend=None, scale=alt.Scale(domain=[*colors], range=[*colors.values()])
             ),
             order="order:Q",
             opacity=alt.condition("datum.this", alt.value(1.0), alt.value(0.45)),
@@ -196,6 +194,7 @@ def _memory_chart(rows: Mapping[str, Row], strategy: str, at: str) -> Chart:
             "Bytes held at the peak, in GiB",
             [{key: line[key] for key in ("strategy", "category", "GiB")} for line in lines],
         ),
+        legend=[LegendEntry(category, "filled", color) for category, color in colors.items()],
     )
 
 
