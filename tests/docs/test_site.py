@@ -76,6 +76,7 @@ def test_the_references_are_complete(site: Path) -> None:
     api, commands = ((site / f"{name}.html").read_text() for name in ("api", "cli"))
     assert [name for name in spbench.__all__ if f'id="spbench.{name}"' not in api] == []
     assert not re.search(":(class|func|mod|attr|meth):<code>", api)
+    assert "Sentinel" not in commands, "a default of click itself is shown"
     for name, command in cli.commands.items():
         assert f'id="spbench-{name}"' in commands
         options = [option for parameter in command.params for option in parameter.opts if option[:2] == "--"]
