@@ -29,7 +29,7 @@ START_PAGE = {"README.md": "index.md"}
 
 
 def page_uri(path: str) -> str:
-    """The site's address of a file or folder of the repository: of a Markdown source if it is shown as a page."""
+    """The site's source of a file or folder of the repository; Markdown if it is shown as a page."""
     if path in START_PAGE:
         return START_PAGE[path]
     if (ROOT / path).is_dir():

@@ -46,8 +46,13 @@ def run(
     Args:
         what: a scenario, by its name, the path of its YAML file or as :func:`load_scenario` returns it; or
             cells.
-        strategies, models, clusters, engines, world_sizes, variant, where: of a scenario, which of its cells;
-            see :class:`Narrowing`. With neither, those of its first variant.
+        strategies: of a scenario's cells, only those of these strategies.
+        models: only those of these models.
+        clusters: run them on these clusters instead of the scenario's.
+        engines: run them on these engines instead of the scenario's.
+        world_sizes: only those of these numbers of ranks; one that the scenario lacks is made.
+        variant: of the scenario's settings, or "all"; None: the first.
+        where: only cells with these values of settings, as ("training.backend", "zero1").
         output: a folder that keeps the rows in cells.jsonl as they come; what it has already is not measured
             again as long as what made it is the same. None: nothing is kept.
         fresh: move aside what the folder has already.

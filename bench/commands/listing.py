@@ -157,11 +157,14 @@ def _declared_entries(kind: str) -> dict[str, str]:
     return dict(_OF_CODE[kind]())
 
 
-@click.command("list")
-@click.argument("kind", type=click.Choice(_KINDS), required=False)
+@click.command(
+    "list",
+    help=f"List what there is of a KIND, or of every kind if none is named.\n\nKinds: {', '.join(_KINDS)}.",
+)
+@click.argument("kind", type=click.Choice(_KINDS), required=False, metavar="[KIND]")
 @reported
 def command(kind: str | None) -> Report:
-    """List what there is of a kind, or of every kind if none is named."""
+    """The names of a kind, or of every kind, each with a line about it."""
     found = {name: _entries(name) for name in ([kind] if kind else _KINDS)}
     return Report(
         [_paragraph(name, entries) for name, entries in found.items()],

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
-import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.api.distributions import contents, environment, pip, succeed
 from tests.api.user_folder import UserFolder
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,73 +35,6 @@ spread = table["peak_memory_bytes"].max()
 cells: list[spbench.Cell] = [*spbench.load_scenario("gate").cells[""]]
 spbench.run(3)
 """
-
-
-def succeed(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone of the repository, with the changes that are not committed."""
-    folder = tmp_path_factory.mktemp("clone") / "checkout"
-    if not (ROOT / ".git").exists():
-        pytest.skip("this is no checkout")
-    succeed("git", "clone", "--quiet", "--no-hardlinks", ROOT, folder, cwd=ROOT)
-    listed = succeed("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT)
-    for name in filter(None, listed.split("\0")):
-        source, target = ROOT / name, folder / name
-        if source.is_symlink():
-            target.unlink(missing_ok=True)
-            target.symlink_to(os.readlink(source))
-        elif source.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target)
-        else:
-            target.unlink(missing_ok=True)
-    return folder
-
-
-def pip(python: Path | str, *arguments: str | Path, cwd: Path) -> None:
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
-    command, *rest = arguments
-    succeed(sys.executable, "-m", "pip", "--python", python, command, *options, *rest, cwd=cwd)
-
-
-@pytest.fixture(scope="module")
-def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sdist")
-    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-    succeed(sys.executable, "-c", build, folder, cwd=checkout)
-    (made,) = folder.iterdir()
-    return made
-
-
-@pytest.fixture(scope="module")
-def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip(sys.executable, "wheel", "--wheel-dir", folder, checkout, cwd=folder)
-    (made,) = folder.iterdir()
-    return made
-
-
-def contents(wheel: Path) -> set[str]:
-    with zipfile.ZipFile(wheel) as file:
-        return {name for name in file.namelist() if ".dist-info/" not in name}
-
-
-def environment(folder: Path) -> Path:
-    """The interpreter of a new virtual environment that has this one's packages but spbench."""
-    venv.create(folder, symlinks=True)
-    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    mine = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    # not a .pth file, which would be followed to an editable install of ours
-    for entry in (entry for path in mine for entry in Path(path).iterdir()):
-        if "spbench" not in entry.name and entry.suffix != ".pth" and not (site / entry.name).exists():
-            (site / entry.name).symlink_to(entry)
-    return folder / "bin" / "python"
 
 
 def test_links_survive_a_clone(checkout: Path) -> None:

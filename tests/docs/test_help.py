@@ -1,0 +1,33 @@
+"""`spbench --help` and that of every command: exit code 0, at most 100 columns, nothing without its help."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from spbench.bench.cli import cli, exit_code
+
+COLUMNS = 100
+
+
+@pytest.mark.parametrize("name", ["", *sorted(cli.commands)])
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code([*name.split(), "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith(f"Usage: spbench {name}".strip())
+    assert max(map(len, out.splitlines())) <= COLUMNS
+    usage = out.split("\n\n")[0]
+    assert usage.count("\n") == 0, f"words are broken over lines: {usage}"
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_command_and_option_says_what_it_is_for(name: str) -> None:
+    command = cli.commands[name]
+    assert command.help
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{name} {parameter.opts[0]} has no help"
+        else:
+            assert parameter.human_readable_name.upper() in command.get_usage(click.Context(command))
+            assert (parameter.metavar or parameter.human_readable_name.upper()).strip("[]") in command.help
