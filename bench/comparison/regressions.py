@@ -3,8 +3,9 @@
 Results are joined by cell key, published numbers by claim and cells. Worse is: a worse status, more sent
 bytes, a formula no longer met, more peak or reserved memory or a longer step on virtual ranks, a smaller
 answer of a search, a larger absolute error against what was published, and whatever is gone. Bytes and
-answers are compared exactly, simulated times and errors to a tolerance. Times and memory of real ranks
-differ from run to run and are not judged; nor are provenance, order, reasons and elapsed times.
+answers are compared exactly, simulated times and errors to a tolerance; times and memory of real ranks differ
+from run to run, so :mod:`bench.comparison.measured_change` judges them. Provenance, order, reasons and
+elapsed times are not judged.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spbench.bench.comparison.comparisons import COMPARISON_FILE
+from spbench.bench.comparison.measured_change import MeasuredChange, measured_changes
 from spbench.bench.comparison.metrics import METRICS, Metric, readings
 from spbench.bench.comparison.result_files import Results, read_results
 from spbench.bench.comparison.statuses import STATUSES
@@ -38,6 +40,8 @@ class Difference:
         base, new: before and now; None where there is none.
         change: how much of the base it is worse by (negative: better); infinite where that is no number.
         allowed: it is worse, but of what a subset need not have.
+        interval: of ``change``, for a measured number that was tested.
+        p: of that test, corrected for the number of tests.
     """
 
     verdict: Verdict
@@ -47,6 +51,8 @@ class Difference:
     new: Any
     change: float = math.inf
     allowed: bool = False
+    interval: tuple[float, float] | None = None
+    p: float | None = None
 
     @property
     def fails(self) -> bool:
@@ -81,12 +87,16 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
     """
     found: list[Difference] = []
     equal: Counter[str] = Counter()
-    notes = []
+    notes = [*base.notes, *new.notes]
+    measured, not_judged = measured_changes(base.cells, new.cells)
     for key in dict.fromkeys([*base.cells, *new.cells]):
         differences = list(_cell(key, base.cells.get(key), new.cells.get(key), subset))
+        differences += [_measured(key, change) for change in measured.get(key, ())]
         found += differences
         equal["cells"] += not differences
-    if base.claims is None or (new.claims is None and not new.path.is_dir()):
+    if base.claims is None and new.claims is None:
+        pass
+    elif base.claims is None or (new.claims is None and not new.path.is_dir()):
         side = base if base.claims is None else new
         notes.append(f"{side.path} has no {COMPARISON_FILE}: errors against published numbers are not judged")
     else:
@@ -99,7 +109,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
             equal["claims"] += not differences
     order = ["worse", "missing", "better", "new"]
     found.sort(key=lambda d: (not d.fails, order.index(d.verdict), -d.change))
-    return Judgement(found, equal, notes)
+    return Judgement(found, equal, notes + not_judged)
 
 
 def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator[Difference]:
@@ -119,6 +129,19 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
     before, now = _exact(base), _exact(new)
     for metric in METRICS:
         yield from _number(key, metric, before.get(metric.name), now.get(metric.name))
+
+
+def _measured(key: str, found: MeasuredChange) -> Difference:
+    return Difference(
+        "worse" if found.change > 0 else "better",
+        key,
+        found.name,
+        found.base,
+        found.new,
+        found.change,
+        interval=found.interval,
+        p=found.p,
+    )
 
 
 def _exact(row: Row) -> dict[str, float]:

@@ -16,25 +16,24 @@ from spbench.bench.comparison.statuses import worst_status
 from spbench.bench.sweep.results import Row
 
 
-def merged_rounds(rounds: Sequence[Iterable[Row]], **about: Any) -> list[Row]:
+def merged_rounds(rounds: Sequence[Iterable[Row]]) -> list[Row]:
     """One row for each cell, from those of its rounds.
 
-    The row is that of the first round with the worst status. ``rounds`` has the measured metrics of every
-    round that has any, with their samples; in ``measurement`` stand their medians over rounds. Rows whose
-    metrics are all exact are as they were.
+    The row is that of the first round with the worst status. Its entry ``rounds`` has, for every round with
+    measured metrics, these with their samples and the ``time``; in ``measurement`` stand their medians over
+    rounds. Rows whose metrics are all exact are as they were.
 
     Args:
         rounds: the rows of each, in the order in which they were run.
-        about: further entries of rows that have rounds.
     """
     by_key: dict[str, list[Row]] = {}
     for rows in rounds:
         for row in rows:
             by_key.setdefault(row["key"], []).append(row)
-    return [_merged(rows, about) for rows in by_key.values()]
+    return [_merged(rows) for rows in by_key.values()]
 
 
-def _merged(rows: Sequence[Row], about: dict[str, Any]) -> Row:
+def _merged(rows: Sequence[Row]) -> Row:
     status = worst_status(row["status"] for row in rows)
     chosen = next(row for row in rows if row["status"] == status)
     by_round = [found for row in rows if (found := _measured(row))]
@@ -46,15 +45,15 @@ def _merged(rows: Sequence[Row], about: dict[str, Any]) -> Row:
         for metric in METRICS
         if metric.name in names
     }
-    return {**chosen, "measurement": {**chosen["measurement"], **medians}, "rounds": by_round, **about}
+    return {**chosen, "measurement": {**chosen["measurement"], **medians}, "rounds": by_round}
 
 
 def _measured(row: Row) -> dict[str, Any]:
-    """The measured metrics of a row, with their samples."""
+    """The measured metrics of a row with their samples, and when they were measured; empty: it has none."""
     found: dict[str, Any] = {}
     for name, reading in readings(row).items():
         if not reading.exact:
             found[name] = reading.value
             if reading.samples:
                 found[reading.metric.samples] = list(reading.samples)
-    return found
+    return {"time": row.get("time", ""), **found} if found else {}

@@ -6,6 +6,7 @@ that remembers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -50,7 +51,7 @@ def in_a_step(recorder: Recorder) -> Iterator[None]:
 
 
 @pytest.mark.micro
-@pytest.mark.benchmark(group="operators on fake tensors")
+@pytest.mark.benchmark(group="operators on fake tensors", timer=time.process_time)
 @pytest.mark.parametrize("watched", [alone, plain, remembering])
 def test_operators(benchmark: Any, watched: Callable[[FakeTensorMode], AbstractContextManager[Any]]) -> None:
     mode = FakeTensorMode()

@@ -1,10 +1,12 @@
 """How quick a step is traced and simulated: part of `pytest tests/benchmarks -m micro`.
 
-As within a sweep, in a process that has done it before; :mod:`tests.benchmarks.test_scale` has large steps.
+In CPU time, and as within a sweep, in a process that has done it before; large steps are those of
+:mod:`tests.benchmarks.test_scale`.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ def small(strategy: str, ranks: int = 4) -> Cell:
     return Cell(model=model, strategy=strategy, sizes=sizes, batch=4, seq_len=128, cluster="dgx-a100")
 
 
-@pytest.mark.benchmark(group="trace of a rank")
+@pytest.mark.benchmark(group="trace of a rank", timer=time.process_time)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trace_of_a_rank(benchmark: Any, strategy: str) -> None:
     """With the events that a simulation reads."""
@@ -39,7 +41,7 @@ def test_trace_of_a_rank(benchmark: Any, strategy: str) -> None:
     assert traced.memory.peak().nbytes > 0
 
 
-@pytest.mark.benchmark(group="simulation of a step")
+@pytest.mark.benchmark(group="simulation of a step", timer=time.process_time)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_simulation(benchmark: Any, strategy: str) -> None:
     """From the traces of all classes of ranks to the time of the step, on 4 ranks."""
@@ -48,7 +50,7 @@ def test_simulation(benchmark: Any, strategy: str) -> None:
     assert timeline.step_time_s > 0
 
 
-@pytest.mark.benchmark(group="replay of the allocator")
+@pytest.mark.benchmark(group="replay of the allocator", timer=time.process_time)
 def test_small_replay(benchmark: Any) -> None:
     log = virtual.trace(small("ring_self_attention")).memory
     found = benchmark.pedantic(replay, (log.sizes, log.events, None), rounds=10, warmup_rounds=1)
