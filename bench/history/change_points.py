@@ -118,13 +118,13 @@ def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
     effect = abs(right.mean() - left.mean())
     if effect < math.log1p(MINIMUM_EFFECT):
         return 1.0
-    n, degrees = len(left) + len(right), len(left) + len(right) - 2
-    squares = len(left) * left.var() + len(right) * right.var()
-    error = math.sqrt(squares / degrees * (1 / len(left) + 1 / len(right)))
-    return 1.0 if n < 2 * MINIMUM_LENGTH else min(1.0, n * _tail(effect / max(error, 1e-12), degrees))
+    n = len(left) + len(right)
+    variance = (_squares(left) + _squares(right)) / (n - 2)
+    error = math.sqrt(variance * (1 / len(left) + 1 / len(right)))
+    return min(1.0, n * _tails(effect / max(error, 1e-12), n - 2))
 
 
-def _tail(statistic: float, degrees: int) -> float:
+def _tails(statistic: float, degrees: int) -> float:
     """Both tails of Student's distribution."""
     from scipy.special import stdtr
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from spbench.bench.history.change_points import ChangePoint, change_points
+from spbench.bench.history.change_points import MINIMUM_EFFECT, ChangePoint, change_points
 
 COMMITS = 60
 NOISES = (0.01, 0.015, 0.02, 0.03)
@@ -96,13 +96,11 @@ def test_values_without_noise() -> None:
 def test_false_alarms_and_planted_steps_in_many_series(capsys: pytest.CaptureFixture[str]) -> None:
     """At most one alarm in a thousand series of noise; of steps of 5%, 99% with the commit in their range."""
     generator = np.random.default_rng(11)
-    alarms = {
-        (noise, commits): sum(
-            bool(change_points(nights(generator, noise, commits).tolist())) for _ in range(2000)
-        )
-        for noise in NOISES
-        for commits in (10, COMMITS, 200)
-    }
+
+    def alarms(noise: float, commits: int) -> int:
+        return sum(bool(change_points(nights(generator, noise, commits).tolist())) for _ in range(2000))
+
+    false = {(noise, commits): alarms(noise, commits) for noise in NOISES for commits in (10, COMMITS, 200)}
     planted, others, right, widths = 0, 0, 0, []
     for noise in NOISES:
         for place in range(6, COMMITS - 5):
@@ -113,8 +111,48 @@ def test_false_alarms_and_planted_steps_in_many_series(capsys: pytest.CaptureFix
                 others += len(found) - len(holding)
                 widths += [f.first_after - f.last_before for f in holding]
     with capsys.disabled():
-        print(f"\nfalse alarms in 2000 series each, by noise and commits: {alarms}")
+        print(f"\nfalse alarms in 2000 series each, by noise and commits: {false}")
         print(f"{right} of {planted} steps, {others} others; ranges {np.percentile(widths, [50, 95, 100])}")
-    assert sum(alarms.values()) <= 24
+    assert sum(false.values()) <= 24
     assert right >= 0.99 * planted
     assert others <= 0.01 * planted
+
+
+def between_nights(generator: np.random.Generator, kind: str) -> NDArray[np.float64]:
+    """Medians that differ from night to night: by 3%; by 2%, each in part like the one before; or by 1%, with
+    every tenth night slowed by some 10%."""
+    if kind == "normal":
+        return np.exp(generator.normal(0, 0.03, COMMITS))
+    if kind == "skewed":
+        slowed = (generator.random(COMMITS) < 0.1) * generator.exponential(0.1, COMMITS)
+        return np.exp(generator.normal(0, 0.01, COMMITS) + slowed)
+    logs = generator.normal(0, 0.02, COMMITS)
+    for night in range(1, COMMITS):
+        logs[night] += 0.3 * logs[night - 1]
+    return np.exp(logs)
+
+
+@pytest.mark.slow
+def test_nights_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    """Noise that is not as the search supposes: few series have a step, and fewer one that lasts.
+
+    Where a tenth of the nights is slow, 5.6% of histories have three slow ones in a row: a step, and one
+    back."""
+    generator = np.random.default_rng(12)
+    for kind, most, most_lasting in (("normal", 2, 2), ("skewed", 112, 20), ("correlated", 20, 20)):
+        false, lasting, right = 0, 0, 0
+        for _ in range(2000):
+            found = change_points(between_nights(generator, kind).tolist())
+            false += bool(found)
+            lasting += bool(found) and abs(found[-1].after / found[0].before - 1) > MINIMUM_EFFECT
+        for _ in range(400):
+            values = between_nights(generator, kind)
+            values[COMMITS // 2 :] *= 1.05
+            right += any(f.last_before < 30 <= f.first_after for f in change_points(values.tolist()))
+        with capsys.disabled():
+            print(
+                f"\n{kind}: {false} of 2000 series have a step, {lasting} a lasting one; {right} of 400 found"
+            )
+        assert false <= most
+        assert lasting <= most_lasting
+        assert right >= 0.75 * 400
