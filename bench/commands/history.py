@@ -82,7 +82,7 @@ def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
             commit, metric = step.first_after.commit.short, assessment.series.metric.name
             return [
                 f"if the change was meant, add to meant: in {folder / 'meant.yaml'}: "
-                f"- {{commit: {commit}, metric: {metric}, reason: ...}}"
+                f"- {{commit: '{commit}', metric: {metric}, reason: ...}}"
             ]
     return []
 

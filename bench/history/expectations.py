@@ -6,7 +6,7 @@ Both are YAML files in the folder of the history, ``targets.yaml`` and ``meant.y
       - {suite: gate, cell: tnl-1b/lasp/sp64, metric: peak_memory_bytes, value: 12e9}
 
     meant:
-      - {commit: 1a2b3c4d5e6f, metric: peak_memory_bytes, reason: moments are kept in float32}
+      - {commit: '1a2b3c4d5e6f', metric: peak_memory_bytes, reason: moments are kept in float32}
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,21 +56,15 @@ def test_a_machine_is_its_host_and_hardware() -> None:
         return replace(RECORD, machine={**MACHINE, **facts}).machine_name
 
     assert name() == name(os="Linux 7", memory_bytes=2**34 - 2**22)
-    different = {
-        name(host="two"),
-        name(cpu="Intel"),
-        name(cores=4),
-        name(gpus=["H100"]),
-        name(memory_bytes=2**35),
-    }
-    assert len(different | {name()}) == 6
+    others: list[dict[str, object]] = [{"host": "two"}, {"cpu": "Intel"}, {"cores": 4}, {"gpus": ["H100"]}]
+    assert len({name(), name(memory_bytes=2**35), *(name(**facts) for facts in others)}) == 6
     assert replace(RECORD, machine={"host": "one"}).machine_name == "one"
 
 
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda text: text[: len(text) // 2], "cut short: 1 of 3 cells"),
+        (lambda text: "".join(text.splitlines(keepends=True)[:2]), "cut short: 1 of 3 cells"),
         (lambda text: text[:-1], "cut short: 3 of 3 cells"),
         (lambda text: "", "not a record of a run"),
         (lambda text: '{"key": "a", "status": "ok"}\n', "not a record of a run"),
@@ -79,7 +74,7 @@ def test_a_machine_is_its_host_and_hardware() -> None:
         (lambda text: text.replace('"status":"oom"', '"status":"great"'), "line 4 is not a cell"),
     ],
 )
-def test_a_spoilt_file_is_passed_over(tmp_path: Path, spoil, problem: str) -> None:
+def test_a_spoilt_file_is_passed_over(tmp_path: Path, spoil: Callable[[str], str], problem: str) -> None:
     add_record(record(2, *RECORD.cells.values()), tmp_path)
     spoilt = tmp_path / "spoilt.jsonl"
     spoilt.write_text(spoil("".join(line + "\n" for line in as_lines(RECORD))), encoding="latin-1")
