@@ -2,81 +2,69 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from spbench.bench.commands.command_report import Report, Table
-from spbench.bench.commands.options import reported
+from spbench.bench.commands.command_report import Report
+from spbench.bench.commands.judgement_report import judgement_report
+from spbench.bench.commands.options import output_folder, reported
+from spbench.bench.commands.turns import compared_in_turns, passed_on
 
-if TYPE_CHECKING:
-    from spbench.bench.comparison.regressions import Difference, Judgement
+#: rounds of `--run`; docs/regressions.md says which changes they find
+ROUNDS = 12
 
 
 @click.command("compare")
-@click.argument("base", type=click.Path(path_type=Path))
-@click.argument("new", type=click.Path(path_type=Path))
+@click.argument("base")
+@click.argument("new", required=False)
 @click.option("--subset", is_flag=True, help="NEW may lack cells of BASE, and claims that stand on them.")
+@click.option(
+    "--run",
+    "in_turns",
+    is_flag=True,
+    help="BASE and NEW are commits, branches or tags (NEW: the working tree if left out): run --scenario "
+    "with the code of both, in turns on this machine, and compare that.",
+)
+@click.option("--scenario", help="With --run: name (see spbench list), or path of a YAML file of your own.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=ROUNDS,
+    show_default=True,
+    help="With --run: how often each side measures what differs from run to run.",
+)
+@output_folder("With --run: folder for the results, in base/ and new/; default results/runs/compare_NAME.")
+@passed_on
 @reported
-def command(base: Path, new: Path, subset: bool) -> Report:
+def command(
+    base: str,
+    new: str | None,
+    subset: bool,
+    in_turns: bool,
+    scenario: str | None,
+    rounds: int,
+    output: Path | None,
+    arguments: list[str],
+) -> Report:
     """Say whether the results NEW are worse than BASE; exit code 1 if they are.
 
-    Each is a folder with cells.jsonl and comparison.csv, or a cells.jsonl. Sent bytes, memory and simulated
-    times of virtual ranks, answers of searches, statuses and errors against published numbers are judged;
-    times of real ranks are not.
+    Each is a folder with cells.jsonl and comparison.csv, or a cells.jsonl; or a JSON file of
+    pytest-benchmark, or a folder of such files, which count as rounds. Sent bytes, memory and simulated times
+    of virtual ranks, answers of searches, statuses and errors against published numbers are judged exactly;
+    times of real ranks and of benchmarks by a statistical test.
     """
-    from spbench.bench.comparison.regressions import Difference, judge, read_results
-    from spbench.bench.sweep.results import finite
+    from spbench.bench.comparison.regressions import judge, read_results
 
-    judgement = judge(read_results(base), read_results(new), subset=subset)
-    lines = [finite(asdict(difference)) for difference in judgement.differences]
-    measured = any(difference.p is not None for difference in judgement.differences)
-    shown = [_line(difference, measured) for difference in judgement.differences]
-    return Report(
-        [Table(f"{new} against {base}", shown)] if shown else [],
-        {
-            "fails": judgement.fails,
-            "equal": judgement.equal,
-            "notes": judgement.notes,
-            "differences": lines,
-        },
-        lines,
-        [field.name for field in fields(Difference)],
-        notes=[*(f"note: {note}" for note in judgement.notes), _summary(judgement)],
-        code=int(judgement.fails),
-    )
-
-
-def _line(difference: Difference, measured: bool) -> dict[str, Any]:
-    """Of the table; ``measured``: it has a column for what is known of measured numbers."""
-    shown = {
-        side: f"{value:.6g}" if isinstance(value, float) and not value.is_integer() else value
-        for side, value in (("base", difference.base), ("new", difference.new))
-    }
-    return {
-        "": f"{difference.verdict} (allowed)" if difference.allowed else difference.verdict,
-        "quantity": difference.quantity,
-        **shown,
-        "worse by": f"{difference.change:+.3%}" if math.isfinite(difference.change) else None,
-        **({"known to (p)": _certainty(difference)} if measured else {}),
-        "where": difference.where,
-    }
-
-
-def _certainty(difference: Difference) -> str | None:
-    """The interval and the corrected p-value of a measured number; None for others."""
-    if difference.interval is None or difference.p is None:
-        return None
-    low, high = difference.interval
-    return f"{low:+.1%} to {high:+.1%} ({difference.p:.1g})"
-
-
-def _summary(judgement: Judgement) -> str:
-    counts = Counter(difference.verdict for difference in judgement.differences)
-    found = [f"{counts[v]} {v}" for v in ("worse", "missing", "better", "new") if counts[v]]
-    equal = [f"{count} {kind} equal" for kind, count in judgement.equal.items()]
-    return f"{'WORSE' if judgement.fails else 'not worse'}: {', '.join([*found, *equal])}"
+    if in_turns:
+        if scenario is None:
+            raise click.UsageError("--run needs a --scenario")
+        return compared_in_turns(base, new, scenario, rounds, output, arguments, subset=subset)
+    if given := [flag for flag, value in (("--scenario", scenario), ("--output", output)) if value]:
+        raise click.UsageError(f"{given[0]} needs --run")
+    if arguments:
+        raise click.UsageError(f"{arguments[0]} needs --run")
+    if new is None:
+        raise click.UsageError("name the results NEW too, or give --run and a --scenario")
+    judgement = judge(read_results(Path(base)), read_results(Path(new)), subset=subset)
+    return judgement_report(judgement, f"{new} against {base}")

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spbench.bench.comparison.metrics import Reading, readings
-from spbench.bench.comparison.result_files import machine_of
+from spbench.bench.comparison.result_files import machine_of, same_machine
 from spbench.bench.sweep.results import Row
 
 #: of the corrected p-values; intervals hold the change with the probability 1 - ALPHA
@@ -117,11 +117,9 @@ def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
 
 def _why_not(base_row: Row, new_row: Row, base: Reading, new: Reading) -> str:
     """Why a metric cannot be judged; "" if it can."""
-    machines = machine_of(base_row), machine_of(new_row)
-    if not all(machines):
-        return "the machine that measured them is not known"
-    if machines[0] != machines[1]:
-        return f"base is of {machines[0]}, new of {machines[1]}; spbench compare --run measures both on one"
+    if not same_machine(base_row, new_row):
+        was, is_now = (machine_of(row) or "an unknown machine" for row in (base_row, new_row))
+        return f"base is of {was}, new of {is_now}; spbench compare --run measures both on one machine"
     if base.metric.unit == "bytes":
         return ""
     if not base.rounds or not new.rounds:

@@ -45,9 +45,22 @@ class Results:
 
 
 def machine_of(row: Row) -> str:
-    """The machine that made a row: its host name and, where the row has it, its processor; "" if the row does
-    not say."""
-    return ", ".join(filter(None, (_origin(row, "host"), _origin(row, "cpu"))))
+    """The machine that made a row, as far as the row says: host name, processor and GPUs, with commas
+    between them."""
+    return ", ".join(filter(None, _machine(row)))
+
+
+def same_machine(a: Row, b: Row) -> bool:
+    """Whether two rows are of one machine: the host is the same, and whatever else both say of it."""
+    pairs = list(zip(_machine(a), _machine(b), strict=True))
+    return all(pairs[0]) and all(one == other for one, other in pairs if one and other)
+
+
+def _machine(row: Row) -> tuple[str, str, str]:
+    """Host name, processor and GPUs; "" for what a row does not say."""
+    facts = (row.get("provenance") or {}).get("machine") or {}
+    cpu = facts.get("cpu") or _origin(row, "cpu")
+    return _origin(row, "host"), str(cpu), ", ".join(facts.get("gpus") or ())
 
 
 def _origin(row: Row, key: str) -> str:

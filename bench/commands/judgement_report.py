@@ -1,0 +1,77 @@
+"""What the gate has found, as a report."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from spbench.bench.commands.command_report import Report, Table
+
+if TYPE_CHECKING:
+    from spbench.bench.comparison.regressions import Difference, Judgement
+
+
+def judgement_report(
+    judgement: Judgement, title: str, notes: Sequence[str] = (), about: Mapping[str, Any] | None = None
+) -> Report:
+    """A table of the differences, the worst first, and a summary; the exit code is 1 if the gate is closed.
+
+    Args:
+        title: of the table.
+        notes: lines that come first.
+        about: further entries of the report's content.
+    """
+    from spbench.bench.comparison.regressions import Difference
+    from spbench.bench.sweep.results import finite
+
+    lines = [finite(asdict(difference)) for difference in judgement.differences]
+    tested = any(difference.p is not None for difference in judgement.differences)
+    shown = [_line(difference, tested) for difference in judgement.differences]
+    return Report(
+        [Table(title, shown)] if shown else [],
+        {
+            **(about or {}),
+            "fails": judgement.fails,
+            "equal": judgement.equal,
+            "notes": judgement.notes,
+            "differences": lines,
+        },
+        lines,
+        [field.name for field in fields(Difference)],
+        notes=[*notes, *(f"note: {note}" for note in judgement.notes), _summary(judgement)],
+        code=int(judgement.fails),
+    )
+
+
+def _line(difference: Difference, tested: bool) -> dict[str, Any]:
+    """Of the table; ``tested``: it has a column for what is known of measured numbers."""
+    shown = {
+        side: f"{value:.6g}" if isinstance(value, float) and not value.is_integer() else value
+        for side, value in (("base", difference.base), ("new", difference.new))
+    }
+    return {
+        "": f"{difference.verdict} (allowed)" if difference.allowed else difference.verdict,
+        "quantity": difference.quantity,
+        **shown,
+        "worse by": f"{difference.change:+.3%}" if math.isfinite(difference.change) else None,
+        **({"99% interval (p)": _certainty(difference)} if tested else {}),
+        "where": difference.where,
+    }
+
+
+def _certainty(difference: Difference) -> str | None:
+    """The interval and the corrected p-value of a measured number; None for others."""
+    if difference.interval is None or difference.p is None:
+        return None
+    low, high = difference.interval
+    return f"{low:+.1%} to {high:+.1%} ({difference.p:.1g})"
+
+
+def _summary(judgement: Judgement) -> str:
+    counts = Counter(difference.verdict for difference in judgement.differences)
+    found = [f"{counts[v]} {v}" for v in ("worse", "missing", "better", "new") if counts[v]]
+    equal = [f"{count} {kind} equal" for kind, count in judgement.equal.items()]
+    return f"{'WORSE' if judgement.fails else 'not worse'}: {', '.join([*found, *equal])}"
