@@ -166,10 +166,7 @@ def _user_errors_as_failures() -> Iterator[None]:
     """Inside, a UserError fails the test, with its one line."""
     from spbench.bench.errors import UserError
 
-    failure = ""
     try:
         yield
     except UserError as error:
-        failure = str(error)
-    if failure:  # not above, where the error would be printed too
-        pytest.fail(failure, pytrace=False)
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
