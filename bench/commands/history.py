@@ -67,7 +67,7 @@ def _asides(history: History, branch: str) -> list[str]:
     left_out = sum(record.commit.branch != branch for record in history.records)
     found = [f"warning: {problem}" for problem in history.problems]
     if others:
-        found.append(f"note: branch {branch}; {left_out} records of {', '.join(others)} are left out")
+        found.append(f"note: branch {branch}; {_count(left_out, 'record')} of {', '.join(others)} left out")
     known = {record.commit.hash for record in history.records}
     for entry in history.meant:
         if not any(name.startswith(entry.commit) for name in known):
@@ -92,7 +92,11 @@ def _summary(found: Sequence[Assessment]) -> str:
     standing = sum(len(assessment.regressions) for assessment in found)
     missed = sum(len(assessment.missed) for assessment in found)
     meant = sum(bool(step.meant) for step in steps)
-    counts = f"{len(found)} series, {len(steps)} steps ({meant} meant)"
+    counts = f"{len(found)} series, {_count(len(steps), 'step')}, {meant} of them meant"
     if not standing and not missed:
         return f"no regression: {counts}"
-    return f"REGRESSION: {standing} regressions stand, {missed} targets are missed; {counts}"
+    return f"REGRESSION: {_count(standing, 'regression')}, {_count(missed, 'missed target')}; {counts}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -53,7 +53,7 @@ def test_an_overview_has_the_steps(command_line: Run, history: Path) -> None:
     assert [word in lines[0] for word in ("1073741824", "1073741825", "lasp/sp4")] == [True] * 3
     assert [word in lines[1] for word in ("| regression |", "+1 bytes", RANGE)] == [True] * 3
     assert out.splitlines()[-1] == (
-        "REGRESSION: 1 regressions stand, 0 targets are missed; 5 series, 1 steps (0 meant)"
+        "REGRESSION: 1 regression, 0 missed targets; 5 series, 1 step, 0 of them meant"
     )
 
 
@@ -86,7 +86,7 @@ def test_a_regression_fails_until_it_is_said_to_be_meant(command_line: Run, hist
     (history / "meant.yaml").write_text(f"meant:\n  {text}\n")
     code, out, _ = command_line(*arguments)
     assert (code, "| regression (meant) |" in out, "| heads are padded |" in out) == (0, True, True)
-    assert out.splitlines()[-1] == "no regression: 5 series, 1 steps (1 meant)"
+    assert out.splitlines()[-1] == "no regression: 5 series, 1 step, 1 of them meant"
 
 
 def test_a_missed_target_fails(command_line: Run, history: Path) -> None:
@@ -107,7 +107,7 @@ def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
     (history / "meant.yaml").write_text("meant: [{commit: '1234567', reason: soon}]")
     out = command_line("history", str(history))[1]
     assert f"warning: {history / 'cut.jsonl'}: not a record of a run, skipped\n" in out
-    assert "note: branch main; 1 records of topic are left out\n" in out
+    assert "note: branch main; 1 record of topic left out\n" in out
     assert "warning: no record of commit 1234567, which was meant: soon\n" in out
 
 
