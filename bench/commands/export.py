@@ -42,6 +42,12 @@ def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
     help="The base as it was before the change, such as the baseline of the target branch. What differs "
     "between it and the base was meant, and markdown says so.",
 )
+@click.option(
+    "--targets",
+    type=click.Path(path_type=Path),
+    metavar="HISTORY",
+    help="A history, in whose targets.yaml are values to be met; hud has them.",
+)
 @click.option("--commit", default="", help="The commit of the results, in place of what their rows say.")
 @output_folder("File that is written, or folder where there are several; default standard output.")
 @reported
@@ -50,6 +56,7 @@ def command(
     results: tuple[Path, ...],
     base: Path | None,
     previous_base: Path | None,
+    targets: Path | None,
     commit: str,
     output: Path | None,
 ) -> Report:
@@ -61,9 +68,10 @@ def command(
     """
     from spbench.bench.exports.exported import ExportRequest
     from spbench.bench.exports.suite import read_suites
+    from spbench.bench.history.expectations import read_targets
 
     suites = read_suites(results, base, previous_base, commit)
-    exported = load_export(system)(ExportRequest(suites, output))
+    exported = load_export(system)(ExportRequest(suites, output, read_targets(targets) if targets else ()))
     if output is not None:
         files = _written(exported.content, output)
         names = [str(path) for path in files]

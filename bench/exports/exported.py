@@ -11,6 +11,7 @@ from typing import NamedTuple
 from spbench.bench.comparison.metrics import Reading
 from spbench.bench.errors import UserError
 from spbench.bench.exports.suite import Suite
+from spbench.bench.history.expectations import Target
 from spbench.bench.sweep.results import Row
 
 
@@ -39,10 +40,12 @@ class ExportRequest:
     Attributes:
         suites: at least one; their names differ.
         output: the file or folder that will be written; None for standard output.
+        targets: values that metrics have to meet.
     """
 
     suites: Sequence[Suite]
     output: Path | None = None
+    targets: Sequence[Target] = ()
 
     def values(self, *metrics: str) -> list[ExportedValue]:
         """The numbers of these metrics, or of all, by suite and row.
@@ -59,6 +62,13 @@ class ExportRequest:
         if not found:
             raise UserError(f"nothing to export: {'; '.join(self.left_out(*metrics))}")
         return found
+
+    def target(self, value: ExportedValue) -> float | None:
+        """What the number has to meet: the first target that names it; None if none does."""
+        suite, row, reading = value
+        machine = "" if reading.exact else suite.origin(row).host
+        place = (suite.name, row["key"], reading.metric.name, machine)
+        return next((target.value for target in self.targets if target.names(*place)), None)
 
     def left_out(self, *metrics: str) -> list[str]:
         """A line for each suite with cells that have none of these metrics, or no metric at all."""

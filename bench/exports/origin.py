@@ -25,7 +25,7 @@ class Origin:
         commit: of the code, in full where git knows it.
         dirty: the code had changes that were not committed.
         host: the name of the machine.
-        machine: its facts, as :func:`machine_facts` has them; empty in older rows.
+        machine: its facts, as :func:`machine_facts` has them; older rows and pytest-benchmark have few.
         versions: of ``python``, ``torch`` and ``spbench``, as far as they are known.
         time: when the cell ended, ISO 8601.
     """
@@ -59,7 +59,7 @@ def origin_of(row: Row, results: Path, commit: str = "") -> Origin:
         commit=full_commit(digits, results) if digits else "" if known else last_change(results),
         dirty=named.endswith(_DIRTY),
         host=known.get("host") or "",
-        machine=known.get("machine") or {},
+        machine=known.get("machine") or {"cpu": known.get("cpu")},
         versions={name: known[name] for name in ("python", "torch", "spbench") if known.get(name)},
         time=row.get("time") or "",
     )

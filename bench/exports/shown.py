@@ -6,7 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 from spbench.bench.comparison.metrics import has_exact_engine
-from spbench.bench.comparison.regressions import Difference, Results
+from spbench.bench.comparison.regressions import Difference
+from spbench.bench.comparison.result_files import Results
 from spbench.bench.exports.origin import origin_of
 
 
@@ -22,7 +23,7 @@ def shown_difference(difference: Difference) -> ShownDifference:
     """The values with all digits of whole numbers and six of others, and by how much they differ: in units,
     where these are whole, and as a part of the base."""
     base, new = difference.base, difference.new
-    return ShownDifference(shown_number(base), shown_number(new), _change(base, new))
+    return ShownDifference(shown_number(base), shown_number(new), _change(difference))
 
 
 def shown_number(value: Any) -> str:
@@ -32,13 +33,17 @@ def shown_number(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _change(base: Any, new: Any) -> str:
+def _change(difference: Difference) -> str:
+    base, new = difference.base, difference.new
     if not (isinstance(base, (int, float)) and isinstance(new, (int, float))):
         return ""
     whole = base == int(base) and new == int(new)
     words = [f"{new - base:+,.0f}"] if whole else []
     part = new / base - 1 if base else math.inf
     words += [f"{part:+.3%}"] if math.isfinite(part) and abs(part) >= 5e-6 else []
+    if difference.interval and difference.p is not None:
+        low, high = difference.interval
+        words.append(f"worse by {low:+.1%} to {high:+.1%} (p {difference.p:.1g})")
     return ", ".join(words)
 
 

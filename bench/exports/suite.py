@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from spbench.bench.comparison.metrics import Reading, readings
-from spbench.bench.comparison.regressions import Judgement, Results, judge, read_results
+from spbench.bench.comparison.regressions import Judgement, judge
+from spbench.bench.comparison.result_files import Results, read_results
 from spbench.bench.errors import UserError
 from spbench.bench.exports.origin import Origin, origin_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row

@@ -25,11 +25,11 @@ def export(request: ExportRequest) -> Exported:
     Raises:
         UserError: no cell has a value.
     """
-    records = [json.dumps(_record(value)) for value in request.values()]
+    records = [json.dumps(_record(value, request.target(value))) for value in request.values()]
     return Exported("[\n" + ",\n".join(records) + "\n]\n", request.left_out())
 
 
-def _record(value: ExportedValue) -> dict[str, Any]:
+def _record(value: ExportedValue, target: float | None) -> dict[str, Any]:
     suite, row, reading = value
     cell, origin = row["cell"], suite.origin(row)
     training = cell.get("training") or {}
@@ -48,7 +48,7 @@ def _record(value: ExportedValue) -> dict[str, Any]:
             "origins": ["spbench"],
             "extra_info": {"variant": cell.get("variant") or ""},
         },
-        "metric": _metric(reading),
+        "metric": _metric(reading, target),
         "inputs": {
             name: {"dtype": "", "extra_info": {"value": str(cell[name])}}
             for name in ("batch", "seq_len")
@@ -60,13 +60,14 @@ def _record(value: ExportedValue) -> dict[str, Any]:
     }
 
 
-def _metric(reading: Reading) -> dict[str, Any]:
+def _metric(reading: Reading, target: float | None) -> dict[str, Any]:
     in_mib = reading.unit == "bytes"
-    values = reading.samples or (reading.value,)
+    unit = _MIB if in_mib else 1
     name = reading.metric.name
     return {
         "name": name.replace("_bytes", "_mib") if in_mib and "_bytes" in name else name,
-        "benchmark_values": [value / _MIB if in_mib else value for value in values],
+        "benchmark_values": [value / unit for value in reading.samples or (reading.value,)],
+        **({} if target is None else {"target_value": target / unit}),
         "extra_info": {
             "unit": "MiB" if in_mib else reading.unit,
             "exact_value": str(whole(reading.value)),

@@ -14,7 +14,9 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.comparison.metrics import readings
-from spbench.bench.comparison.regressions import STATUSES, Claims, Difference, Judgement
+from spbench.bench.comparison.regressions import Difference, Judgement
+from spbench.bench.comparison.result_files import Claims
+from spbench.bench.comparison.statuses import STATUSES
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest
 from spbench.bench.exports.shown import shown_difference, shown_number, shown_origin

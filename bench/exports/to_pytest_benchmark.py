@@ -16,7 +16,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportedValue, ExportRequest, whole
 from spbench.bench.exports.origin import Origin, commit_time_s
 
-TIME = "step_time_s"
+#: the metrics that are times, of which a row has one
+TIMES = ("step_time_s", "time_s")
 
 #: of a cell, that `--group-by param:NAME` may name
 PARAMETERS = ("model", "strategy", "sizes", "batch", "seq_len", "precision", "cluster", "engine", "variant")
@@ -34,7 +35,7 @@ def export(request: ExportRequest) -> Exported:
     except ImportError as error:
         raise UserError(f"{error}: pip install pytest-benchmark, whose statistics are exported") from error
     benchmarks = []
-    for value in request.values(TIME):
+    for value in request.values(*TIMES):
         stats = Stats()
         for sample in value.reading.samples or (value.reading.value,):
             stats.update(sample)
@@ -48,12 +49,12 @@ def export(request: ExportRequest) -> Exported:
         "datetime": newest.time or datetime.now(UTC).isoformat(),
         "version": pytest_benchmark.__version__,
     }
-    return Exported(json.dumps(content, indent=1) + "\n", request.left_out(TIME))
+    return Exported(json.dumps(content, indent=1) + "\n", request.left_out(*TIMES))
 
 
 def _benchmark(value: ExportedValue, stats: dict[str, Any]) -> dict[str, Any]:
     suite, row, _ = value
-    others = {name: whole(reading.value) for name, reading in readings(row).items() if name != TIME}
+    others = {name: whole(reading.value) for name, reading in readings(row).items() if name not in TIMES}
     return {
         "group": suite.name,
         "name": row["key"],

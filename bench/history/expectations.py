@@ -38,9 +38,17 @@ class _SeriesSelector(BaseModel):
 
     def selects(self, series: Series) -> bool:
         """Whether the series is one of those named; ``machine`` names no series of exact metrics."""
-        wanted = (self.suite, self.metric, self.machine)
-        has = (series.suite, series.metric.name, series.machine)
-        return self.cell in series.cell and all(w in (None, h) for w, h in zip(wanted, has, strict=True))
+        return self.names(series.suite, series.cell, series.metric.name, series.machine)
+
+    def names(self, suite: str, cell: str, metric: str, machine: str) -> bool:
+        """Whether a metric of a cell is one of those named.
+
+        Args:
+            cell: its key.
+            machine: empty for an exact metric.
+        """
+        wanted, has = (self.suite, self.metric, self.machine), (suite, metric, machine)
+        return self.cell in cell and all(w in (None, h) for w, h in zip(wanted, has, strict=True))
 
 
 class Target(_SeriesSelector):

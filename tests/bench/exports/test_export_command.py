@@ -44,7 +44,7 @@ def test_one_file_goes_to_standard_output_or_to_a_file(
             "cannot read nowhere",
         ),
         (("--to", "hud", "bare"), "nothing to export: bare: left out 1 cells without a value: 1 unsupported"),
-        (("--to", "pytest-benchmark", "bare"), "left out 1 cells without a step_time_s: 1 unsupported"),
+        (("--to", "pytest-benchmark", "bare"), "left out 1 cells without a step_time_s or time_s: 1"),
         (("--to", "github-action", "suite"), "github-action is several files (customSmallerIsBetter.json, "),
         (("--to", "asv", "suite", "--output", "o"), "git knows no commit 0123456789ab here; export in the"),
         (("--to", "asv", "suite", "--commit", "123", "--output", "o"), "git knows no commit 123 here"),

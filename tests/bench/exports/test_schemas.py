@@ -156,6 +156,26 @@ def test_hud_values_are_mib_that_a_float32_holds(records: list[dict[str, Any]]) 
     assert metrics["c/found", "answer"]["benchmark_values"] == [4096]
 
 
+def test_hud_has_targets_in_the_unit_of_the_values(results: Path, tmp_path: Path, command_line: Run) -> None:
+    (tmp_path / "targets.yaml").write_text(
+        "targets:\n"
+        "  - {suite: everything, cell: a/, metric: peak_memory_bytes, value: 1.5e10}\n"
+        "  - {metric: step_time_s, machine: here, value: 0.5}\n"
+    )
+    code, out, err = command_line("export", "--to", "hud", str(results), "--targets", str(tmp_path))
+    assert code == 0, err
+    found = json.loads(out)
+    jsonschema.validate(found, HUD)
+    targets = {
+        (record["benchmark"]["extra_info"]["cell"], record["metric"]["name"]): record["metric"][
+            "target_value"
+        ]
+        for record in found
+        if "target_value" in record["metric"]
+    }
+    assert targets == {("a/exact", "peak_memory_mib"): 1.5e10 / 2**20, ("b/measured", "step_time_s"): 0.5}
+
+
 def test_a_hud_record_says_what_ran_where(records: list[dict[str, Any]]) -> None:
     record = next(r for r in records if r["benchmark"]["extra_info"]["cell"] == "b/measured")
     assert record["benchmark"]["name"] == "spbench everything"

