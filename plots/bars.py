@@ -1,115 +1,207 @@
-"""Bars, and the marks of rows that have no value."""
+"""Bars of segments: upwards over named places, or to the right on the levels of a panel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
+from spbench.plots.axes import BAND, inches_wide, panels_abreast, set_ticks
+from spbench.plots.grid import Drawn
 from spbench.plots.lines import Value
-from spbench.plots.panel import BAND, status_mark, value_axis
+from spbench.plots.marks import status_mark
 from spbench.plots.series import Row, strategy
-from spbench.plots.style import GREY, Look, number, strategy_name
+from spbench.plots.style import GREY, INK, Look, looks, number, strategy_name, tint
 
 #: of the distance between two places, the part that the bars of one place fill; one bar alone is narrower
-_FILLED, _ALONE = 0.8, 0.62
+_FILLED, _ALONE = 0.86, 0.62
+#: of the width of a bar and the gap beside it
+_WIDTH = 0.94
+#: bars longer than this many times the median are cut there, or a few would leave no room for the others
+_LONGEST = 3.0
+_LEVEL, _LEVEL_INCHES = 0.72, 0.15
+_TEXT_INCHES = 0.062  # of a character
+_PALE = 0.9  # colours of less strength have hatches and edges of their own colour, others white ones
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a bar, its colour mixed with white unless ``strength`` is 1."""
+
+    length: float
+    color: str
+    gid: str
+    hatch: str = ""
+    strength: float = 1.0
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar.
+    """A bar, or the mark of a row without a value.
 
     Attributes:
-        at: its place on the x axis.
-        value: its height; None draws the mark of ``status`` instead.
+        segments: from zero on; without any, the mark of ``status`` is drawn.
+        gid, color: of the mark.
+        text: at the bar's end.
+        at: its place on the x axis; of bars on levels it is the number of the level.
     """
 
-    at: float
-    value: float | None
-    color: str
+    segments: Sequence[Segment]
     gid: str
-    hatch: str = ""
+    text: str = ""
     status: str = "ok"
+    color: str = GREY
+    at: float = 0.0
+
+    @property
+    def length(self) -> float:
+        """Of all segments."""
+        return sum(segment.length for segment in self.segments)
+
+
+def fill(color: str, hatch: str = "", strength: float = 1.0) -> dict[str, Any]:
+    """The colours of a patch, as of segments."""
+    edge = color if strength < _PALE else "white"
+    return {"facecolor": tint(color, strength), "edgecolor": edge, "hatch": hatch, "linewidth": 0.5}
 
 
 def bar_width(most: int) -> float:
     """The width of bars where up to ``most`` stand side by side at one place."""
-    return 0.92 * _FILLED / most if most > 1 else _ALONE
+    return _WIDTH * _FILLED / most if most > 1 else _ALONE
 
 
 def beside(place: float, count: int, width: float) -> list[float]:
     """Where ``count`` bars of that width stand side by side around a place."""
-    return [place + (index - (count - 1) / 2) * width / 0.92 for index in range(count)]
+    return [place + (index - (count - 1) / 2) * width / _WIDTH for index in range(count)]
 
 
-def draw_bars(ax: Axes, bars: Sequence[Bar], width: float, text: Callable[[float], str] = number) -> None:
-    """Draw bars over a y axis from zero up.
+def draw_bars(ax: Axes, bars: Sequence[Bar], names: Sequence[str], width: float) -> Drawn:
+    """Draw bars upwards; the places 0, 1, ... of the x axis have names.
 
-    Args:
-        text: writes the value above each bar.
+    Texts of bars that would not fit beside each other are turned upright.
     """
-    lost = any(bar.value is None for bar in bars)
-    value_axis(ax, 1.05 * max((bar.value or 0.0 for bar in bars), default=0.0), marks=lost)
-    for bar in bars:
-        if bar.value is None:
-            mark_missing(ax, bar.at, bar.status, bar.color, bar.gid)
-            continue
-        (drawn,) = ax.bar(
-            bar.at,
-            bar.value,
-            width,
-            color=bar.color,
-            zorder=2,
-            hatch=bar.hatch,
-            edgecolor=GREY if bar.hatch else bar.color,
-        )
-        drawn.set_gid(bar.gid)
-        ax.annotate(
-            text(bar.value),
-            (bar.at, bar.value),
-            xytext=(0, 2),
-            textcoords="offset points",
-            ha="center",
-            fontsize=7,
-        )
-    ax.grid(axis="x", visible=False)
-
-
-def mark_missing(ax: Axes, at: float, status: str, color: str, gid: str) -> None:
-    """Draw the mark of a row without a value, in the band below zero."""
-    mark = status_mark(status, color)
-    mark.set_transform(ax.get_xaxis_transform())
-    mark.set_data([at], [BAND / 2])
-    mark.set_gid(gid)
-    ax.add_line(mark)
-
-
-def name_places(ax: Axes, names: Sequence[str]) -> None:
-    """Name the places 0, 1, ... of the x axis."""
-    ax.set_xticks(range(len(names)), list(names))
     ax.set_xlim(-0.6, len(names) - 0.4)
+    set_ticks(ax.xaxis, range(len(names)), names)
+    ax.grid(axis="x", visible=False)
+    # between the middles of neighbours, of which one that is alone in its place has the whole place
+    apart = inches_wide(ax) / (len(names) + 0.2) * (1 if width == _ALONE else width / _WIDTH)
+    longest = max((len(bar.text) for bar in bars), default=0)
+    upright = longest * _TEXT_INCHES > apart
+    marks = []
+    for bar in bars:
+        if not bar.segments:
+            mark = status_mark(bar.status, bar.color)
+            mark.set_transform(ax.get_xaxis_transform())
+            mark.set_data([bar.at], [BAND / 2])
+            mark.set_gid(bar.gid)
+            ax.add_line(mark)
+            marks.append(status_mark(bar.status))
+        foot = 0.0
+        for segment in bar.segments:
+            patch = Rectangle((bar.at - width / 2, foot), width, segment.length, **_style(segment))
+            ax.add_patch(patch)
+            foot += segment.length
+        if bar.text:
+            ax.annotate(
+                bar.text,
+                (bar.at, foot),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+                rotation=90 * upright,
+            )
+    # the room that an upright text needs beyond that of a level one
+    room = 1 + 0.055 * (longest - 2) * upright
+    return Drawn(marks=marks, values=[room * bar.length for bar in bars])
 
 
 def draw_rows(
     ax: Axes,
     places: Mapping[str, Sequence[Row]],
-    look: Mapping[str, Look],
     value: Value,
     quantity: str,
     text: Callable[[float], str] = number,
-) -> None:
-    """Draw the rows of each named place of the x axis as bars in their strategies' colours.
+) -> Drawn:
+    """Draw the rows of each named place of the x axis as bars that look as their strategies do.
 
     Args:
         quantity: begins the ids of bars, before the place's name and the strategy's.
         text: writes the value above each bar.
     """
-    width = bar_width(max(map(len, places.values())))
-    bars = []
+    width, bars = bar_width(max(map(len, places.values()))), []
     for place, (name, rows) in enumerate(places.items()):
         for at, row in zip(beside(place, len(rows), width), rows, strict=True):
+            look, found = looks([strategy(row)])[strategy(row)], value(row)
             gid = " ".join(f"{quantity} {name} {strategy_name(strategy(row))}".split())
-            bars.append(Bar(at, value(row), look[strategy(row)].color, gid, status=row["status"]))
-    draw_bars(ax, bars, width, text)
-    name_places(ax, list(places))
+            segments = [] if found is None else [Segment(found, look.color, gid, look.hatch)]
+            shown = "" if found is None else text(found)
+            bars.append(Bar(segments, gid, shown, row["status"], look.color, at))
+    return draw_bars(ax, bars, list(places), width)
+
+
+def method_patches(strategies: Mapping[str, Look], name: Callable[[str], str] = strategy_name) -> list[Patch]:
+    """Legend entries of bars of strategies."""
+    return [Patch(**fill(look.color, look.hatch), label=name(of)) for of, look in strategies.items()]
+
+
+def draw_levels(ax: Axes, bars: Sequence[Bar], names: Sequence[str], reach: float = 0.0) -> Drawn:
+    """Draw a bar on each level, the first at the top, over an x axis from zero up. A bar that is much longer
+    than most is cut, which the sign before its text shows; a bar without a text has the sum of its segments.
+
+    Args:
+        names: of the levels.
+        reach: what the axis must show at least.
+    """
+    lengths = [bar.length for bar in bars if bar.segments]
+    end = max(reach, min(max(lengths, default=1.0), _LONGEST * median(lengths or [1.0]))) or 1.0
+    for level, bar in enumerate(bars):
+        if not bar.segments:
+            mark = status_mark(bar.status, bar.color)
+            mark.set_transform(ax.get_yaxis_transform())
+            mark.set_data([0.05], [level])
+            mark.set_gid(bar.gid)
+            ax.add_line(mark)
+            continue
+        left = 0.0
+        for segment in bar.segments:
+            width = max(0.0, min(segment.length, end - left))
+            ax.add_patch(Rectangle((left, level - _LEVEL / 2), width, _LEVEL, **_style(segment)))
+            left += width
+        cut = bar.length > end * (1 + 1e-9)
+        ax.annotate(
+            ("\N{MUCH GREATER-THAN} " if cut else "") + (bar.text or number(bar.length)),
+            (left, level),
+            xytext=(2, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color=INK,
+            # what crosses a panel, as the line of a limit, must not cross the text
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+            zorder=4,
+        )
+    longest = max((len(text.get_text()) for text in ax.texts), default=0)
+    # the names stand in the panel's part of the figure, of panels side by side in that of the first
+    shown = _TEXT_INCHES * max(map(len, names), default=0) / panels_abreast(ax)
+    ax.set_xlim(0, end / max(0.3, 0.97 - _TEXT_INCHES * longest / max(0.6, inches_wide(ax) - shown)))
+    ax.set_ylim(len(bars) - 0.4, -0.6)
+    ticks = MaxNLocator(3, steps=[1, 2, 2.5, 5, 10]).tick_values(0, end)
+    set_ticks(ax.xaxis, [tick for tick in ticks if 0 <= tick <= end])
+    set_ticks(ax.yaxis, range(len(names)), names)
+    ax.grid(axis="y", visible=False)
+    return Drawn()
+
+
+def levels_inches(levels: int) -> float:
+    """The height of a panel of as many levels."""
+    return 0.2 + _LEVEL_INCHES * levels
+
+
+def _style(segment: Segment) -> dict[str, Any]:
+    return fill(segment.color, segment.hatch, segment.strength) | {"gid": segment.gid, "zorder": 2}

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame, isna
 
+from spbench.plots.axes import figure_of, set_ticks
+from spbench.plots.grid import Drawn, Panel
+from spbench.plots.paper import PAGE_INCHES
 from spbench.plots.style import GREY, INK, TIMES, number, shortened
 
-_CHARACTER_POINTS, _GAP_POINTS = 4.7, 11
+_CHARACTER_POINTS, _GAP_POINTS = 4.5, 8
 
 #: role -> (colour within its marker, entry in the legend), of the claims that are not predictions
 _ROLES = {
@@ -78,22 +83,28 @@ def _claim(record: Mapping[object, object]) -> DrawnClaim:
     )
 
 
-def height_inches(claims: Sequence[DrawnClaim]) -> float:
-    """The height that the panel of these claims needs."""
-    return 0.75 + 0.24 * len(claims)
+def claims_panel(claims: Sequence[DrawnClaim]) -> list[list[Panel]]:
+    """A panel with each claim on a line: our value's relative error as a marker, and the numbers beside it.
+    No facet if there are no claims."""
+    panel = Panel(
+        partial(_draw_claims, claims=claims),
+        x_label="Ours / published - 1",
+        inches=0.5 + 0.2 * len(claims),
+    )
+    return [[panel]] if claims else []
 
 
-def draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> None:
-    """Draw each claim on a line: our value's relative error as a marker, and the numbers beside it."""
+def _draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> Drawn:
     several = len({claim.variant for claim in claims}) > 1
+    narrow = figure_of(ax).get_figwidth() < PAGE_INCHES
     columns = _columns(claims)
     for y, claim in enumerate(claims):
         color = INK if claim.ours is not None else GREY
         for column, text in _cells(claim).items():
             _beside(ax, y, columns[column], text, color, "bold" if column == "error" else "normal")
         if claim.relative_error is None:
-            note = shortened(claim.note or "not run", 70)
-            ax.text(0.02, y, note, transform=ax.get_yaxis_transform(), color=GREY, fontsize=6.5, va="center")
+            note = shortened(claim.note or "not run", 22 if narrow else 60, 1 + narrow)
+            ax.text(0.02, y, note, transform=ax.get_yaxis_transform(), color=GREY, fontsize=7, va="center")
             continue
         ax.plot([0, claim.relative_error], [y, y], color=INK, linewidth=1.2, zorder=2)
         ax.plot(
@@ -112,18 +123,23 @@ def draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> None:
     reach = 1.2 * max([0.1, *errors])
     ax.set_xlim(-reach, reach)
     ax.set_ylim(len(claims) - 0.5, -0.5)
-    ax.set_yticks(
-        range(len(claims)),
-        [f"{c.name} ({c.variant})" if several and c.variant else c.name for c in claims],
-    )
+    names = [f"{c.name} ({c.variant})" if several and c.variant else c.name for c in claims]
+    set_ticks(ax.yaxis, range(len(claims)), [_wrapped(name) if narrow else name for name in names])
     ax.grid(axis="y", visible=False)
-    ax.xaxis.set_major_locator(MaxNLocator(7))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda error, _: f"{100 * error:+.0f}%" if error else "0"))
-    ax.set_xlabel("Relative error: ours / published - 1")
-    ax.set_title("Published and ours", loc="left")
+    ticks = MaxNLocator(2 if narrow else 7).tick_values(-reach, reach)
+    shown = [tick for tick in ticks if abs(tick) <= reach]
+    set_ticks(ax.xaxis, shown, [f"{100 * tick:+.0f}%" if tick else "0" for tick in shown])
+    if not narrow:
+        ax.set_title("Published and ours", loc="left")
+    return Drawn(published=_entries(claims))
 
 
-def claim_handles(claims: Sequence[DrawnClaim]) -> list[Artist]:
+def _wrapped(name: str) -> str:
+    """A name, whose words are joined by hyphens, in two lines of a narrow figure."""
+    return "\n".join(textwrap.wrap(name, max(14, 1 + len(name) // 2)))
+
+
+def _entries(claims: Sequence[DrawnClaim]) -> list[Artist]:
     """Legend entries of the roles other than predictions that the claims have."""
     found = {claim.role for claim in claims}
     return [
@@ -162,7 +178,7 @@ def _beside(ax: Axes, y: float, points: float, text: str, color: str, weight: st
         textcoords="offset points",
         horizontalalignment="right",
         verticalalignment="center",
-        fontsize=7.5,
+        fontsize=7,
         color=color,
         fontweight=weight,
         annotation_clip=False,

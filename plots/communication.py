@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from pandas import DataFrame
 
-from spbench.plots.bars import bar_width, beside, mark_missing, name_places
-from spbench.plots.claims import DrawnClaim, claims_of
+from spbench.plots.bars import Bar, Segment, bar_width, beside, draw_bars, fill, method_patches
+from spbench.plots.claims import DrawnClaim, claims_of, claims_panel
 from spbench.plots.drawing import Drawing
-from spbench.plots.page import Page
-from spbench.plots.panel import lost_notes, value_axis
+from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.marks import lost_notes
 from spbench.plots.series import (
     Row,
     by_model,
@@ -29,9 +27,7 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import GREY, INK, Look, looks, strategy_name, tint
-
-_PANEL_INCHES, _PANELS_A_ROW = 2.4, 2
+from spbench.plots.style import GREY, INK, looks, strategy_name
 
 #: phase -> strength of the strategy's colour; all other phases have the hatch too
 _PHASES = {"forward": 1.0, "backward": 0.6, "gradient_sync": 0.25}
@@ -73,132 +69,105 @@ def deviations(row: Row) -> dict[str, float]:
     return found
 
 
-def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel of bars for each model and setting; claims that are not exactly met are drawn below.
 
     Args:
         rows: whose measurement has ``communication`` and ``formula``.
     """
-    look = looks(map(strategy, rows))
-    panels = [
-        _Panel(name, setting, in_panel, look, _unit(some))
-        for name, some in by_model(rows).items()
-        for setting, in_panel in sorted(grouped(some, differing_settings(some, ["engine"])).items())
-    ]
-    claims = claims_of(comparison)
-    lost = [row for row in rows if row["status"] != "ok"]
-    page = Page(
-        title(rows, "Bytes sent per GPU and step"),
-        [_PANEL_INCHES] * -(-len(panels) // _PANELS_A_ROW),
-        columns=min(_PANELS_A_ROW, len(panels)),
-        notes=[
-            *_agreement(rows),
-            *_exact(claims),
-            *(note for panel in panels for note in panel.notes()),
-        ],
-        claims=[claim for claim in claims if claim.relative_error and not _met(claim)],
+    claims, facets = claims_of(comparison), []
+    notes: list[str] = []
+    for name, some in by_model(rows).items():
+        for setting, in_panel in sorted(grouped(some, differing_settings(some, ["engine"])).items()):
+            facets.append([_panel(name, setting, in_panel, _unit(some))])
+            notes += _deviation_notes(", ".join(filter(None, [name, setting])), in_panel)
+    return (
+        PanelGrid(title(rows, "Bytes sent per GPU and step"), [*_agreement(rows), *_exact(claims), *notes])
+        .add(facets, abreast=2)
+        .add(claims_panel([claim for claim in claims if claim.relative_error and not _met(claim)]))
     )
-    for index, panel in enumerate(panels):
-        panel.draw(page.panel(index // _PANELS_A_ROW, index % _PANELS_A_ROW))
-    handles: list[Artist] = [Patch(color=of.color, label=strategy_name(name)) for name, of in look.items()]
-    seen = [phase for phase in _phases_of(rows) if any(phase in panel.seen_phases() for panel in panels)]
-    handles += [_phase_patch(phase) for phase in seen]
-    handles += [_formula_line([], [])] * any(sent_bytes(row, "formula") is not None for row in rows)
-    return page.finish(handles, lost)
 
 
-@dataclass(frozen=True)
-class _Panel:
+def _panel(model: str, setting: str, rows: Sequence[Row], unit: str) -> Panel:
     """Bars of the rows of one model and setting, by number of GPUs and strategy."""
+    given = {"batch": shared(rows, "batch"), "L": shared(rows, "seq_len")}
+    texts = [f"{name} {value}" for name, value in given.items() if value and setting != name]
+    return Panel(
+        partial(_draw_panel, rows=rows, unit=unit),
+        ", ".join(filter(None, [model, setting, *texts])),
+        "Number of GPUs",
+        f"Sent per GPU and step ({unit})",
+        axis="linear",
+    )
 
-    model: str
-    setting: str
-    rows: Sequence[Row]
-    look: dict[str, Look]
-    unit: str
 
-    def draw(self, ax: Axes) -> None:
-        """Draw the bars, over each a line at its closed form's bytes, and the marks of rows without bytes."""
-        places = [self._in_place(some) for _, some in sorted(grouped(self.rows, gpus).items())]
-        value_axis(ax, self._highest(), marks=any(row["status"] != "ok" for row in self.rows))
-        width = bar_width(max(map(len, places)))
-        for place, some in enumerate(places):
-            for at, row in zip(beside(place, len(some), width), some, strict=True):
-                if row["status"] == "ok":
-                    self._draw_bar(ax, at, width, row)
-                else:
-                    gid = f"{row['status']} {_name(row)}"
-                    mark_missing(ax, at, row["status"], self.look[strategy(row)].color, gid)
-        name_places(ax, [str(gpus(some[0])) for some in places])
-        ax.grid(axis="x", visible=False)
-        ax.set_xlabel("Number of GPUs")
-        ax.set_ylabel(f"Sent per GPU and step ({self.unit})")
-        given = {"batch": shared(self.rows, "batch"), "L": shared(self.rows, "seq_len")}
-        texts = [f"{name} {value}" for name, value in given.items() if value and self.setting != name]
-        ax.set_title(", ".join(filter(None, [self.model, self.setting, *texts])))
+def _draw_panel(ax: Axes, rows: Sequence[Row], unit: str) -> Drawn:
+    """Draw the bars, and over each a line at its closed form's bytes."""
+    places = {str(count): _in_place(some) for count, some in sorted(grouped(rows, gpus).items())}
+    width = bar_width(max(map(len, places.values())))
+    bars, formulas = [], []
+    for place, some in enumerate(places.values()):
+        for at, row in zip(beside(place, len(some), width), some, strict=True):
+            bars.append(_bar(row, at, unit))
+            formula = sent_bytes(row, "formula")
+            if formula is not None:
+                formulas.append(formula / _UNITS[unit])
+                line = _formula_line([at - 0.5 * width, at + 0.5 * width], [formulas[-1]] * 2)
+                line.set_gid(f"formula {_name(row)}")
+                ax.add_line(line)
+    drawn = draw_bars(ax, bars, list(places), width)
+    least = _SEEN * max([0.0, *drawn.values, *formulas])
+    seen = {
+        phase
+        for row in rows
+        for phase in _phases_of([row])
+        if (sent_bytes(row, "communication", phase) or 0) / _UNITS[unit] > least
+    }
+    phases = [_phase_patch(phase) for phase in _phases_of(rows) if phase in seen]
+    return Drawn(
+        method_patches(looks(map(strategy, rows))),
+        [*phases, *[_formula_line([], [])] * bool(formulas)],
+        drawn.marks,
+        [*drawn.values, *formulas],
+    )
 
-    def notes(self) -> Iterator[str]:
-        """A sentence for each row that sends other bytes than its closed form, or has none, and why."""
-        named = [(", ".join(filter(None, [self.model, self.setting, _where(row)])), row) for row in self.rows]
-        for name, row in named:
-            if found := deviations(row):
-                texts = [f"{off:+.2%} {phase}".replace("_", " ").strip() for phase, off in found.items()]
-                yield f"{name}: {', '.join(texts)}"
-        yield from lost_notes(named)
 
-    def seen_phases(self) -> set[str]:
-        """The phases that are large enough to be seen."""
-        least = _SEEN * self._highest()
-        return {
-            phase
-            for row in self.rows
-            for phase in _phases_of([row])
-            if (sent_bytes(row, "communication", phase) or 0) / _UNITS[self.unit] > least
-        }
+def _bar(row: Row, at: float, unit: str) -> Bar:
+    """The bytes of a row by phase, with the deviation from the closed form if there is one."""
+    look = looks([strategy(row)])[strategy(row)]
+    if row["status"] != "ok":
+        return Bar([], f"{row['status']} {_name(row)}", "", row["status"], look.color, at)
+    segments = [
+        Segment(
+            (sent_bytes(row, "communication", phase) or 0.0) / _UNITS[unit],
+            look.color,
+            f"{phase} {_name(row)}",
+            look.hatch if phase in _PHASES else _OTHER_HATCH,
+            _PHASES.get(phase, _OTHER_STRENGTH),
+        )
+        for phase in _phases_of([row])
+    ]
+    off = deviations(row).get("")
+    return Bar(segments, _name(row), f"{off:+.2%}" if off else "", at=at)
 
-    def _highest(self) -> float:
-        known = [sent_bytes(row, source) or 0 for row in self.rows for source in ("communication", "formula")]
-        return max(known) / _UNITS[self.unit]
 
-    def _in_place(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows of one number of GPUs that have a bar, strategies in the order of the legend: one of the
-        engines whose bytes are the same, the virtual one if it is among them."""
-        virtual_first = sorted(rows, key=lambda row: engine(row) != "virtual")
-        unlike = {(strategy(row), *_bytes_by_phase(row)): row for row in reversed(virtual_first)}
-        order = list(self.look)
-        return sorted(unlike.values(), key=lambda row: (order.index(strategy(row)), engine(row) != "virtual"))
+def _in_place(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one number of GPUs that have a bar, strategies in the order of the legend: one of the
+    engines whose bytes are the same, the virtual one if it is among them."""
+    virtual_first = sorted(rows, key=lambda row: engine(row) != "virtual")
+    unlike = {(strategy(row), *_bytes_by_phase(row)): row for row in reversed(virtual_first)}
+    order = list(looks(map(strategy, rows)))
+    return sorted(unlike.values(), key=lambda row: (order.index(strategy(row)), engine(row) != "virtual"))
 
-    def _draw_bar(self, ax: Axes, at: float, width: float, row: Row) -> None:
-        unit, color, bottom = _UNITS[self.unit], self.look[strategy(row)].color, 0.0
-        for phase in _phases_of([row]):
-            height = (sent_bytes(row, "communication", phase) or 0.0) / unit
-            (bar,) = ax.bar(
-                at,
-                height,
-                width,
-                bottom=bottom,
-                color=tint(color, _PHASES.get(phase, _OTHER_STRENGTH)),
-                edgecolor=color,
-                linewidth=0.5,
-                hatch="" if phase in _PHASES else _OTHER_HATCH,
-                zorder=2,
-            )
-            bar.set_gid(f"{phase} {_name(row)}")
-            bottom += height
-        formula = sent_bytes(row, "formula")
-        if formula is not None:
-            line = _formula_line([at - 0.5 * width, at + 0.5 * width], [formula / unit] * 2)
-            line.set_gid(f"formula {_name(row)}")
-            ax.add_line(line)
-        if off := deviations(row).get(""):
-            ax.annotate(
-                f"{off:+.2%}",
-                (at, max(bottom, (formula or 0) / unit)),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=6.5,
-            )
+
+def _deviation_notes(facet: str, rows: Sequence[Row]) -> Iterator[str]:
+    """A sentence for each row that sends other bytes than its closed form, or has none, and why."""
+    named = [(f"{facet}, {_where(row)}", row) for row in rows]
+    for name, row in named:
+        if found := deviations(row):
+            texts = [f"{off:+.2%} {phase}".replace("_", " ").strip() for phase, off in found.items()]
+            yield f"{name}: {', '.join(texts)}"
+    yield from lost_notes(named)
 
 
 def _name(row: Row) -> str:
@@ -232,13 +201,8 @@ def _bytes_by_phase(row: Row) -> list[tuple[str, float | None]]:
 
 
 def _phase_patch(phase: str) -> Patch:
-    return Patch(
-        facecolor=tint(GREY, _PHASES.get(phase, _OTHER_STRENGTH)),
-        edgecolor=GREY,
-        linewidth=0.5,
-        hatch="" if phase in _PHASES else _OTHER_HATCH,
-        label=phase.replace("_", " "),
-    )
+    hatch = "" if phase in _PHASES else _OTHER_HATCH
+    return Patch(**fill(GREY, hatch, _PHASES.get(phase, _OTHER_STRENGTH)), label=phase.replace("_", " "))
 
 
 def _formula_line(x: Sequence[float], y: Sequence[float]) -> Line2D:
@@ -267,4 +231,4 @@ def _met(claim: DrawnClaim) -> bool:
     return claim.relative_error is not None and abs(claim.relative_error) < _ROUNDING
 
 
-draw = Drawing(__name__, _figure)
+draw = Drawing(__name__, _grid)

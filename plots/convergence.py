@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import seaborn as sns
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 from pandas import DataFrame
 
+from spbench.plots.axes import set_ticks
 from spbench.plots.drawing import Drawing
-from spbench.plots.page import Page
-from spbench.plots.panel import lost_notes
+from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.marks import lost_notes
 from spbench.plots.series import Row, backend, by_model, gpus, grouped, shared, strategy, title
-from spbench.plots.style import INK, Look, backend_name, looks, strategy_name
+from spbench.plots.style import INK, backend_name, category_colors, method_color, strategy_name, tick_texts
 
-_CURVE_INCHES, _DEVIATION_INCHES = 2.3, 1.5
+_CURVE_INCHES, _DEVIATION_INCHES = 1.9, 1.1
 _NAMES = {
     "mlm": "Masked language modelling loss",
     "order": "Sentence-order loss",
@@ -29,13 +29,15 @@ _NAMES = {
 }
 
 #: widths of curves in the order of drawing: they lie on each other, and so all can be seen
-_WIDTHS = (4.5, 3.0, 1.8, 0.9)
+_WIDTHS = (4.0, 2.7, 1.6, 0.8)
 #: more curves than these widths are dashed and take turns: length of a dash in line widths, width of the line
 _TURN, _TURN_WIDTH = 4.0, 2.0
 _FAINTEST = 1e-9  # smaller deviations are drawn here, as a logarithmic axis has no zero
+_LEAST_TOP = 1e-5  # of that axis
+_DOTS = "o^svDP"
 
 
-def convergence_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def losses(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """For each model and loss the curves, and below them their deviations from the reference: the run on
     one device, in the lowest precision that there is one of.
 
@@ -43,30 +45,37 @@ def convergence_figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
         rows: whose measurement has ``losses``.
     """
     models = by_model(rows)
-    look = looks(map(strategy, rows))
     notes = lost_notes(
         (f"{name}, {_label(row, False, False)}", row) for name, some in models.items() for row in some
     )
-    learned = {name: [row for row in some if _losses(row)] for name, some in models.items()}
-    learned = {name: some for name, some in learned.items() if some}
-    page = Page(
-        title(rows, "Losses in training"),
-        [_CURVE_INCHES + _DEVIATION_INCHES] * len(learned),
-        notes=[*notes, *_bounds(comparison)],
-    )
-    handles: list[Artist] = []
-    for index, (name, some) in enumerate(learned.items()):
-        losses = [loss for loss in _losses(some[0])[0] if loss != "step"]
-        panels = page.divided(index, 2, len(losses), height_ratios=[_CURVE_INCHES, _DEVIATION_INCHES])
-        for column, loss in enumerate(losses):
-            above = page.figure.add_subplot(panels[0, column])
-            below = page.figure.add_subplot(panels[1, column], sharex=above)
-            handles += _draw_loss(above, below, some, look, loss)
-            above.set_title(f"{name}: {_NAMES.get(loss, loss)}")
-            if column == 0:
-                above.set_ylabel("Loss (nats)")
-                below.set_ylabel(f"Deviation from one\ndevice, relative\n({_FAINTEST:g}: or less)")
-    return page.finish(handles)
+    grid = PanelGrid(title(rows, "Losses in training"), [*notes, *_bounds(comparison)])
+    facets = []
+    for name, some in models.items():
+        learned = [row for row in some if _losses(row)]
+        for loss in list(_losses(learned[0])[0]) if learned else []:
+            if loss != "step":
+                facets.append(_facet(f"{name}: {_NAMES.get(loss, loss)}", _styled(learned), loss))
+    return grid.add(facets, abreast=2)
+
+
+def _facet(name: str, lines: Sequence[_Styled], loss: str) -> list[Panel]:
+    """The curves of one loss above their deviations."""
+    return [
+        Panel(
+            partial(_draw_curves, lines=lines, loss=loss),
+            name,
+            "Step",
+            "Loss (nats)",
+            inches=_CURVE_INCHES,
+        ),
+        Panel(
+            partial(_draw_deviations, lines=lines, loss=loss),
+            name,
+            "Step",
+            f"Deviation from one\ndevice, relative\n({tick_texts([_FAINTEST])[0]}: or less)",
+            inches=_DEVIATION_INCHES,
+        ),
+    ]
 
 
 def reference_of(rows: Sequence[Row]) -> Row | None:
@@ -79,56 +88,98 @@ def _bits(precision: str) -> int:
     return int("".join(filter(str.isdigit, precision)))
 
 
-def _draw_loss(
-    above: Axes, below: Axes, rows: Sequence[Row], look: dict[str, Look], loss: str
-) -> list[Artist]:
-    """Draw the curves of one loss and their deviations; returns legend entries."""
+@dataclass(frozen=True)
+class _Styled:
+    """A run with the style of its lines; the reference has no deviations."""
+
+    row: Row
+    label: str
+    color: str
+    control: bool
+    is_reference: bool
+
+
+def _styled(rows: Sequence[Row]) -> list[_Styled]:
+    """The runs of one model in the order of drawing: the reference, the strategies, and above them one device
+    in another precision, the control."""
     reference = reference_of(rows)
     others = [row for row in rows if row is not reference]
-    # the strategies above the reference, and above them one device in another precision
     others.sort(key=lambda row: strategy(row) == "single")
-    lines = [*([reference] if reference is not None else []), *others]
     one_precision, split = shared(rows, "precision") is not None, _by_backend(rows)
-    colors = _colors(rows, look, split)
-    runs = [row for row in others if strategy(row) != "single"]
-    in_turns = len(lines) > len(_WIDTHS)
-    handles: list[Artist] = []
-    for index, row in enumerate(lines):
-        label = _label(row, one_precision, strategy(row) in split)
+    of_backend = category_colors(backend(row) for row in rows if strategy(row) in split)
+    found = []
+    for row in [*([reference] if reference is not None else []), *others]:
         control = row is not reference and strategy(row) == "single"
+        # a strategy that was run with several backends has a colour for each, none of them a method's
+        of_row = of_backend[backend(row)] if strategy(row) in split else method_color(strategy(row))
+        label = _label(row, one_precision, strategy(row) in split)
+        found.append(_Styled(row, label, INK if control else of_row, control, row is reference))
+    return found
+
+
+def _draw_curves(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
+    """The curves of one loss, which lie on each other: wider ones below, or dashes that take turns."""
+    runs = [line for line in lines if not line.is_reference and not line.control]
+    entries = []
+    for index, line in enumerate(lines):
         style: dict[str, Any] = {
-            "color": INK if control else colors[strategy(row), backend(row)],
-            "linestyle": ":" if control else "-",
+            "color": line.color,
+            "linestyle": ":" if line.control else "-",
+            "linewidth": _WIDTHS[min(index, len(_WIDTHS) - 1)],
             "zorder": 2 + index,
         }
-        curve = style | {"linewidth": _WIDTHS[min(index, len(_WIDTHS) - 1)]}
-        if in_turns and row in runs:
-            turn = (_TURN * runs.index(row), (_TURN, _TURN * (len(runs) - 1)))
+        curve = dict(style)
+        if len(lines) > len(_WIDTHS) and line in runs:
+            turn = (_TURN * runs.index(line), (_TURN, _TURN * (len(runs) - 1)))
             curve |= {"linestyle": turn, "linewidth": _TURN_WIDTH}
         # in the legend the line is whole, also of a curve that takes turns
-        handles.append(Line2D([], [], label=label, **style, linewidth=curve["linewidth"]))
-        losses = {at["step"]: at[loss] for at in _losses(row)}
-        above.plot(list(losses), list(losses.values()), label=label, gid=f"{loss} {label}", **curve)
-        if reference is None or row is reference:
+        dot: dict[str, Any] = (
+            {} if line.is_reference else {"marker": _DOTS[index % len(_DOTS)], "markerfacecolor": "none"}
+        )
+        width = curve["linewidth"]
+        entries.append(Line2D([], [], **style | {"linewidth": width}, **dot, markersize=4, label=line.label))
+        values = {at["step"]: at[loss] for at in _losses(line.row)}
+        ax.plot(list(values), list(values.values()), label=line.label, gid=f"{loss} {line.label}", **curve)
+    for axis, (first, last) in ((ax.yaxis, ax.get_ylim()), (ax.xaxis, ax.get_xlim())):
+        ticks = MaxNLocator(7).tick_values(first, last)
+        set_ticks(axis, [tick for tick in ticks if first <= tick <= last])
+    return Drawn(entries)
+
+
+def _draw_deviations(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
+    """How far each curve is from the reference at each step: dots, as neighbouring steps have little in
+    common, with strategies above the control."""
+    reference = next((line.row for line in lines if line.is_reference), None)
+    highest = _LEAST_TOP
+    for index, line in enumerate(lines):
+        if reference is None or line.is_reference:
             continue
-        # of curves that are the same numbers the first is widest
-        width = 0.9 + (1.2 * (1 - index / len(lines)) if in_turns else 0)
-        gaps = _deviations(losses, {at["step"]: at[loss] for at in _losses(reference)})
-        gid = f"deviation {loss} {label}"
-        below.plot(list(gaps), list(gaps.values()), linewidth=width, gid=gid, **style)
-    _loss_axes(above, below)
-    return handles
-
-
-def _colors(rows: Sequence[Row], look: dict[str, Look], split: set[str]) -> dict[tuple[str, str], str]:
-    """The colour of each strategy and backend: the strategy's own, or one for each of its backends."""
-    of_split = dict.fromkeys(backend(row) for row in rows if strategy(row) in split)
-    # not the palette of the strategies, whose colours would name the wrong ones
-    palette = dict(zip(of_split, sns.color_palette("Dark2", len(of_split)).as_hex(), strict=True))
-    return {
-        (of, name): str(palette[name]) if of in split else look[of].color
-        for of, name in {(strategy(row), backend(row)) for row in rows}
-    }
+        gaps = _deviations(
+            {at["step"]: at[loss] for at in _losses(line.row)},
+            {at["step"]: at[loss] for at in _losses(reference)},
+        )
+        highest = max([highest, *(2 * gap for gap in gaps.values())])
+        ax.plot(
+            list(gaps),
+            list(gaps.values()),
+            color=line.color,
+            linestyle="none",
+            marker=_DOTS[index % len(_DOTS)],
+            markersize=2.6,
+            markeredgewidth=0.6,
+            markerfacecolor="none",
+            zorder=1 if line.control else 2 + index,
+            gid=f"deviation {loss} {line.label}",
+        )
+    ax.set_yscale("log")
+    ax.set_ylim(_FAINTEST / 2, highest)
+    powers = range(math.ceil(math.log10(_FAINTEST)), math.floor(math.log10(highest)) + 1)
+    set_ticks(ax.yaxis, [10.0**n for n in powers if n % 2 or len(powers) < 6])
+    ax.yaxis.set_minor_locator(NullLocator())
+    last = ax.get_xlim()
+    ticks = MaxNLocator(7).tick_values(*last)
+    set_ticks(ax.xaxis, [tick for tick in ticks if last[0] <= tick <= last[1]])
+    return Drawn()
 
 
 def _deviations(losses: dict[float, float], reference: dict[float, float]) -> dict[float, float]:
@@ -138,20 +189,6 @@ def _deviations(losses: dict[float, float], reference: dict[float, float]) -> di
         for step, value in losses.items()
         if reference.get(step)
     }
-
-
-def _loss_axes(above: Axes, below: Axes) -> None:
-    above.tick_params(labelbottom=False)
-    below.set_yscale("log")
-    below.set_ylim(_FAINTEST / 2, max(1e-5, 2 * below.get_ylim()[1]))
-    low, high = (math.log10(limit) for limit in below.get_ylim())
-    powers = range(math.ceil(low), math.floor(high) + 1)
-    below.yaxis.set_major_locator(FixedLocator([10.0**n for n in powers if n % 2 == 0 or len(powers) < 6]))
-    below.yaxis.set_minor_locator(NullLocator())
-    for axis, (first, last) in ((above.yaxis, above.get_ylim()), (above.xaxis, above.get_xlim())):
-        ticks = MaxNLocator(7).tick_values(first, last)
-        axis.set_major_locator(FixedLocator([tick for tick in ticks if first <= tick <= last]))
-    below.set_xlabel("Step")
 
 
 def _losses(row: Row) -> list[dict[str, float]]:
@@ -182,4 +219,4 @@ def _bounds(comparison: DataFrame) -> list[str]:
     ]
 
 
-draw = Drawing(__name__, convergence_figure)
+draw = Drawing(__name__, losses)

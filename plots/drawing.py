@@ -1,4 +1,4 @@
-"""How a module of this folder offers its figure to scenarios: ``draw = Drawing(__name__, figure)``."""
+"""How a module of this folder offers its figure to scenarios: ``draw = Drawing(__name__, grid)``."""
 
 from __future__ import annotations
 
@@ -9,33 +9,46 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
+from spbench.plots.grid import PanelGrid
+from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES, save
 from spbench.plots.series import Row
-from spbench.plots.style import DPI, house_style
+
+#: figures that would be higher in a column are drawn in the page's width alone
+_PAGE_HEIGHT_INCHES = 9.5
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Draws result rows into the files NAME.png and NAME.svg, NAME being the module's name.
+    """Draws result rows into the files NAME.png, .svg and .pdf, as wide as a page, and, of figures that are
+    not higher than a page then, NAME_column.png, .svg and .pdf. NAME is the module's name.
 
     Attributes:
         module: the ``__name__`` of the figure's module.
-        figure: makes the figure of result rows (as in cells.jsonl) and the comparison table (of
-            comparison.csv, may be empty); called in the house style.
+        grid: makes the panels of result rows (as in cells.jsonl) and the comparison table (of
+            comparison.csv, may be empty).
     """
 
     module: str
-    figure: Callable[[Sequence[Row], DataFrame], Figure]
+    grid: Callable[[Sequence[Row], DataFrame], PanelGrid]
+
+    def figure(self, rows: Sequence[Row], comparison: DataFrame, width_inches: float = PAGE_INCHES) -> Figure:
+        """The figure in a width."""
+        return self.grid(rows, comparison).draw(width_inches)
 
     def __call__(self, rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:
-        """Write both files into the folder ``output``, which is made if need be; returns their paths.
+        """Write the files into the folder ``output``, which is made if need be; returns their paths.
 
         The same rows and comparison give the same bytes.
         """
-        output.mkdir(parents=True, exist_ok=True)
-        name = self.module.rpartition(".")[2]
-        png, svg = output / f"{name}.png", output / f"{name}.svg"
-        with house_style():
-            figure = self.figure(rows, comparison)
-            figure.savefig(png, dpi=DPI, metadata={"Software": None})
-            figure.savefig(svg, metadata={"Date": None})
-        return [png, svg]
+        return save_widths(self.grid(rows, comparison), output, self.module.rpartition(".")[2])
+
+
+def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
+    """Write a grid's files, as :class:`Drawing` says; returns their paths."""
+    paths = save(grid.draw(PAGE_INCHES), folder, name)
+    if grid.page_only:
+        return paths
+    column = grid.draw(COLUMN_INCHES)
+    if column.get_figheight() <= _PAGE_HEIGHT_INCHES:
+        paths += save(column, folder, f"{name}_column")
+    return paths

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots.along import GPUS, LENGTHS
+from spbench.plots.axes import GPUS, LENGTHS
 from spbench.plots.drawing import Drawing
 from spbench.plots.dsp_videos import video
-from spbench.plots.sent_elements import sent_elements_figure
+from spbench.plots.grid import PanelGrid
+from spbench.plots.sent_elements import sent_elements
 from spbench.plots.series import Row, model
 
 
-def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel for each model and video, smaller ones first."""
     in_order = sorted(rows, key=LENGTHS.at)
-    return sent_elements_figure(in_order, comparison, GPUS, lambda row: f"{model(row)}, {video(row)}")
+    return sent_elements(in_order, comparison, GPUS, lambda row: f"{model(row)}, {video(row)}")
 
 
-draw = Drawing(__name__, _figure)
+draw = Drawing(__name__, _grid)

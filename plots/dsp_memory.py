@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.axes import Axes
 from pandas import DataFrame
 
-from spbench.plots.bars import draw_rows
+from spbench.plots.bars import draw_rows, method_patches
 from spbench.plots.drawing import Drawing
 from spbench.plots.dsp_videos import video
+from spbench.plots.grid import Drawn, Panel, PanelGrid
 from spbench.plots.lines import measured
-from spbench.plots.page import Page
-from spbench.plots.panel import lost_notes
+from spbench.plots.marks import lost_notes
 from spbench.plots.series import Row, gpus, grouped, model, option, strategy, title
 from spbench.plots.style import looks, strategy_name
 
-_PANEL_INCHES = 2.4
 _PEAK = measured("peak_memory_bytes", 2**30)
 
 
-def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel for each model, video and number of GPUs; bars by method, without recomputation and with.
 
     The comparison is not used: nothing was read off the paper's figure.
     """
-    look = looks(map(strategy, rows))
-    panels = grouped(rows, lambda row: f"{model(row)}, {video(row)}, {gpus(row)} GPUs")
-    page = Page(
-        title(rows, "Peak memory by method"), [_PANEL_INCHES] * len(panels), notes=list(_notes(panels))
+    facets = grouped(rows, lambda row: f"{model(row)}, {video(row)}, {gpus(row)} GPUs")
+    return PanelGrid(title(rows, "Peak memory by method"), list(_notes(facets))).add(
+        [[_panel(name, some)] for name, some in facets.items()], abreast=1
     )
-    for index, (name, some) in enumerate(panels.items()):
-        ax = page.panel(index)
-        in_order = sorted(some, key=lambda row: (_setting(row), list(look).index(strategy(row))))
-        draw_rows(ax, grouped(in_order, _setting), look, _PEAK, "memory")
-        ax.set_ylabel("Peak memory (GiB)")
-        ax.set_title(name)
-    handles = [Patch(facecolor=of.color, label=strategy_name(name)) for name, of in look.items()]
-    return page.finish(handles, lost=[row for row in rows if row["status"] != "ok"])
+
+
+def _panel(name: str, rows: Sequence[Row]) -> Panel:
+    look = looks(map(strategy, rows))
+    in_order = sorted(rows, key=lambda row: (_setting(row), list(look).index(strategy(row))))
+
+    def draw_panel(ax: Axes) -> Drawn:
+        drawn = draw_rows(ax, grouped(in_order, _setting), _PEAK, "memory")
+        return replace(drawn, methods=method_patches(look))
+
+    return Panel(draw_panel, name, y_label="Peak memory (GiB)", axis="linear")
 
 
 def _setting(row: Row) -> str:
@@ -54,4 +55,4 @@ def _notes(panels: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     )
 
 
-draw = Drawing(__name__, _figure)
+draw = Drawing(__name__, _grid)

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots.along import GPUS, LENGTHS, length_text
+from spbench.plots.axes import GPUS, LENGTHS, length_text
 from spbench.plots.drawing import Drawing
-from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import PlottedQuantity, lines_of, measured
+from spbench.plots.grid import PanelGrid
+from spbench.plots.lines import TOKENS_PER_SECOND, line_grid, lines_of
 from spbench.plots.series import Row, by_model, gpu_counts, gpus, grouped, strategy
-from spbench.plots.style import looks
-
-_THROUGHPUT = PlottedQuantity(
-    "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
-)
 
 
-def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """Panels of strong and of weak scaling of each model, the model that was run most widely first.
 
     Strong scaling is a length that was run on several numbers of GPUs, weak scaling lengths in proportion
     to these; a row may be in both. Lengths are positions of the latent video.
     """
-    look = looks(map(strategy, rows))
     found: dict[str, list[Row]] = {}
     for name, some in sorted(by_model(rows).items(), key=lambda of: -len(gpu_counts(of[1]))):
         for length, strong in sorted(grouped(some, LENGTHS.at).items()):
@@ -39,8 +32,8 @@ def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
                 grown = [row for row in weak if strategy(row) in growing]
                 found[f"{name}, weak:\n{length_text(load)} positions a GPU"] = grown
     several = {name: some for name, some in found.items() if len(gpu_counts(some)) > 1} or found
-    panels = {name: list(lines_of(some, look, GPUS)) for name, some in several.items()}
-    return line_panels(rows, panels, [_THROUGHPUT], comparison, "Throughput by number of GPUs", GPUS)
+    facets = {name: lines_of(some, GPUS) for name, some in several.items()}
+    return line_grid(rows, facets, [TOKENS_PER_SECOND], comparison, "Throughput by number of GPUs", GPUS)
 
 
-draw = Drawing(__name__, _figure)
+draw = Drawing(__name__, _grid)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots.along import GPUS, LENGTHS
-from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import Line, PlottedQuantity, Value, lines_of
-from spbench.plots.series import Row, gpus, grouped, model, option, shared, strategy
-from spbench.plots.style import looks
+from spbench.plots.axes import GPUS, LENGTHS
+from spbench.plots.grid import PanelGrid
+from spbench.plots.lines import Line, PlottedQuantity, Value, line_grid, lines_of
+from spbench.plots.series import Row, gpus, grouped, model, option, shared
 
 #: the dim of the grid that a method splits throughout -> its name
 _SPLITS = {0: "frames cut", 1: "places cut"}
@@ -20,21 +18,20 @@ _SPLITS = {0: "frames cut", 1: "places cut"}
 _ALIKE = 1e-3
 
 
-def videos_figure(
+def videos(
     rows: Sequence[Row], comparison: DataFrame, quantity: PlottedQuantity, default_title: str
-) -> Figure:
+) -> PanelGrid:
     """A panel for each model and video, shorter ones first; a line for each strategy and dim that it splits.
 
     Args:
         default_title: the title if the rows name no scenario.
     """
-    look = looks(map(strategy, rows))
     one_model = shared(rows, "model") is not None
     in_order = sorted(rows, key=lambda row: (model(row), LENGTHS.at(row)))
-    videos = grouped(in_order, lambda row: video(row) if one_model else f"{model(row)}, {video(row)}")
-    panels = {name: list(lines_of(some, look, GPUS, _split)) for name, some in videos.items()}
-    remarks = list(_one_over_the_other(panels, quantity.value))
-    return line_panels(rows, panels, [quantity], comparison, default_title, GPUS, remarks)
+    of_video = grouped(in_order, lambda row: video(row) if one_model else f"{model(row)}, {video(row)}")
+    facets = {name: lines_of(some, GPUS, _split) for name, some in of_video.items()}
+    remarks = list(_one_over_the_other(facets, quantity.value))
+    return line_grid(rows, facets, [quantity], comparison, default_title, GPUS, remarks)
 
 
 def video(row: Row) -> str:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots.along import GPUS
-from spbench.plots.bars import Bar, bar_width, draw_bars, name_places
-from spbench.plots.claims import DrawnClaim, claims_of
-from spbench.plots.line_panels import Published, draw_lines, in_legend_order, missing_notes
-from spbench.plots.lines import Line, PlottedQuantity, measured
-from spbench.plots.page import Page
-from spbench.plots.scaling import strategy_lines
-from spbench.plots.series import Row, by_model, gpu_counts, searches_for, shared, strategy, title
-from spbench.plots.style import COLUMN_INCHES, PAGE_INCHES, TIMES, looks
+from spbench.plots.axes import GPUS
+from spbench.plots.bars import Bar, Segment, bar_width, draw_bars
+from spbench.plots.claims import DrawnClaim, claims_of, claims_panel
+from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.lines import (
+    Line,
+    PlottedQuantity,
+    Published,
+    line_panel,
+    lines_by_setting,
+    measured,
+    missing_notes,
+)
+from spbench.plots.series import Row, by_model, gpu_counts, searches_for, shared, title
+from spbench.plots.style import GREY, TIMES, number
 
-_PANEL_INCHES = 2.5
-_PANELS_A_ROW = 3
 #: the width of a panel of bars, as a part of one of lines
 _BARS_WIDTH = 0.6
-
-_IMPLIED = f"published ratio {TIMES} our denominator"
 
 _answer = measured("answer")
 
@@ -44,7 +45,7 @@ BATCH, LENGTH = Searched("batch", "batch", "sequences"), Searched("seq_len", "se
 GIVEN = {BATCH: LENGTH, LENGTH: BATCH}
 
 
-def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searched) -> Figure:
+def largest(rows: Sequence[Row], comparison: DataFrame, searched: Searched) -> PanelGrid:
     """A panel for each model, then the claims.
 
     A model that was run on one number of GPUs and of which a claim states a value has bars, others lines.
@@ -54,39 +55,29 @@ def largest_figure(rows: Sequence[Row], comparison: DataFrame, searched: Searche
     """
     rows = [row for row in rows if searches_for(row, searched.field)]
     claims, models = claims_of(comparison), by_model(rows)
-    look = looks(map(strategy, rows))
-    lines = {name: strategy_lines(some, look) for name, some in models.items()}
+    lines = {name: lines_by_setting(some) for name, some in models.items()}
     stated = {name: _stated_values(some, claims) for name, some in models.items()}
-    in_order = sorted(models, key=lambda name: (bool(stated[name]), name))
-    names = [in_order[at : at + _PANELS_A_ROW] for at in range(0, len(in_order), _PANELS_A_ROW)]
-    page = Page(
+    lost = [row for name, some in models.items() if stated[name] for row in some if row["status"] != "ok"]
+    grid = PanelGrid(
         title(rows, f"Largest {searched.name} that fits"),
-        [_PANEL_INCHES] * len(names),
-        notes=[note for name in models for note in missing_notes(name, lines[name], GPUS)],
-        claims=claims,
-        width_inches=PAGE_INCHES if claims or len(models) > 1 else COLUMN_INCHES,
+        [note for name in models for note in missing_notes(name, lines[name], GPUS)],
+        lost,
     )
-    axis_label, given = f"{searched.name.capitalize()} ({searched.unit})", GIVEN[searched]
-    quantity = PlottedQuantity("largest", axis_label, _answer)
-    handles: list[Artist] = []
-    for index, some in enumerate(names):
-        widths = [_BARS_WIDTH if stated[name] else 1.0 for name in some]
-        places = page.divided(index, 1, len(some), width_ratios=widths)
-        for column, name in enumerate(some):
-            ax = page.figure.add_subplot(places[column])
-            if stated[name]:
-                _draw_bars(ax, lines[name], stated[name])
-                ax.set_xlabel(f"{gpu_counts(models[name])[0]} GPUs")
-            else:
-                published = _implied(models[name], claims)
-                handles += draw_lines(ax, lines[name], quantity, GPUS, published)
-                ax.set_xlabel(GPUS.label)
-            value = shared(models[name], given.field)
-            between = "\n" if len(some) == _PANELS_A_ROW else ", "
-            ax.set_title(name + (f"{between}{given.name} {value}" if value else ""))
-            ax.set_ylabel(axis_label if column == 0 else searched.unit.capitalize())
-    lost = [row for name in models if stated[name] for line in lines[name] for row in line.rows]
-    return page.finish(in_legend_order(handles, _IMPLIED), [row for row in lost if row["status"] != "ok"])
+    label = f"{searched.name.capitalize()} ({searched.unit})"
+    quantity = PlottedQuantity("largest", label, _answer)
+    in_order = sorted(models, key=lambda name: (bool(stated[name]), name))
+    facets = []
+    for name in in_order:
+        given = shared(models[name], GIVEN[searched].field)
+        heading = name + (f", {GIVEN[searched].name} {given}" if given else "")
+        if stated[name]:
+            draw = partial(_draw_bars, lines=lines[name], published=stated[name])
+            x_label = f"{gpu_counts(models[name])[0]} GPUs"
+            facets.append([Panel(draw, heading, x_label, label, axis="linear", width=_BARS_WIDTH)])
+        else:
+            published = _implied(models[name], claims)
+            facets.append([line_panel(heading, lines[name], quantity, GPUS, published, "largest")])
+    return grid.add(facets).add(claims_panel(claims))
 
 
 def _implied(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> Published:
@@ -100,7 +91,7 @@ def _implied(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> Published:
             below = _answer(by_key[claim.denominator])
             if below is not None:
                 numbers[claim.numerator] = claim.published * below
-    return Published(numbers, name=_IMPLIED)
+    return Published(numbers, name=f"published ratio {TIMES} our denominator")
 
 
 def _stated_values(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> list[float]:
@@ -110,15 +101,19 @@ def _stated_values(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> list[fl
     return list(dict.fromkeys(stated)) if len(gpu_counts(rows)) == 1 else []
 
 
-def _draw_bars(ax: Axes, lines: Sequence[Line], published: Sequence[float]) -> None:
+def _draw_bars(ax: Axes, lines: Sequence[Line], published: Sequence[float]) -> Drawn:
     """A bar for each published value, then one for each row."""
-    bars = [Bar(at, value, "0.88", "published", hatch="////") for at, value in enumerate(published)]
+    bars = [
+        Bar([Segment(value, GREY, "published", "////", 0.15)], "published", number(value), at=at)
+        for at, value in enumerate(published)
+    ]
     names = ["published"] * len(bars)
     for line in lines:
         for row in line.rows:
-            answer = _answer(row)
+            answer, look = _answer(row), line.look
             gid = f"ours {row['status'] if answer is None else 'largest'} {line.name}"
-            bars.append(Bar(len(bars), answer, line.look.color, gid, status=row["status"]))
+            segments = [] if answer is None else [Segment(answer, look.color, gid, look.hatch)]
+            text = "" if answer is None else number(answer)
+            bars.append(Bar(segments, gid, text, row["status"], look.color, len(bars)))
             names.append("ours" if len(lines) == 1 else line.name)
-    draw_bars(ax, bars, bar_width(1))
-    name_places(ax, names)
+    return draw_bars(ax, bars, names, bar_width(1))

@@ -3,6 +3,6 @@
 from functools import partial
 
 from spbench.plots.drawing import Drawing
-from spbench.plots.length_scaling import length_scaling_figure
+from spbench.plots.lasp_scalability import length_scaling
 
-draw = Drawing(__name__, partial(length_scaling_figure, default_title="Memory and throughput of LASP-2"))
+draw = Drawing(__name__, partial(length_scaling, default_title="Memory and throughput of LASP-2"))

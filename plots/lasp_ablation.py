@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from pandas import DataFrame
 
-from spbench.plots.along import length_text
-from spbench.plots.bars import draw_rows
+from spbench.plots.axes import length_text
+from spbench.plots.bars import draw_rows, method_patches
 from spbench.plots.drawing import Drawing
+from spbench.plots.grid import Drawn, Panel, PanelGrid
 from spbench.plots.lines import PlottedQuantity, measured
-from spbench.plots.page import Page
-from spbench.plots.panel import lost_notes
+from spbench.plots.marks import lost_notes
 from spbench.plots.series import (
     Row,
     backend,
@@ -28,9 +27,8 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import Look, backend_name, looks, strategy_name
+from spbench.plots.style import backend_name, looks, strategy_name
 
-_PANEL_INCHES = 2.1
 _OPTIONS = ("kernel_fusion", "state_caching")
 
 #: (kernels are fused, states are cached) -> the name of the combination, in the order of the bars
@@ -47,28 +45,23 @@ _QUANTITIES = (
 _LENGTH = PlottedQuantity("length", "Longest sequence\n(K tokens, K = 1024)", measured("answer", 1024))
 
 
-def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """Memory and throughput of each combination; below them the longest sequences.
 
     Rows that neither set one of LASP's options nor search for the length are left out; the comparison is
     not used.
     """
-    look = looks(map(strategy, rows))
     combined = [row for row in rows if set(_OPTIONS) & set(row["cell"].get("strategy_options") or {})]
     searches = [row for row in rows if searches_for(row, "seq_len")]
-    page = Page(
-        title(rows, "Kernel fusion, state caching and memory"),
-        [_PANEL_INCHES] * (bool(combined) + bool(searches)),
-        columns=len(_QUANTITIES),
-        notes=list(_notes(combined, searches)),
+    lost = [row for row in [*combined, *searches] if row["status"] != "ok"]
+    grid = PanelGrid(
+        title(rows, "Kernel fusion, state caching and memory"), list(_notes(combined, searches)), lost
     )
-    handles: list[Artist] = []
     if combined:
-        for column, quantity in enumerate(_QUANTITIES):
-            _draw_combinations(page.panel(0, column), combined, look, quantity)
+        grid.add([[_combinations(combined, quantity)] for quantity in _QUANTITIES], abreast=2)
     if searches:
-        handles += _draw_lengths(page.panel(int(bool(combined))), searches, look)
-    return page.finish(handles, lost=[row for row in [*combined, *searches] if row["status"] != "ok"])
+        grid.add([[_lengths(searches)]])
+    return grid
 
 
 def _combination(row: Row) -> str:
@@ -77,33 +70,38 @@ def _combination(row: Row) -> str:
     return _COMBINATIONS[fusion, caching]
 
 
-def _draw_combinations(
-    ax: Axes, rows: Sequence[Row], look: dict[str, Look], quantity: PlottedQuantity
-) -> None:
+def _combinations(rows: Sequence[Row], quantity: PlottedQuantity) -> Panel:
     known = {_combination(row): row for row in rows}
     shown = {name: [known[name]] for name in _COMBINATIONS.values() if name in known}
-    draw_rows(ax, shown, look, quantity.value, quantity.column)
-    ax.set_ylabel(quantity.axis_label)
-    ax.set_title(_shared_title(rows))
+    draw_panel = partial(draw_rows, places=shown, value=quantity.value, quantity=quantity.column)
+    return Panel(draw_panel, _shared_title(rows), y_label=quantity.axis_label, axis="linear")
 
 
-def _draw_lengths(ax: Axes, rows: Sequence[Row], look: dict[str, Look]) -> list[Artist]:
-    """Bars of the strategies side by side for each way to save memory; returns legend entries."""
+def _lengths(rows: Sequence[Row]) -> Panel:
+    """Bars of the strategies side by side for each way to save memory."""
     methods = sorted(set(map(strategy, rows)), key=lambda name: (name != "single", name))
     ways = {
         way: sorted(some, key=lambda row: methods.index(strategy(row)))
         for way, some in grouped(rows, _saving).items()
     }
-    draw_rows(ax, ways, look, _LENGTH.value, _LENGTH.column, lambda value: length_text(int(1024 * value)))
-    ax.set_ylabel(_LENGTH.axis_label)
-    ax.set_title(f"{_shared_title(rows)}: longest sequence that fits")
-    return [Patch(facecolor=look[name].color, label=_method(name)) for name in methods]
+
+    def draw_panel(ax: Axes) -> Drawn:
+        drawn = draw_rows(ax, ways, _LENGTH.value, _LENGTH.column, _length_text)
+        look = looks(methods)
+        return replace(drawn, methods=method_patches({name: look[name] for name in methods}, _method))
+
+    heading = f"{_shared_title(rows)}: longest sequence that fits"
+    return Panel(draw_panel, heading, y_label=_LENGTH.axis_label, axis="linear")
+
+
+def _length_text(value: float) -> str:
+    return length_text(int(1024 * value))
 
 
 def _saving(row: Row) -> str:
     """What saves memory besides the strategy."""
     checkpointing = option(row, "model_options", "checkpointing", False)
-    return backend_name(backend(row)) + (", checkpointing" if checkpointing else "")
+    return backend_name(backend(row)) + (",\ncheckpointing" if checkpointing else "")
 
 
 def _method(name: str) -> str:
@@ -119,8 +117,8 @@ def _shared_title(rows: Sequence[Row]) -> str:
 
 def _notes(combined: Sequence[Row], searches: Sequence[Row]) -> Iterator[str]:
     named = [(_combination(row).replace("\n", " "), row) for row in combined]
-    named += [(f"{_method(strategy(row))}, {_saving(row)}", row) for row in searches]
+    named += [(f"{_method(strategy(row))}, {_saving(row)}".replace("\n", " "), row) for row in searches]
     return lost_notes(named)
 
 
-draw = Drawing(__name__, _figure)
+draw = Drawing(__name__, _grid)

@@ -2,12 +2,12 @@
 
 from functools import partial
 
-from spbench.plots.along import LENGTHS
+from spbench.plots.axes import LENGTHS
 from spbench.plots.drawing import Drawing
-from spbench.plots.sent_elements import sent_elements_figure
+from spbench.plots.sent_elements import sent_elements
 from spbench.plots.series import gpus, model
 
 draw = Drawing(
     __name__,
-    partial(sent_elements_figure, along=LENGTHS, panel=lambda row: f"{model(row)}, {gpus(row)} GPUs"),
+    partial(sent_elements, along=LENGTHS, facet=lambda row: f"{model(row)}, {gpus(row)} GPUs"),
 )

@@ -5,33 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots.along import LENGTHS
+from spbench.plots.axes import LENGTHS
 from spbench.plots.drawing import Drawing
-from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import PlottedQuantity, lines_of, measured
+from spbench.plots.grid import PanelGrid
+from spbench.plots.lines import TOKENS_PER_SECOND, line_grid, lines_of
 from spbench.plots.series import Row, by_model, option, strategy
-from spbench.plots.style import looks
-
-_THROUGHPUT = PlottedQuantity(
-    "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
-)
 
 #: how a baseline computes linear attention -> its name; the strategies of LASP have a single way
 _WAYS = {"left_product": "left product", "chunked": "right product"}
 _ONE_WAY = ("lasp", "lasp2")
 
 
-def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel for each model, a line for each strategy and reading of the baselines."""
-    look = looks(map(strategy, rows))
-    panels = {}
-    for name, some in by_model(rows).items():
-        reading = partial(_reading, first_cluster=some[0]["cell"]["cluster"])
-        panels[name] = list(lines_of(some, look, LENGTHS, reading))
-    return line_panels(rows, panels, [_THROUGHPUT], comparison, "Throughput by sequence length")
+    facets = {
+        name: lines_of(some, LENGTHS, partial(_reading, first_cluster=some[0]["cell"]["cluster"]))
+        for name, some in by_model(rows).items()
+    }
+    return line_grid(rows, facets, [TOKENS_PER_SECOND], comparison, "Throughput by sequence length")
 
 
 def _reading(row: Row, first_cluster: str) -> str:
@@ -41,4 +34,4 @@ def _reading(row: Row, first_cluster: str) -> str:
     return ", ".join([*found, *([cluster] if cluster != first_cluster else [])])
 
 
-draw = Drawing(__name__, _figure)
+draw = Drawing(__name__, _grid)

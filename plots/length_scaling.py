@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import seaborn as sns
 from matplotlib.figure import Figure
 from pandas import DataFrame
-
 from spbench.plots.along import LENGTHS
 from spbench.plots.line_panels import line_panels
+
 from spbench.plots.lines import Line, PlottedQuantity, measured
 from spbench.plots.series import Row, backend, by_model, gpu_counts, gpus, grouped
 from spbench.plots.style import MARKERS, Look, backend_name

@@ -1,15 +1,25 @@
-"""Lines of rows and the quantities that are drawn along them."""
+"""Panels of lines: our numbers joined, published ones as hollow markers, and below them the places without a
+number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from spbench.plots.along import Along
-from spbench.plots.series import Row, grouped, strategy
-from spbench.plots.style import Look, strategy_name
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.transforms import ScaledTranslation, blended_transform_factory
+from pandas import DataFrame, isna
+
+from spbench.plots.axes import BAND, GPUS, LENGTHS, Along
+from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.marks import reason_of, status_mark
+from spbench.plots.series import Row, differing_settings, grouped, strategy, title
+from spbench.plots.style import INK, Look, looks, strategy_name
 
 _DASHES = ("--", ":", "-.")
+_APART_POINTS = 5.5  # between marks of one place
 
 #: a row's value of a quantity, None if it has none
 Value = Callable[[Row], float | None]
@@ -40,9 +50,15 @@ class PlottedQuantity:
     logarithmic: bool = False
 
 
+#: of every figure of throughput over lengths or many GPUs
+TOKENS_PER_SECOND = PlottedQuantity(
+    "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
+)
+
+
 @dataclass(frozen=True)
 class Line:
-    """Rows along the x axis that are drawn as one line; ``name`` is its entry in the legend."""
+    """Rows along the x axis that are drawn as one line; ``name`` is its label."""
 
     name: str
     look: Look
@@ -50,17 +66,231 @@ class Line:
     linestyle: str = "-"
 
 
-def lines_of(
-    rows: Sequence[Row], look: Mapping[str, Look], along: Along, setting: Callable[[Row], str] = lambda _: ""
-) -> Iterator[Line]:
-    """A line for each strategy, in the order of ``look``, or several dashed ones by their settings.
+def lines_of(rows: Sequence[Row], along: Along, setting: Callable[[Row], str] = lambda _: "") -> list[Line]:
+    """A line for each strategy, in the order of legends, or several dashed ones by their settings.
 
     Args:
         setting: what distinguishes a row from others of its strategy; empty where nothing does.
     """
-    rows_of = grouped(rows, strategy)
-    for name, its_look in look.items():
-        for index, (text, some) in enumerate(grouped(rows_of.get(name, []), setting).items()):
+    rows_of, found = grouped(rows, strategy), []
+    for name, its_look in looks(rows_of).items():
+        for index, (text, some) in enumerate(grouped(rows_of[name], setting).items()):
             label = ", ".join(filter(None, (strategy_name(name), text)))
             dashes = _DASHES[index % len(_DASHES)] if text else "-"
-            yield Line(label, its_look, tuple(sorted(some, key=along.at)), dashes)
+            found.append(Line(label, its_look, tuple(sorted(some, key=along.at)), dashes))
+    return found
+
+
+def lines_by_setting(rows: Sequence[Row], ignored: Sequence[str] = ()) -> list[Line]:
+    """Lines over the number of GPUs, one for each strategy, and for each setting in which rows of one
+    strategy and GPU count differ.
+
+    Args:
+        ignored: settings that do not distinguish lines.
+    """
+    return lines_of(rows, GPUS, differing_settings(rows, ignored))
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was published of one quantity, by the keys of cells; ``name`` stands in legends."""
+
+    numbers: Mapping[str, float]
+    out_of_memory: frozenset[str] = frozenset()
+    name: str = "published"
+
+
+def published_of(comparison: DataFrame, column: str, name: str = "published") -> Published:
+    """The published side of the rows of one quantity in a comparison table."""
+    if comparison.empty:
+        return Published({}, name=name)
+    entries = comparison[comparison["quantity"] == column].to_dict("records")
+    numbers = {e["cell"]: float(e["published"]) for e in entries if not isna(e["published"])}
+    return Published(numbers, frozenset(e["cell"] for e in entries if e["status_published"] == "oom"), name)
+
+
+def line_grid(
+    rows: Sequence[Row],
+    facets: Mapping[str, Sequence[Line]],
+    quantities: Sequence[PlottedQuantity],
+    comparison: DataFrame,
+    default_title: str,
+    along: Along = LENGTHS,
+    remarks: Sequence[str] = (),
+    theirs: str = "published",
+    one_scale: bool = True,
+) -> PanelGrid:
+    """A column for each facet and a row for each quantity.
+
+    Args:
+        facets: lines by the title of their column.
+        comparison: as of comparison.csv; may be empty.
+        default_title: the title if the rows name no scenario.
+        remarks: sentences below the panels.
+        theirs: the name of the published numbers in the legend.
+        one_scale: whether panels have the same x axis, and those of a quantity the same y axis.
+    """
+    notes = [note for name, lines in facets.items() for note in missing_notes(name, lines, along)]
+    return PanelGrid(title(rows, default_title), [*remarks, *notes]).add(
+        [
+            [
+                line_panel(
+                    name,
+                    lines,
+                    quantity,
+                    along,
+                    published_of(comparison, quantity.column, theirs),
+                    quantity.column if one_scale else None,
+                )
+                for quantity in quantities
+            ]
+            for name, lines in facets.items()
+        ]
+    )
+
+
+def line_panel(
+    name: str,
+    lines: Sequence[Line],
+    quantity: PlottedQuantity,
+    along: Along,
+    published: Published,
+    scale: str | None,
+) -> Panel:
+    """A panel of lines with the title ``name``; panels of one ``scale`` have the same axes."""
+    return Panel(
+        partial(draw_lines, lines=lines, quantity=quantity, along=along, published=published),
+        name,
+        along.label,
+        quantity.axis_label,
+        along,
+        "log" if quantity.logarithmic else "linear",
+        scale,
+    )
+
+
+def draw_lines(
+    ax: Axes, lines: Sequence[Line], quantity: PlottedQuantity, along: Along, published: Published
+) -> Drawn:
+    """Draw lines, published markers, and marks in the band below the values."""
+    drawn: list[Line2D] = []
+    values: list[float] = []
+    for line in lines:
+        points = [(along.at(row), found) for row in line.rows if (found := quantity.value(row)) is not None]
+        drawn += ax.plot(
+            *_columns(points),
+            color=line.look.color,
+            linestyle=line.linestyle,
+            marker=line.look.marker,
+            markersize=3.6,
+            label=line.name,
+            gid=f"ours {quantity.column} {line.name}",
+            zorder=2,
+        )
+        values += [value for _, value in points]
+    entries = []
+    for line, stated in _theirs(lines, along, published):
+        markers = _published_markers(line.look, published.name)
+        markers.set_data(*_columns(stated))
+        markers.set_gid(f"published {quantity.column} {line.name}")
+        ax.add_line(markers)
+        values += [value for _, value in stated]
+        entries.append(_published_markers(Look(INK, "o"), published.name))
+    marks = _draw_marks(ax, list(_marks(lines, along, published)), along)
+    return Drawn(drawn, entries, marks, values, [along.at(row) for line in lines for row in line.rows])
+
+
+_Points = Sequence[tuple[int, float]]
+
+
+def _theirs(lines: Sequence[Line], along: Along, published: Published) -> Iterator[tuple[Line, _Points]]:
+    """The published points of each line; two readings of one published run are two lines but one point."""
+    seen: set[tuple[str, int, float]] = set()
+    for line in lines:
+        stated = [row for row in line.rows if row["key"] in published.numbers]
+        points = [(along.at(row), published.numbers[row["key"]]) for row in stated]
+        points = [point for point in points if (line.look.color, *point) not in seen]
+        seen |= {(line.look.color, *point) for point in points}
+        if points:
+            yield line, points
+
+
+def _columns(points: _Points) -> tuple[list[int], list[float]]:
+    return [at for at, _ in points], [value for _, value in points]
+
+
+def _published_markers(look: Look, name: str) -> Line2D:
+    return Line2D(
+        [],
+        [],
+        linestyle="none",
+        marker=look.marker,
+        markersize=6.5,
+        markerfacecolor="none",
+        markeredgecolor=look.color,
+        markeredgewidth=1.0,
+        label=name,
+        zorder=3,
+    )
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A place of a line without a number: ours by its status, or published as out of memory."""
+
+    line: Line
+    status: str
+    ours: bool
+    at: int
+
+
+def _marks(lines: Sequence[Line], along: Along, published: Published) -> Iterator[_Mark]:
+    seen: set[tuple[str, int]] = set()
+    for line in lines:
+        for row, before in zip(line.rows, [None, *line.rows], strict=False):
+            # where out of memory persists only its first place is marked
+            known = along.oom_persists and before is not None and row["status"] == before["status"] == "oom"
+            at = along.at(row)
+            if row["status"] != "ok" and not known:
+                yield _Mark(line, row["status"], True, at)
+            if row["key"] in published.out_of_memory and (line.look.color, at) not in seen:
+                seen.add((line.look.color, at))
+                yield _Mark(line, "oom", False, at)
+
+
+def _draw_marks(ax: Axes, marks: Sequence[_Mark], along: Along) -> list[Line2D]:
+    """Draw marks in the band below the values, those of one place side by side; returns legend entries."""
+    entries = []
+    for mark in marks:
+        beside = list(dict.fromkeys(other.line.name for other in marks if other.at == mark.at))
+        points = _APART_POINTS * (beside.index(mark.line.name) - (len(beside) - 1) / 2)
+        drawn, entry = (_mark_artist(mark, color, along) for color in (mark.line.look.color, INK))
+        drawn.set_data([mark.at], [BAND / 2])
+        aside = ScaledTranslation(points / 72, 0, ax.figure.dpi_scale_trans)
+        drawn.set_transform(blended_transform_factory(ax.transData, ax.transAxes) + aside)
+        drawn.set_gid(f"{'ours' if mark.ours else 'published'} {mark.status} {mark.line.name}")
+        ax.add_line(drawn)
+        entries.append(entry)
+    return entries
+
+
+def _mark_artist(mark: _Mark, color: str, along: Along) -> Line2D:
+    """The status mark of our rows, a ring around it for published ones; not yet placed."""
+    artist = status_mark(mark.status, color)
+    if mark.status == "oom" and along.oom_persists:
+        artist.set_label("out of memory from here on")
+    if mark.ours:
+        artist.set_markersize(4.5)
+    else:
+        artist.set(marker="o", markersize=8.5, markeredgewidth=1.0, markerfacecolor="none")
+        artist.set_label(f"{artist.get_label()}, published")
+    return artist
+
+
+def missing_notes(panel: str, lines: Sequence[Line], along: Along) -> Iterator[str]:
+    """For each line of a panel and each status but out of memory: where, and the first row's reason."""
+    for line in lines:
+        lost = [row for row in line.rows if row["status"] not in ("ok", "oom")]
+        for status, rows in grouped(lost, lambda row: str(row["status"])).items():
+            where = along.text([along.at(row) for row in rows])
+            yield f"{panel}, {line.name}: {status} at {where}{reason_of(rows[0])}".replace("\n", " ")

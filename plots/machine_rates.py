@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from spbench.plots.page import Page
-from spbench.plots.panel import value_axis
+from spbench.plots.axes import set_ticks
+from spbench.plots.drawing import save_widths
+from spbench.plots.grid import Drawn, Panel, PanelGrid
 from spbench.plots.series import grouped
-from spbench.plots.style import DPI, MARKERS, house_style
+from spbench.plots.style import MARKERS, category_colors
 
 #: a measured rate: its operation, size, extent, precision, ranks, rates of the median sample, and the seconds
 #: of the median, least and longest sample
 Rate = Mapping[str, Any]
 
-_PANEL_INCHES = 2.5
 _POWERS = {0: "", 1: "Ki", 2: "Mi", 3: "Gi"}
 
 
@@ -45,26 +44,23 @@ class _Panel:
 
 
 def draw_machine_rates(rates: Sequence[Rate], title: str, output: Path) -> list[Path]:
-    """Write ``output`` with the suffixes .png and .svg; returns their paths."""
-    png, svg = output.with_suffix(".png"), output.with_suffix(".svg")
-    with house_style():
-        figure = machine_rates(rates, title)
-        figure.savefig(png, dpi=DPI, metadata={"Software": None})
-        figure.savefig(svg, metadata={"Date": None})
-    return [png, svg]
+    """Write the files of :func:`machine_rates` beside ``output``, with its name; returns their paths."""
+    return save_widths(machine_rates(rates, title), output.parent, output.stem)
 
 
-def machine_rates(rates: Sequence[Rate], title: str) -> Figure:
+def machine_rates(rates: Sequence[Rate], title: str) -> PanelGrid:
     """A panel each for matrix products, attention, memory and collectives, as far as there are rates.
 
     Lines are medians; the tint round a line goes from the longest sample to the least one.
     """
     panels = [panel for panel in _panels(rates) if panel.rates]
-    rows = -(-len(panels) // 2)
-    page = Page(title, [_PANEL_INCHES] * rows, columns=min(2, len(panels)))
-    for place, panel in enumerate(panels):
-        _draw(page.panel(place // 2, place % 2), panel)
-    return page.finish([])
+    return PanelGrid(title).add(
+        [
+            [Panel(partial(_draw, panel=of), of.title, of.x_label, of.y_label, axis="linear", inches=2.0)]
+            for of in panels
+        ],
+        abreast=2,
+    )
 
 
 def _panels(rates: Sequence[Rate]) -> list[_Panel]:
@@ -105,16 +101,14 @@ def _attention_line(rate: Rate) -> str:
     return f"{rate['precision']}, {str(rate['operation']).removeprefix('attention ')}"
 
 
-def _draw(ax: Axes, panel: _Panel) -> None:
+def _draw(ax: Axes, panel: _Panel) -> Drawn:
     lines = grouped(panel.rates, panel.line)
-    palette = sns.color_palette("colorblind", 10).as_hex()
     extents = sorted({rate["extent"] for rate in panel.rates})
     ax.set_xscale("log", base=2)
     highest = []
-    for place, (name, some) in enumerate(lines.items()):
-        some = sorted(some, key=lambda rate: rate["extent"])
+    for place, (name, color) in enumerate(category_colors(lines).items()):
+        some = sorted(lines[name], key=lambda rate: rate["extent"])
         at = [rate["extent"] for rate in some]
-        color = str(palette[place % len(palette)])
         slowest, quickest = (
             [rate[panel.field] / panel.unit * rate["seconds"] / rate[bound] for rate in some]
             for bound in ("most_s", "least_s")
@@ -126,19 +120,17 @@ def _draw(ax: Axes, panel: _Panel) -> None:
             [rate[panel.field] / panel.unit for rate in some],
             color=color,
             marker=MARKERS[place % len(MARKERS)],
-            markersize=3.2,
+            markersize=3.6,
             label=name,
             gid=f"{panel.title} {name}".strip(),
         )
     shown = extents[:: -(-len(extents) // 6)]
-    ax.set_xticks(shown, [_bytes(extent) if panel.is_bytes else str(extent) for extent in shown])
+    set_ticks(ax.xaxis, shown, [_bytes(extent) if panel.is_bytes else str(extent) for extent in shown])
     ax.minorticks_off()
-    value_axis(ax, max(highest), marks=False)
-    ax.set_title(panel.title)
-    ax.set_xlabel(panel.x_label)
-    ax.set_ylabel(panel.y_label)
     if len(lines) > 1 or next(iter(lines)):
-        ax.legend(fontsize=6, frameon=False)
+        # in the panel: other panels have other lines of these colours
+        ax.legend()
+    return Drawn(values=highest)
 
 
 def _bytes(extent: int) -> str:

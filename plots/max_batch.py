@@ -3,6 +3,6 @@
 from functools import partial
 
 from spbench.plots.drawing import Drawing
-from spbench.plots.largest import BATCH, largest_figure
+from spbench.plots.largest import BATCH, largest
 
-draw = Drawing(__name__, partial(largest_figure, searched=BATCH))
+draw = Drawing(__name__, partial(largest, searched=BATCH))

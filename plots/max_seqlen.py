@@ -3,6 +3,6 @@
 from functools import partial
 
 from spbench.plots.drawing import Drawing
-from spbench.plots.largest import LENGTH, largest_figure
+from spbench.plots.largest import LENGTH, largest
 
-draw = Drawing(__name__, partial(largest_figure, searched=LENGTH))
+draw = Drawing(__name__, partial(largest, searched=LENGTH))

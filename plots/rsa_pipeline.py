@@ -3,18 +3,17 @@
 from dataclasses import replace
 from functools import partial
 
-from spbench.plots.along import GPUS
+from spbench.plots.axes import GPUS
 from spbench.plots.drawing import Drawing
 from spbench.plots.lines import PlottedQuantity, measured
-from spbench.plots.rsa_throughput import THROUGHPUT
-from spbench.plots.scaling import scaling_figure
+from spbench.plots.rsa_throughput import THROUGHPUT, scaling
 
 BATCH = PlottedQuantity("batch", "Largest batch (sequences)", measured("answer"))
 
 draw = Drawing(
     __name__,
     partial(
-        scaling_figure,
+        scaling,
         quantities=[BATCH, THROUGHPUT],
         default_title="Largest batch by pipeline stages",
         along=replace(GPUS, label="Number of GPUs, 4 a stage"),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots.along import GPUS
+from spbench.plots.axes import GPUS
 from spbench.plots.drawing import Drawing
-from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import PlottedQuantity, measured
-from spbench.plots.scaling import strategy_lines
-from spbench.plots.series import Row, gpus, grouped, shared, strategy
-from spbench.plots.style import looks
+from spbench.plots.grid import PanelGrid
+from spbench.plots.lines import PlottedQuantity, line_grid, lines_by_setting, measured
+from spbench.plots.series import Row, gpus, grouped, shared
 
 _GROWN = {"batch": "batch", "seq_len": "sequence length"}
 _QUANTITIES = (
@@ -40,14 +37,12 @@ def _scaling_title(rows: Sequence[Row]) -> str:
     return ", ".join(texts)
 
 
-def _figure(rows: Sequence[Row], comparison: DataFrame) -> Figure:
+def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A column for each weak scaling, a row for each quantity."""
-    look = looks(map(strategy, rows))
-    panels = {
-        name: strategy_lines(some, look, ignored=tuple(_GROWN)) for name, some in weak_scalings(rows).items()
+    facets = {
+        name: lines_by_setting(some, ignored=tuple(_GROWN)) for name, some in weak_scalings(rows).items()
     }
-    title = "Weak scaling with pipeline stages"
-    return line_panels(rows, panels, _QUANTITIES, comparison, title, GPUS, one_scale=True)
+    return line_grid(rows, facets, _QUANTITIES, comparison, "Weak scaling with pipeline stages", GPUS)
 
 
-draw = Drawing(__name__, _figure)
+draw = Drawing(__name__, _grid)

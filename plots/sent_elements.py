@@ -4,57 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from matplotlib.figure import Figure
 from pandas import DataFrame, isna
 
-from spbench.plots.along import Along
-from spbench.plots.line_panels import line_panels
-from spbench.plots.lines import PlottedQuantity, lines_of
+from spbench.plots.axes import Along
+from spbench.plots.grid import PanelGrid
+from spbench.plots.lines import PlottedQuantity, line_grid, lines_of
 from spbench.plots.series import Row, engine, grouped, strategy
-from spbench.plots.style import looks
 
 _COLUMN, _EXACT, _BACKWARD = "sent_elements", "-wire", "-backward"
 _AS_PAPERS = ("-table1", "-per-layer")
 _SAME = 1e-12
 
 
-def sent_elements_figure(
-    rows: Sequence[Row], comparison: DataFrame, along: Along, panel: Callable[[Row], str]
-) -> Figure:
+def sent_elements(
+    rows: Sequence[Row], comparison: DataFrame, along: Along, facet: Callable[[Row], str]
+) -> PanelGrid:
     """Metered elements by strategy, in the panels that have several places along the x axis and several
     strategies; panels of one strategy are drawn only if there are no others.
 
     Args:
         comparison: the table of comparison.csv with the formulas of the rows; may be empty.
-        panel: the title of a row's panel.
+        facet: the title of a row's panel.
     """
     exact = exact_formulas(comparison)
     known = [] if exact.empty else exact.to_dict("records")
     metered = {entry["cell"]: float(entry["reproduced"]) for entry in known if not isna(entry["reproduced"])}
     keys = {entry["cell"] for entry in known}
-    with_formula = [row for row in rows if row["key"] in keys]
-    look = looks(map(strategy, with_formula))
     quantity = PlottedQuantity(
         _COLUMN,
         "Elements sent per GPU\nand layer, forward",
         lambda row: metered.get(row["key"]),  # what is sent is known of runs out of memory too
         logarithmic=True,
     )
-    panels = {
-        name: list(lines_of(_of_one_engine(some, along), look, along))
-        for name, some in grouped(with_formula, panel).items()
+    facets = {
+        name: lines_of(_of_one_engine(some, along), along)
+        for name, some in grouped((row for row in rows if row["key"] in keys), facet).items()
         if len(set(map(along.at, some))) > 1
     }
-    panels = {name: lines for name, lines in panels.items() if len(lines) > 1} or panels
-    return line_panels(
+    return line_grid(
         rows,
-        panels,
+        {name: lines for name, lines in facets.items() if len(lines) > 1} or facets,
         [quantity],
         exact,
         "Elements sent for a layer",
         along,
         remarks=list(_agreement(exact)),
         theirs="formula",
+        one_scale=False,  # tiny models stand beside those of the papers
     )
 
 

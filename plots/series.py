@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 Row = Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
 
 #: fields of a cell that can make a line of their own
 _FIELDS = ("variant", "cluster", "engine", "precision", "batch", "seq_len")
@@ -55,11 +56,11 @@ def searches_for(row: Row, field: str) -> bool:
     return (row["cell"].get("search") or {}).get("quantity") == field
 
 
-def grouped(rows: Iterable[Row], by: Callable[[Row], Key]) -> dict[Key, list[Row]]:
-    """The rows of each value of ``by``, in the order in which values first appear."""
-    groups: dict[Key, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(by(row), []).append(row)
+def grouped(items: Iterable[Item], by: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items, such as rows, of each value of ``by``, in the order in which values first appear."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(by(item), []).append(item)
     return groups
 
 

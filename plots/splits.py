@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import seaborn as sns
-
 from spbench.impls.axes import MESH_AXES, in_order
 from spbench.plots.series import Row, settings, strategy
-from spbench.plots.style import TIMES, backend_name, short_name
+from spbench.plots.style import TIMES, backend_name, category_colors, short_name
 
 #: of bytes that go over the ranks of several axes at once, as sums of gradients do
 SEVERAL = "several axes at once"
@@ -18,8 +16,7 @@ SEVERAL = "several axes at once"
 
 def axis_colors() -> dict[str, str]:
     """The colour of each axis of a mesh, then of SEVERAL."""
-    palette = [str(color) for color in sns.color_palette("deep", 10).as_hex()]
-    return dict(zip([*MESH_AXES, SEVERAL], [palette[at] for at in (0, 1, 9, 2, 4, 7)], strict=True))
+    return category_colors([*MESH_AXES, SEVERAL])
 
 
 def split_names(rows: Sequence[Row]) -> list[str]:

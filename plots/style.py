@@ -1,38 +1,36 @@
-"""The look that all figures share: colours, markers, sizes, names and the format of numbers."""
+"""What figures and pages show of methods: their colours, markers, hatches and names; and numbers as text.
+
+Nothing here needs matplotlib, so that web pages take the same colours from :func:`method_color`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from zlib import crc32
 
-import matplotlib as mpl
-import seaborn as sns
-from matplotlib.artist import Artist
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-
-#: width of a page's text, and of one of its two columns
-PAGE_INCHES, COLUMN_INCHES = 7.2, 3.6
-DPI = 150
-
-#: strategies in the order of legends -> place in the palette of ten colours, and marker
-_LOOKS = {
-    "tensor_parallel": (0, "o"),
-    "ring_self_attention": (1, "s"),
-    "megatron_sp": (2, "D"),
-    "ulysses": (3, "^"),
-    "ring_attention": (4, "v"),
-    "lasp": (5, "P"),
-    "lasp2": (9, "X"),
-    "dsp": (6, "*"),
-    "single": (7, "h"),
+#: name -> (colour, marker, hatch) of each method, in the order of legends. Each colour has a contrast of at
+#: least 3 against white, and each two differ by at least 17 in CIELAB, also as seen with a colour-vision
+#: deficiency; in grey, markers and hatches tell methods apart
+_METHODS = {
+    "tensor_parallel": ("#355ba9", "o", ""),
+    "ring_self_attention": ("#cc7f00", "s", "////"),
+    "megatron_sp": ("#009265", "D", "\\\\\\\\"),
+    "ulysses": ("#b1380a", "^", "...."),
+    "ring_attention": ("#e05ca5", "v", "xxxx"),
+    "all_gather_kv": ("#90954c", "d", "oo"),
+    "lasp": ("#73482c", "P", "++"),
+    "lasp2": ("#0097f6", "X", "----"),
+    "dsp": ("#79006b", "*", "||||"),
+    "single": ("#535353", "h", "//"),
 }
-MARKERS = "osD^vP*hXp"
+MARKERS = tuple(marker for _, marker, _ in _METHODS.values())
+_HATCHES = tuple(hatch for _, _, hatch in _METHODS.values())
+#: of what is no method, such as backends and mesh axes; the palette Dark2 of ColorBrewer
+_CATEGORIES = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
+#: what a colour of an unknown method keeps from white, from grey and from the colours of the table
+_CONTRAST, _CHROMA, _DISTANCE = 3.0, 0.3, 0.22
 _NAMES = {
     "megatron_sp": "Megatron-SP",
     "ulysses": "Ulysses",
@@ -54,69 +52,85 @@ _BACKENDS = {
     "zero3": "ZeRO-3",
     "fsdp_flat": "FSDP",
 }
-INK, GREY = "0.15", "0.45"
+INK, GREY = "#262626", "#666666"
 #: between the names of strategies around each other
 PLUS = "+"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-_RC: Any = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so figures are alike everywhere
-    "font.size": 8,
-    "axes.titlesize": 8.5,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 7.5,
-    "figure.titlesize": 9.5,
-    "axes.linewidth": 0.7,
-    "grid.linewidth": 0.5,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5,
-    "hatch.linewidth": 0.6,
-    "svg.hashsalt": "spbench",
-    "svg.fonttype": "path",
-}
-
 
 @dataclass(frozen=True)
 class Look:
-    """How a strategy is drawn."""
+    """How a method is drawn."""
 
     color: str
     marker: str
+    hatch: str = ""
+
+
+def method_look(name: str) -> Look:
+    """The look of a strategy, a peer or strategies around each other, the same in every figure.
+
+    What the table lacks takes a colour from its name that is unlike all of the table. Strategies around each
+    other, as "megatron_sp+lasp", have the marker of the outermost and the hatch of the innermost.
+    """
+    if name in _METHODS:
+        return Look(*_METHODS[name])
+    if PLUS in name:
+        parts = name.split(PLUS)
+        return Look(_color_by_name(name), method_look(parts[0]).marker, method_look(parts[-1]).hatch)
+    digest = hashlib.sha256(name.encode()).digest()
+    return Look(_color_by_name(name), MARKERS[digest[0] % len(MARKERS)], _HATCHES[digest[1] % len(_HATCHES)])
+
+
+def method_color(name: str) -> str:
+    """The colour of a method as "#rrggbb"; see :func:`method_look`."""
+    return method_look(name).color
 
 
 def looks(strategies: Iterable[str]) -> dict[str, Look]:
-    """The look of each strategy, in the order of legends.
-
-    A strategy looks the same in every figure, whichever others are in it: one that is not known here takes
-    its colour and marker from its name. Strategies around each other, as "megatron_sp+lasp", have the colour
-    of the innermost and the marker of the outermost.
-    """
+    """The look of each strategy, in the order of legends: as in the table, then by name."""
     names = set(strategies)
-    if composed := {name for name in names if PLUS in name}:
-        single = looks(part for name in names for part in name.split(PLUS))
-        parts = {name: name.split(PLUS) for name in composed}
-        found = {name: single[name] for name in single if name in names}
-        return found | {
-            name: Look(single[parts[name][-1]].color, single[parts[name][0]].marker)
-            for name in sorted(composed)
-        }
-    palette = [str(color) for color in sns.color_palette("colorblind", 10).as_hex()]
-    found = {name: Look(palette[at], marker) for name, (at, marker) in _LOOKS.items() if name in names}
-    return found | {name: _look_by_name(name) for name in sorted(names - set(_LOOKS))}
+    ordered = [name for name in _METHODS if name in names] + sorted(names - set(_METHODS))
+    return {name: method_look(name) for name in ordered}
 
 
-def _look_by_name(name: str) -> Look:
-    digest = crc32(name.encode())
-    (color,) = sns.husl_palette(1, h=digest / 2**32, l=0.5).as_hex()
-    return Look(str(color), MARKERS[digest % len(MARKERS)])
+def category_colors(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each of several things that are no methods; they repeat after eight."""
+    return {name: _CATEGORIES[at % len(_CATEGORIES)] for at, name in enumerate(dict.fromkeys(names))}
 
 
-def tint(color: str, strength: float) -> tuple[float, float, float]:
-    """The colour mixed with white; strength 1 is the colour itself."""
-    red, green, blue = to_rgb(color)
-    return (1 - strength * (1 - red), 1 - strength * (1 - green), 1 - strength * (1 - blue))
+def _color_by_name(name: str) -> str:
+    """The first of a sequence of colours, random but for the name, that meets the bounds above."""
+    taken = [_rgb(color) for color, _, _ in _METHODS.values()]
+    for attempt in range(10_000):
+        color = "#" + hashlib.sha256(f"{name} {attempt}".encode()).hexdigest()[:6]
+        rgb = _rgb(color)
+        apart = min(sum((a - b) ** 2 for a, b in zip(rgb, other, strict=True)) ** 0.5 for other in taken)
+        if contrast(color) >= _CONTRAST and max(rgb) - min(rgb) >= _CHROMA and apart >= _DISTANCE:
+            return color
+    raise AssertionError(f"no colour for {name}")  # a third of all colours would do
+
+
+def contrast(color: str) -> float:
+    """The contrast of a colour against white, 1 to 21, as WCAG 2 defines it."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _rgb(color)]
+    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return 1.05 / (luminance + 0.05)
+
+
+def tint(color: str, strength: float) -> str:
+    """The colour "#rrggbb" mixed with white; strength 1 is the colour itself."""
+    return "#" + "".join(f"{round(255 * (1 - strength * (1 - part))):02x}" for part in _rgb(color))
+
+
+def shade(color: str, strength: float) -> str:
+    """The colour "#rrggbb" mixed with black; strength 1 is the colour itself."""
+    return "#" + "".join(f"{round(255 * strength * part):02x}" for part in _rgb(color))
+
+
+def _rgb(color: str) -> tuple[float, float, float]:
+    red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return red, green, blue
 
 
 def strategy_name(strategy: str) -> str:
@@ -140,37 +154,29 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """Values of one axis as text: small ones as 1e-7, large ones with the prefixes k (1000), M, G, T."""
+    highest, lowest = max(values, default=0), min((v for v in values if v > 0), default=1)
+    if highest >= 1e5:
+        prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
+        found = [next(((u, p) for u, p in prefixes if abs(v) >= u), (1, "")) for v in values]
+        return [f"{v / unit:.4g}{prefix}" for v, (unit, prefix) in zip(values, found, strict=True)]
+    if lowest < 1e-3:
+        return [f"{v:.0e}".replace("e-0", "e-") if v else "0" for v in values]
+    return [number(v) for v in values]
+
+
 def shortened(text: str, width: int, lines: int = 1) -> str:
-    """The text wrapped to ``width`` characters, cut after ``lines`` lines."""
-    words = " ".join(text.split())
-    wrapped = textwrap.wrap(words, width, max_lines=lines, placeholder=" …", break_on_hyphens=False)
-    return "\n".join(wrapped)
-
-
-@contextmanager
-def house_style() -> Iterator[None]:
-    """The settings of matplotlib and seaborn under which figures are drawn and saved."""
-    with sns.axes_style("whitegrid"), mpl.rc_context(_RC):
-        yield
-
-
-def new_figure(width_inches: float, height_inches: float, title: str) -> Figure:
-    """An empty figure with constrained layout, which needs no display; the title adds to its height."""
-    lines = shortened(title, int(13 * width_inches), 3)
-    height_inches += 0.25 + 0.17 * (1 + lines.count("\n"))
-    figure = Figure(figsize=(width_inches, height_inches), layout="constrained", dpi=DPI)
-    FigureCanvasAgg(figure)
-    figure.suptitle(lines)
-    return figure
-
-
-def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
-    """Add one legend for all panels and make the figure higher by it; handles of one label are one entry."""
-    entries = {str(handle.get_label()): handle for handle in reversed(handles)}
-    ordered = list(reversed(entries.values()))
-    if not ordered:
-        return
-    fitting = int(figure.get_figwidth() / (0.052 * max(map(len, entries)) + 0.6))
-    columns = max(1, min(fitting, len(ordered)))
-    figure.set_figheight(figure.get_figheight() + 0.16 * -(-len(ordered) // columns) + 0.1)
-    figure.legend(handles=ordered, loc="outside lower center", ncols=columns, frameon=False, handlelength=2.8)
+    """The text wrapped to ``width`` characters, its own line breaks kept, cut after ``lines`` lines."""
+    wrapped: list[str] = []
+    for line in text.splitlines():
+        room = max(1, lines - len(wrapped))
+        wrapped += textwrap.wrap(
+            " ".join(line.split()),
+            width,
+            max_lines=room,
+            placeholder=" …",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+    return "\n".join(wrapped[:lines])

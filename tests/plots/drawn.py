@@ -8,7 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
+from pandas import DataFrame
 from PIL import Image
+
+from spbench.plots.drawing import Drawing
 
 
 def artists(figure: Figure, gid: str) -> list[Any]:
@@ -22,9 +25,15 @@ def points(figure: Figure, gid: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in np.column_stack(line.get_data())]
 
 
+def labels(figure: Figure) -> list[Text]:
+    """The names written beside lines."""
+    return [text for text in figure.texts if str(text.get_gid()).startswith("label ")]
+
+
 def legend(figure: Figure) -> list[str]:
-    """The entries of the figure's legend."""
-    return [text.get_text() for drawn in figure.legends for text in drawn.get_texts()]
+    """The names written beside lines, then the entries of the figure's legend."""
+    entries = [text for drawn in figure.legends for text in drawn.get_texts()]
+    return [text.get_text() for text in [*labels(figure), *entries]]
 
 
 def assert_below_zero(mark: Line2D) -> None:
@@ -38,19 +47,30 @@ def assert_below_zero(mark: Line2D) -> None:
 
 
 def assert_valid(paths: list[Path], folder: Path, name: str) -> None:
-    """The two files are there and are what their names say."""
-    assert paths == [folder / f"{name}.png", folder / f"{name}.svg"]
-    with Image.open(paths[0]) as image:
-        image.verify()
-        assert image.format == "PNG"
-        assert min(image.size) > 60
-    assert ElementTree.parse(paths[1]).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    """The files of a page, and of a column if it is written, are there and are what their names say."""
+    names = [name, *([f"{name}_column"] if len(paths) > 3 else [])]
+    assert paths == [folder / f"{of}.{form}" for of in names for form in ("png", "svg", "pdf")]
+    for png, svg, pdf in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
+        with Image.open(png) as image:
+            image.verify()
+            assert image.format == "PNG"
+            assert min(image.size) > 60
+        assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        assert pdf.read_bytes().startswith(b"%PDF-")
+
+
+def assert_draws(draw: Drawing, name: str, folder: Path, rows: Any, comparison: DataFrame) -> None:
+    """The figure's files are written, and it can be drawn of one row and of none too."""
+    assert_valid(draw(rows, comparison, folder), folder, name)
+    for some in (rows[:1], rows[-1:], []):
+        draw.figure(some, comparison)
 
 
 def assert_nothing_overlaps(figure: Figure) -> None:
-    """No text lies over another, and none outside the figure."""
-    figure.canvas.draw()
+    """No text lies over another, and none outside the figure or smaller than 7 points."""
+    figure.draw_without_rendering()
     texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text()]
+    assert min(text.get_fontsize() for text in texts) >= 7
     boxes = [(t.get_text(), t.get_window_extent()) for t in texts if t.get_visible() and _shown(t)]
     width, height = figure.canvas.get_width_height()
     for index, (name, box) in enumerate(boxes):

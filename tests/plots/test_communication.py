@@ -11,12 +11,11 @@ from matplotlib.figure import Figure
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.plots.communication import deviations, draw, sent_bytes
-from spbench.plots.style import house_style
 from tests.plots.drawn import (
     artists,
     assert_below_zero,
+    assert_draws,
     assert_nothing_overlaps,
-    assert_valid,
     legend,
     points,
 )
@@ -63,9 +62,8 @@ def rows(traced: list[Row]) -> list[Row]:
 
 
 def drawn(rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    with house_style():
-        figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-        assert_nothing_overlaps(figure)
+    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -200,7 +198,5 @@ def test_rows_without_bytes_are_marked_and_told(rows: list[Row]) -> None:
 
 
 def test_files(rows: list[Row], tmp_path: Path) -> None:
-    failed = [{**row, "status": "failed", "measurement": {}} for row in rows]
-    for name, some in (("all", rows), ("one", rows[:1]), ("failed", failed), ("none", [])):
-        folder = tmp_path / name
-        assert_valid(draw(some, pd.DataFrame(), folder), folder, "communication")
+    assert_draws(draw, "communication", tmp_path, rows, pd.DataFrame())
+    drawn([{**row, "status": "failed", "measurement": {}} for row in rows])

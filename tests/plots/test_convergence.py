@@ -12,9 +12,8 @@ from spbench.bench.comparison.comparisons import as_frame, compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.plots import lasp_convergence
-from spbench.plots.convergence import convergence_figure, draw
-from spbench.plots.style import house_style
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
+from spbench.plots.convergence import draw
+from tests.plots.drawn import artists, assert_draws, assert_nothing_overlaps, legend, points
 from tests.plots.rows import ran
 
 Row = dict[str, Any]
@@ -42,9 +41,8 @@ def rows() -> list[Row]:
 
 def drawn(rows: list[Row]) -> Figure:
     comparison = as_frame(compare(SCENARIO, CELLS, {r["key"]: r for r in rows}))
-    with house_style():
-        figure = convergence_figure(rows, comparison)
-        assert_nothing_overlaps(figure)
+    figure = draw.figure(rows, comparison)
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -75,9 +73,7 @@ def test_runs_without_losses_are_told(rows: list[Row]) -> None:
 
 
 def test_files(rows: list[Row], tmp_path: Path) -> None:
-    for name, some in (("all", rows), ("one", rows[2:3]), ("none", [])):
-        folder = tmp_path / name
-        assert_valid(draw(some, pd.DataFrame(), folder), folder, "convergence")
+    assert_draws(draw, "convergence", tmp_path, rows, pd.DataFrame())
 
 
 def learned(strategy: str, backend: str, off: float, precision: str = "fp32") -> Row:
@@ -105,9 +101,8 @@ BACKENDS = {
 def test_many_backends_take_turns_on_the_reference() -> None:
     rows = [learned("lasp", backend, 1e-7 * n) for n, backend in enumerate(BACKENDS)]
     rows += [learned("single", "legacy_ddp", 0), learned("single", "legacy_ddp", 1e-8, "fp64")]
-    with house_style():
-        figure = convergence_figure(rows, pd.DataFrame())
-        assert_nothing_overlaps(figure)
+    figure = draw.figure(rows, pd.DataFrame())
+    assert_nothing_overlaps(figure)
     lines = [artists(figure, f"language LASP on 4 ranks, fp32, {name}")[0] for name in BACKENDS.values()]
     assert len({line.get_color() for line in lines}) == len(BACKENDS)
     assert all(line.get_linestyle() == "--" for line in lines)
@@ -119,4 +114,4 @@ def test_many_backends_take_turns_on_the_reference() -> None:
 
 def test_files_of_lasp(tmp_path: Path) -> None:
     rows = [learned("lasp", "ddp", 1e-7)]
-    assert_valid(lasp_convergence.draw(rows, pd.DataFrame(), tmp_path), tmp_path, "lasp_convergence")
+    assert_draws(lasp_convergence.draw, "lasp_convergence", tmp_path, rows, pd.DataFrame())

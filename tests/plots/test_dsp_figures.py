@@ -9,12 +9,11 @@ from matplotlib.figure import Figure
 
 from spbench.plots import dsp_communication, dsp_inference, dsp_memory, dsp_scaling, dsp_throughput
 from spbench.plots.drawing import Drawing
-from spbench.plots.style import house_style
 from tests.plots.drawn import (
     artists,
     assert_below_zero,
+    assert_draws,
     assert_nothing_overlaps,
-    assert_valid,
     legend,
     points,
 )
@@ -110,9 +109,8 @@ COMPARISON = table(
 
 
 def drawn(draw: Drawing, rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    with house_style():
-        figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-        assert_nothing_overlaps(figure)
+    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -238,5 +236,4 @@ def test_metered_elements_beside_the_exact_formulas() -> None:
 )
 def test_files(module: Any, rows: list[Row], comparison: pd.DataFrame, tmp_path: Path) -> None:
     name = module.__name__.split(".")[-1]
-    for folder, some in (("all", rows), ("one", rows[-1:]), ("none", [])):
-        assert_valid(module.draw(some, comparison, tmp_path / folder), tmp_path / folder, name)
+    assert_draws(module.draw, name, tmp_path, rows, comparison)

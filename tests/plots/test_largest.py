@@ -12,12 +12,12 @@ from matplotlib.patches import Rectangle
 
 from spbench.plots import max_batch, max_seqlen
 from spbench.plots.drawing import Drawing
-from spbench.plots.style import TIMES, house_style
+from spbench.plots.style import TIMES
 from tests.plots.drawn import (
     artists,
     assert_below_zero,
+    assert_draws,
     assert_nothing_overlaps,
-    assert_valid,
     legend,
     points,
 )
@@ -38,9 +38,8 @@ def drawn(
     comparison: pd.DataFrame | None = None,
     draw: Drawing = max_seqlen.draw,
 ) -> Figure:
-    with house_style():
-        figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-        assert_nothing_overlaps(figure)
+    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -175,10 +174,9 @@ def test_the_scenarios_title_stands_above(scenario: object) -> None:
     assert text == "A scenario (piz-daint-p100, fp16, first-steps, virtual engine)"
 
 
-@pytest.mark.parametrize("rows", [[], ROWS[:1], [*ROWS, LINFORMER]])
-@pytest.mark.parametrize("comparison", [pd.DataFrame(), table(RATIO, BOUND)])
-def test_files(rows: list[dict[str, Any]], comparison: pd.DataFrame, tmp_path: Path) -> None:
-    assert_valid(max_seqlen.draw(rows, comparison, tmp_path), tmp_path, "max_seqlen")
+def test_files(tmp_path: Path) -> None:
+    assert_draws(max_seqlen.draw, "max_seqlen", tmp_path, [*ROWS, LINFORMER], table(RATIO, BOUND))
+    drawn([*ROWS, LINFORMER])
 
 
 def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from spbench.plots.lasp_communication import draw
-from spbench.plots.style import house_style
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
+from tests.plots.drawn import artists, assert_draws, assert_nothing_overlaps, legend, points
 from tests.plots.rows import ran, table
 
 Row = dict[str, Any]
@@ -54,9 +53,8 @@ COMPARISON = table(
 
 
 def drawn(rows: list[Row], comparison: pd.DataFrame) -> Figure:
-    with house_style():
-        figure = draw.figure(rows, comparison)
-        assert_nothing_overlaps(figure)
+    figure = draw.figure(rows, comparison)
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -97,11 +95,5 @@ def test_what_is_sent_is_known_of_runs_out_of_memory() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    for name, rows, comparison in (
-        ("all", [*LASP, *RING], COMPARISON),
-        ("one", LASP[:1], COMPARISON),
-        ("alone", LASP, pd.DataFrame()),
-        ("none", [], pd.DataFrame()),
-    ):
-        folder = tmp_path / name
-        assert_valid(draw(rows, comparison, folder), folder, "lasp_communication")
+    assert_draws(draw, "lasp_communication", tmp_path, [*LASP, *RING], COMPARISON)
+    drawn(LASP, pd.DataFrame())

@@ -1,6 +1,5 @@
 """Figures over the sequence length: lines are ours, hollow markers what was published."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.plots import lasp2_scalability, lasp_scalability, lasp_speed
-from spbench.plots.along import length_text
-from spbench.plots.style import house_style
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend, points
+from spbench.plots.axes import length_text
+from spbench.plots.drawing import Drawing
+from tests.plots.drawn import artists, assert_draws, assert_nothing_overlaps, legend, points
 from tests.plots.rows import published, ran, table
 
 Row = dict[str, Any]
@@ -67,17 +66,15 @@ SPEED_PUBLISHED = table(
 
 
 def scaling(rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    with house_style():
-        table = pd.DataFrame() if comparison is None else comparison
-        figure = lasp_scalability.draw.figure(rows, table)
-        assert_nothing_overlaps(figure)
+    table = pd.DataFrame() if comparison is None else comparison
+    figure = lasp_scalability.draw.figure(rows, table)
+    assert_nothing_overlaps(figure)
     return figure
 
 
 def speed(rows: list[Row], comparison: pd.DataFrame) -> Figure:
-    with house_style():
-        figure = lasp_speed.draw.figure(rows, comparison)
-        assert_nothing_overlaps(figure)
+    figure = lasp_speed.draw.figure(rows, comparison)
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -183,11 +180,11 @@ def test_lengths_are_written_as_in_papers() -> None:
     ],
 )
 def test_files(
-    draw: Callable[..., list[Path]],
+    draw: Drawing,
     name: str,
     rows: list[Row],
     comparison: pd.DataFrame,
     tmp_path: Path,
 ) -> None:
-    for folder, some in (("all", rows), ("one", rows[:1]), ("lost", LOST[:1]), ("none", [])):
-        assert_valid(draw(some, comparison, tmp_path / folder), tmp_path / folder, name)
+    assert_draws(draw, name, tmp_path, rows, comparison)
+    draw.figure(LOST[:1], comparison)

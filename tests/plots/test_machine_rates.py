@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from spbench.plots.machine_rates import draw_machine_rates, machine_rates
-from spbench.plots.style import house_style
 from tests.plots.drawn import assert_nothing_overlaps, assert_valid, points
 
 
@@ -40,8 +39,7 @@ RATES = [
 
 
 def test_each_kind_of_rate_has_a_panel() -> None:
-    with house_style():
-        figure = machine_rates(RATES, "A machine")
+    figure = machine_rates(RATES, "A machine").draw()
     assert [ax.get_title() for ax in figure.axes] == [
         *("Matrix products", "Attention", "Sum of two tensors", "Collectives on 8 ranks")
     ]
@@ -58,8 +56,7 @@ def test_each_kind_of_rate_has_a_panel() -> None:
 
 
 def test_one_rank_has_no_panel_of_collectives() -> None:
-    with house_style():
-        figure = machine_rates(RATES[:6], "A device")
+    figure = machine_rates(RATES[:6], "A device").draw()
     assert [ax.get_title() for ax in figure.axes] == ["Matrix products", "Attention", "Sum of two tensors"]
 
 

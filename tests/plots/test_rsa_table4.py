@@ -11,8 +11,7 @@ from spbench.bench.comparison.comparisons import as_frame, compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.plots.rsa_table4 import draw, weak_scalings
-from spbench.plots.style import house_style
-from tests.plots.drawn import artists, assert_below_zero, assert_nothing_overlaps, assert_valid, legend
+from tests.plots.drawn import artists, assert_below_zero, assert_draws, assert_nothing_overlaps, legend
 
 Row = dict[str, Any]
 SCENARIO = load_scenario("rsa_table4")
@@ -44,9 +43,8 @@ def comparison(rows: list[Row]) -> pd.DataFrame:
 
 
 def drawn(rows: list[Row], table: pd.DataFrame) -> Figure:
-    with house_style():
-        figure = draw.figure(rows, table)
-        assert_nothing_overlaps(figure)
+    figure = draw.figure(rows, table)
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -98,5 +96,4 @@ def test_without_a_comparison_only_ours(rows: list[Row]) -> None:
 
 
 def test_files(rows: list[Row], tmp_path: Path) -> None:
-    for name, some in (("all", rows), ("one", rows[:1]), ("none", [])):
-        assert_valid(draw(some, comparison(some), tmp_path / name), tmp_path / name, "rsa_table4")
+    assert_draws(draw, "rsa_table4", tmp_path, rows, comparison(rows))

@@ -1,6 +1,5 @@
 """Figures of values by number of GPUs: the RSA paper's throughput and pipeline figures."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.plots import rsa_pipeline, rsa_throughput
-from spbench.plots.style import house_style
+from spbench.plots.drawing import Drawing
 from tests.plots.drawn import (
     artists,
     assert_below_zero,
+    assert_draws,
     assert_nothing_overlaps,
-    assert_valid,
     legend,
     points,
 )
@@ -43,9 +42,8 @@ ROWS = [
 
 
 def drawn(rows: list[Row]) -> Figure:
-    with house_style():
-        figure = rsa_pipeline.draw.figure(rows, pd.DataFrame())
-        assert_nothing_overlaps(figure)
+    figure = rsa_pipeline.draw.figure(rows, pd.DataFrame())
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -89,9 +87,8 @@ def test_no_number_of_a_run_out_of_memory_is_drawn() -> None:
     assert legend(figure) == ["tensor parallel", "out of memory"]
 
 
-@pytest.mark.parametrize("rows", [[], ROWS[:1], ROWS])
 @pytest.mark.parametrize(
     ("draw", "name"), [(rsa_pipeline.draw, "rsa_pipeline"), (rsa_throughput.draw, "rsa_throughput")]
 )
-def test_files(rows: list[Row], draw: Callable[..., list[Path]], name: str, tmp_path: Path) -> None:
-    assert_valid(draw(rows, pd.DataFrame(), tmp_path), tmp_path, name)
+def test_files(draw: Drawing, name: str, tmp_path: Path) -> None:
+    assert_draws(draw, name, tmp_path, ROWS, pd.DataFrame())

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import load_scenario
 from spbench.plots import four_d, max_seqlen_4d
+from spbench.plots.bars import Bar, Segment, draw_levels
 from spbench.plots.drawing import Drawing
-from spbench.plots.level_bars import LevelBar, Segment, draw_levels
+from spbench.plots.grid import Panel, PanelGrid
 from spbench.plots.splits import SEVERAL, sent_by_axis, split_names
-from spbench.plots.style import house_style, new_figure
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend
+from tests.plots.drawn import artists, assert_draws, assert_nothing_overlaps, legend
 from tests.plots.rows import compared, ran, table
 
 Row = dict[str, Any]
@@ -58,9 +58,8 @@ ROWS = [
 
 
 def drawn(draw: Drawing, rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    with house_style():
-        figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-        assert_nothing_overlaps(figure)
+    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
+    assert_nothing_overlaps(figure)
     return figure
 
 
@@ -104,10 +103,9 @@ def test_bytes_over_several_axes_are_one_kind() -> None:
 
 
 def test_a_bar_much_longer_than_others_is_cut_and_says_so() -> None:
-    with house_style():
-        figure = new_figure(4, 2, "bars")
-        ax = figure.add_subplot()
-        draw_levels(ax, [LevelBar([Segment(n, "C0", f"bar {n}")], f"bar {n}") for n in (1, 2, 3, 100)])
+    bars = [Bar([Segment(n, "#355ba9", f"bar {n}")], f"bar {n}") for n in (1, 2, 3, 100)]
+    figure = PanelGrid("bars").add([[Panel(lambda ax: draw_levels(ax, bars, "abcd"))]]).draw()
+    (ax,) = figure.axes
     assert [text.get_text() for text in ax.texts] == ["1", "2", "3", "\N{MUCH GREATER-THAN} 100"]
     (longest,) = artists(figure, "bar 100")
     assert longest.get_width() == pytest.approx(7.5)  # three times the median
@@ -128,8 +126,8 @@ def test_panels_are_works_and_levels_the_splits_by_time() -> None:
     ]
     assert [bar.get_width() for bar in artists(figure, f"time {COMPOSED}")] == [5.9, 4.0]
     assert (bytes_.get_xlabel(), time.get_xlabel()) == (
-        "Sent by a GPU in a step (GiB)",
-        "Simulated step time (s)",
+        "Sent by a GPU\nin a step (GiB)",
+        "Simulated step\ntime (s)",
     )
 
 
@@ -221,5 +219,4 @@ def test_the_longest_split_stands_first_with_its_ratio() -> None:
     ("draw", "name", "rows"), [(four_d.draw, "four_d", ROWS), (max_seqlen_4d.draw, "max_seqlen_4d", SEARCHES)]
 )
 def test_files(draw: Drawing, name: str, rows: list[Row], tmp_path: Path) -> None:
-    for folder, some in (("all", rows), ("one", rows[:1]), ("none", [])):
-        assert_valid(draw(some, pd.DataFrame(), tmp_path / folder), tmp_path / folder, name)
+    assert_draws(draw, name, tmp_path, rows, pd.DataFrame())

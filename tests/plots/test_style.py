@@ -5,8 +5,9 @@ from itertools import combinations
 import pytest
 
 from spbench.impls.strategies.registry import strategies
-from spbench.plots.claims import claims_of, draw_claims
-from spbench.plots.style import house_style, looks, new_figure, strategy_name
+from spbench.plots.claims import claims_of, claims_panel
+from spbench.plots.grid import PanelGrid
+from spbench.plots.style import looks, strategy_name
 from tests.plots.drawn import assert_nothing_overlaps
 from tests.plots.rows import compared, table
 
@@ -28,19 +29,20 @@ def test_a_strategy_looks_the_same_whichever_others_are_drawn() -> None:
 def test_a_claim_that_is_nearly_met_does_not_read_as_met(published: float, ours: float, error: str) -> None:
     # ten digits in both columns must not lie on each other either
     claims = claims_of(table(compared("near", published, ours, "a row")))
-    with house_style():
-        figure = new_figure(7, 2, "Claims")
-        ax = figure.add_subplot()
-        draw_claims(ax, claims)
-        assert_nothing_overlaps(figure)
+    figure = PanelGrid("Claims").add(claims_panel(claims)).draw()
+    assert_nothing_overlaps(figure)
+    (ax,) = figure.axes
     assert error in [text.get_text() for text in ax.texts]
 
 
-def test_strategies_around_each_other_have_the_colour_of_the_inner_and_the_marker_of_the_outer_one() -> None:
+def test_strategies_around_each_other_have_the_hatch_of_the_inner_and_the_marker_of_the_outer_one() -> None:
     found = looks(["megatron_sp+ring_self_attention", "ring_self_attention", "megatron_sp"])
     composed = found["megatron_sp+ring_self_attention"]
-    assert composed.color == found["ring_self_attention"].color
-    assert composed.marker == found["megatron_sp"].marker
+    assert composed.color not in (found["ring_self_attention"].color, found["megatron_sp"].color)
+    assert (composed.marker, composed.hatch) == (
+        found["megatron_sp"].marker,
+        found["ring_self_attention"].hatch,
+    )
     assert looks(["megatron_sp+ring_self_attention"]) == {"megatron_sp+ring_self_attention": composed}
     assert strategy_name("megatron_sp+ring_self_attention") == "Megatron-SP + RSA"
     assert strategy_name("ring_self_attention") == "ring self attention"

@@ -1,0 +1,133 @@
+"""The axes of panels: values upwards, with a band for marks below them; lengths or GPUs along."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
+
+from spbench.plots.series import Row, gpus
+from spbench.plots.style import GREY, tick_texts
+
+#: the band for marks below the values, as a part of the whole panel
+BAND = 0.115
+#: room above the highest value, of a linear axis as a part of it, and at both ends of a logarithmic one as a
+#: part of its length
+_ROOM, _LOG_ROOM = 0.14, 0.06
+_MARGIN = 0.45  # of an x axis, in octaves, at both ends
+
+
+def value_axis(ax: Axes, values: Sequence[float], *, marks: bool) -> None:
+    """A linear y axis from zero to beyond the largest value; with marks there is a band for them below."""
+    highest = max(values, default=0.0)
+    top = (1 + _ROOM) * highest if highest > 0 else 1.0
+    ax.set_ylim(-top * BAND / (1 - BAND) if marks else 0, top)
+    ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, top)
+    set_ticks(ax.yaxis, [tick for tick in ticks if 0 <= tick <= top] if highest > 0 else [])
+    if marks:
+        ax.axhline(0, color=GREY, linewidth=0.7)
+
+
+def logarithmic_axis(ax: Axes, values: Sequence[float], *, marks: bool) -> None:
+    """A log10 y axis around values, all above zero; with marks there is a band for them below."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    room = max(0.08, _LOG_ROOM * (high - low))
+    foot, top = low - room, high + room
+    ax.set_yscale("log")
+    ax.set_ylim(10 ** (foot - (top - foot) * BAND / (1 - BAND) if marks else foot), 10**top)
+    steps = (1,) if math.floor(top) > math.ceil(foot) else (1, 2, 5)
+    ticks = [m * 10.0**n for n in range(math.ceil(foot) - 1, math.floor(top) + 1) for m in steps]
+    set_ticks(ax.yaxis, [tick for tick in ticks if foot <= math.log10(tick) <= top])
+    ax.yaxis.set_minor_locator(NullLocator() if marks else LogLocator(subs=range(2, 10)))
+    ax.yaxis.set_minor_formatter(FixedFormatter([]))
+    if marks:
+        ax.axhline(10**foot, color=GREY, linewidth=0.7)
+
+
+def set_ticks(axis: Axis, ticks: Sequence[float], texts: Sequence[str] | None = None) -> None:
+    """Ticks at these values alone, with these texts or with the values as text."""
+    axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_major_formatter(FixedFormatter(list(texts or tick_texts(ticks))))
+
+
+def inches_wide(ax: Axes) -> float:
+    """The width of a panel, estimated before the layout: its part of the grid, less room for labels."""
+    widths = np.asarray(_spec(ax).get_gridspec().get_width_ratios(), dtype=float)
+    part = widths[_spec(ax).colspan.start] / widths.sum()
+    return float((figure_of(ax).get_figwidth() - 0.45) * part - 0.15)
+
+
+def panels_abreast(ax: Axes) -> int:
+    """How many panels stand side by side in the panel's part of the grid."""
+    return int(_spec(ax).get_gridspec().ncols)
+
+
+def figure_of(ax: Axes) -> Figure:
+    """The figure of a panel."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def _spec(ax: Axes) -> SubplotSpec:
+    spec = ax.get_subplotspec()
+    assert spec is not None
+    return spec
+
+
+@dataclass(frozen=True)
+class Along:
+    """An x axis: log2, with ticks at the places of rows.
+
+    Attributes:
+        at: the place of a row.
+        tick: a place as text.
+        suffix: follows places in notes.
+        oom_persists: whether out of memory at one place means out of memory at all later ones.
+    """
+
+    label: str
+    at: Callable[[Row], int]
+    tick: Callable[[int], str]
+    suffix: str
+    oom_persists: bool
+
+    def text(self, places: Sequence[int]) -> str:
+        """Places as text for notes."""
+        return ", ".join(map(self.tick, places)) + self.suffix
+
+    def draw_axis(self, ax: Axes, places: Sequence[int]) -> None:
+        """Set scale, limits and ticks for places in ascending order, and label as many as there is room for:
+        all, or those at every octave, every second one, and so on."""
+        inches = inches_wide(ax) / (math.log2(places[-1] / places[0]) + 2 * _MARGIN)
+        labelled = list(places)
+        for octaves in range(1, 64):
+            room = [0.035 * (len(self.tick(a)) + len(self.tick(b))) for a, b in pairwise(labelled)]
+            apart = [math.log2(b / a) * inches for a, b in pairwise(labelled)]
+            if all(there > needed for there, needed in zip(apart, room, strict=True)):
+                break
+            labelled = [n for n in places if (math.log2(n / places[0]) / octaves).is_integer()]
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(places[0] / 2**_MARGIN, places[-1] * 2**_MARGIN)
+        set_ticks(ax.xaxis, places, [self.tick(n) if n in labelled else "" for n in places])
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.tick_params(length=2.5, width=0.7, bottom=True)
+
+
+def length_text(tokens: int) -> str:
+    """A sequence length as papers write it: 2K for 2048."""
+    return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"
+
+
+LENGTHS = Along(
+    "Sequence length (tokens)", lambda row: int(row["cell"]["seq_len"]), length_text, "", oom_persists=True
+)
+GPUS = Along("Number of GPUs", gpus, str, " GPUs", oom_persists=False)

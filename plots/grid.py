@@ -1,0 +1,247 @@
+"""The grid of panels that every figure is: rows and columns by facets, shared axes, notes and one legend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
+from typing import NamedTuple
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.transforms import blended_transform_factory
+
+from spbench.plots.axes import Along, logarithmic_axis, value_axis
+from spbench.plots.direct_labels import can_be_labelled, label_lines
+from spbench.plots.marks import status_mark
+from spbench.plots.paper import PAGE_INCHES, add_legend, house_style, new_figure
+from spbench.plots.series import Row, grouped
+from spbench.plots.style import GREY, shortened
+
+#: of texts of 7 and of 8 points
+_NOTE_CHARACTER, _TITLE_CHARACTER = 0.0535, 0.064
+_NOTE_INCHES, _TITLE_INCHES, _LABEL_INCHES = 0.125, 0.15, 0.36
+_PANEL_INCHES, _COLUMN_PANEL_INCHES = 1.75, 1.4
+#: panels have the same linear axis only if each fills as much of it
+_LEAST_FILLED = 0.5
+
+
+@dataclass
+class Drawn:
+    """What was drawn in a panel, for the axes and the legend, which the grid makes.
+
+    Attributes:
+        methods: legend entries of methods. Lines that lie in a panel may be labelled there instead.
+        published: legend entries of published numbers.
+        marks: legend entries of marks for which a band is kept below the values.
+        values: what the y axis must show.
+        places: the ticks of the x axis.
+    """
+
+    methods: Sequence[Artist] = ()
+    published: Sequence[Artist] = ()
+    marks: Sequence[Artist] = ()
+    values: Sequence[float] = ()
+    places: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of a grid.
+
+    Attributes:
+        draw: draws into the axes; called once for each size of the figure.
+        title, x_label: left out where the panel above, or below, has the same.
+        y_label: left out where the panel to the left has the same.
+        along: makes the x axis from ``places``; None: ``draw`` does.
+        axis: "linear" or "log": the grid makes the y axis from ``values``; empty: ``draw`` does.
+        scale: panels of one scale have the same x axis, if they have ``along``, and the same y axis, unless a
+            panel would fill too little of it.
+        inches: the height of what is within the axes; 0: as is usual in a figure of its width.
+        width: relative to the panels beside it.
+    """
+
+    draw: Callable[[Axes], Drawn]
+    title: str = ""
+    x_label: str = ""
+    y_label: str = ""
+    along: Along | None = None
+    axis: str = ""
+    scale: Hashable = None
+    inches: float = 0.0
+    width: float = 1.0
+
+
+@dataclass
+class PanelGrid:
+    """A figure that can be drawn in several widths.
+
+    Attributes:
+        notes: sentences below the panels.
+        lost: rows without a number, whose status marks get legend entries.
+        page_only: whether there is no room for the figure in a column.
+    """
+
+    title: str
+    notes: Sequence[str] = ()
+    lost: Sequence[Row] = ()
+    page_only: bool = False
+    _blocks: list[tuple[Sequence[Sequence[Panel]], int]] = field(default_factory=list)
+
+    def add(self, facets: Sequence[Sequence[Panel]], abreast: int = 3) -> PanelGrid:
+        """Add facets below those before; each is a column of panels. A single one lies in a row if it can.
+
+        Args:
+            abreast: how many facets stand side by side on a page; in a column they are fewer.
+        """
+        if facets and facets[0]:
+            self._blocks.append((facets, abreast))
+        return self
+
+    def draw(self, width_inches: float = PAGE_INCHES) -> Figure:
+        """The figure in a width, which is meant to be printed as wide: its smallest text has 7 points."""
+        with house_style():
+            lines = round(2 * PAGE_INCHES / width_inches)
+            notes = [shortened(note, int(width_inches / _NOTE_CHARACTER), lines) for note in self.notes]
+            blocks = [_rows(*block, width_inches) for block in self._blocks]
+            heights = [[_row_inches(row, width_inches) for row in rows] for rows in blocks]
+            parts = [sum(of) for of in heights]
+            if notes:
+                parts.append(_NOTE_INCHES * (1 + "\n".join(notes).count("\n")) + 0.05)
+            figure = new_figure(width_inches, sum(parts), self.title)
+            outer = figure.add_gridspec(len(parts), 1, height_ratios=parts) if parts else None
+            places = []
+            for block, rows in enumerate(blocks):
+                assert outer is not None
+                grid = outer[block].subgridspec(
+                    len(rows),
+                    len(rows[0]),
+                    height_ratios=heights[block],
+                    width_ratios=[panel.width for panel in rows[0]],
+                )
+                for at, row in enumerate(rows):
+                    for column, panel in enumerate(row):
+                        ax = figure.add_subplot(grid[at, column])
+                        wide = _spanned(row, column) > 1
+                        ax.set_title(_title(row, column, width_inches), loc="left" if wide else "center")
+                        places.append(_Place(panel, ax, panel.draw(ax), (block, at, column)))
+            _draw_axes(places)
+            if notes and outer is not None:
+                _write_notes(figure.add_subplot(outer[-1]), notes)
+            self._name_all(figure, [place.drawn for place in places])
+            figure.set_layout_engine("none")
+        return figure
+
+    def _name_all(self, figure: Figure, drawn: Sequence[Drawn]) -> None:
+        """Lay the figure out, with names beside lines where each has room, and else a legend of them."""
+        methods = [handle for of in drawn for handle in of.methods]
+        others = [handle for of in drawn for handle in of.published]
+        others += [handle for of in drawn for handle in of.marks]
+        others += map(status_mark, dict.fromkeys(row["status"] for row in self.lost))
+        lines = [handle for handle in methods if isinstance(handle, Line2D) and handle.axes is not None]
+        if can_be_labelled(lines) and len(lines) == len(methods):
+            add_legend(figure, others)
+            figure.draw_without_rendering()
+            if label_lines(figure, lines):
+                return
+        add_legend(figure, [*methods, *others])
+        figure.draw_without_rendering()
+
+
+class _Place(NamedTuple):
+    """A panel in its axes, and its block, row and column."""
+
+    panel: Panel
+    ax: Axes
+    drawn: Drawn
+    at: tuple[int, int, int]
+
+
+def _rows(facets: Sequence[Sequence[Panel]], abreast: int, width_inches: float) -> list[list[Panel]]:
+    """The rows of a block that fits into the figure, each but the last ones of equally many panels."""
+    most = max(1, int(abreast * width_inches / PAGE_INCHES))
+    if len(facets) == 1 and most > 1:
+        facets = [[panel] for panel in facets[0]]
+    size = -(-len(facets) // -(-len(facets) // most))
+    bands = [facets[at : at + size] for at in range(0, len(facets), size)]
+    return [[panel for panel in row if panel] for band in bands for row in zip_longest(*band)]
+
+
+def _row_inches(row: Sequence[Panel], width_inches: float) -> float:
+    """The height of a row with its labels and titles."""
+    usual = _PANEL_INCHES if width_inches >= PAGE_INCHES else _COLUMN_PANEL_INCHES
+    lines = max(len(_title(row, column, width_inches).splitlines()) for column in range(len(row)))
+    return max(panel.inches or usual for panel in row) + _LABEL_INCHES + _TITLE_INCHES * lines
+
+
+def _spanned(row: Sequence[Panel], column: int) -> int:
+    """How many panels the title of one may reach over: the next ones as far as they have none."""
+    untitled = takewhile(lambda panel: not panel.title, row[column + 1 :])
+    return 1 + len(list(untitled))
+
+
+def _title(row: Sequence[Panel], column: int, width_inches: float) -> str:
+    """The title of a panel in lines that are not wider than what it may reach over."""
+    part = sum(panel.width for panel in row[column : column + _spanned(row, column)])
+    inches = width_inches * part / sum(panel.width for panel in row) - 0.35
+    return shortened(row[column].title, int(inches / _TITLE_CHARACTER), 3)
+
+
+def _draw_axes(places: Sequence[_Place]) -> None:
+    """Draw the axes that panels leave to the grid, and the labels that neighbours do not have too."""
+    at = {place.at: place for place in places}
+    shared = _shared_scales(places)
+    for place in places:
+        panel, ax, (block, row, column) = place.panel, place.ax, place.at
+        left, above, below = (at.get((block, row + y, column + x)) for x, y in ((-1, 0), (0, -1), (0, 1)))
+        alike = [other for other in places if other is place or _one_y_axis(place, other, shared)]
+        values = [value for other in alike for value in other.drawn.values]
+        marks = any(other.drawn.marks for other in alike)
+        if panel.axis == "log" and values:
+            logarithmic_axis(ax, values, marks=marks)
+        elif panel.axis:
+            value_axis(ax, values, marks=marks)
+        if panel.along is not None:
+            beside = [other for other in places if other is place or _one_x_axis(place, other)]
+            panel.along.draw_axis(ax, sorted({value for other in beside for value in other.drawn.places}))
+        facet_goes_on = below is not None and below.panel.title == panel.title
+        if below is None or below.panel.x_label != panel.x_label:
+            ax.set_xlabel(panel.x_label)
+        elif facet_goes_on or _one_x_axis(place, below):
+            ax.tick_params(labelbottom=False)
+        if above is not None and above.panel.title == panel.title:
+            ax.set_title("")
+        if left is None or left.panel.y_label != panel.y_label:
+            ax.set_ylabel(panel.y_label)
+        if left is not None and _one_y_axis(place, left, shared):
+            ax.tick_params(labelleft=False)
+
+
+def _shared_scales(places: Sequence[_Place]) -> set[Hashable]:
+    """The scales whose panels have the same y axis."""
+    found: set[Hashable] = set()
+    for scale, some in grouped(places, lambda place: place.panel.scale).items():
+        tops = [max(place.drawn.values) for place in some if place.drawn.values]
+        fill = some[0].panel.axis != "linear" or not tops or min(tops) >= _LEAST_FILLED * max(tops)
+        if scale is not None and fill:
+            found.add(scale)
+    return found
+
+
+def _one_y_axis(place: _Place, other: _Place, shared: set[Hashable]) -> bool:
+    return place.panel.scale in shared and place.panel.scale == other.panel.scale
+
+
+def _one_x_axis(place: _Place, other: _Place) -> bool:
+    scales = (place.panel.scale, other.panel.scale)
+    return place.panel.along is not None and place.panel.along == other.panel.along and None not in scales
+
+
+def _write_notes(ax: Axes, notes: Sequence[str]) -> None:
+    ax.set_axis_off()
+    text = ax.text(0.01, 1, "\n".join(notes), fontsize=7, color=GREY, verticalalignment="top", gid="notes")
+    # at the figure's left edge, wherever the panels above begin
+    text.set_transform(blended_transform_factory(ax.figure.transFigure, ax.transAxes))
+    text.set_in_layout(False)

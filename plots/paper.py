@@ -1,0 +1,111 @@
+"""The look of a printed figure: its widths, fonts and legend, and the files it is saved in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from spbench.plots.style import INK, shortened
+
+#: width of a page's text, and of one of its two columns
+PAGE_INCHES, COLUMN_INCHES = 7.0, 3.3
+DPI = 200
+#: file types, with the metadata that would differ from run to run left out
+_FORMS: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+_LEGEND_LINE_INCHES = 0.15
+
+_RC: Any = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so figures are alike everywhere
+    "font.size": 7.5,
+    "text.color": INK,
+    "axes.titlesize": 8,
+    "axes.labelsize": 7.5,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#cccccc",
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.5,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.bottom": False,
+    "ytick.left": False,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "figure.titlesize": 9,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 5,
+    "hatch.linewidth": 0.5,
+    "svg.hashsalt": "spbench",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,  # fonts that can be edited, as publishers ask for
+}
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """The settings of matplotlib under which figures are drawn and saved."""
+    with mpl.rc_context(_RC):
+        yield
+
+
+def new_figure(width_inches: float, height_inches: float, title: str) -> Figure:
+    """An empty figure with constrained layout, which needs no display; the title adds to its height."""
+    lines = shortened(title, int(13.5 * width_inches), 3)
+    height_inches += 0.1 + 0.16 * (1 + lines.count("\n"))
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained", dpi=DPI)
+    FigureCanvasAgg(figure)
+    figure.suptitle(lines)
+    return figure
+
+
+def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
+    """Put one legend below all panels, in place of an earlier one, and make the figure higher by it.
+
+    Of several handles with one label the first is shown.
+    """
+    entries: dict[str, Artist] = {}
+    for handle in handles:
+        entries.setdefault(str(handle.get_label()), handle)
+    for earlier in list(figure.legends):
+        rows = int(earlier.get_gid() or 0)
+        figure.set_figheight(figure.get_figheight() - _LEGEND_LINE_INCHES * rows - 0.08)
+        earlier.remove()
+    if not entries:
+        return
+    fitting = int(figure.get_figwidth() / (0.052 * max(map(len, entries)) + 0.55))
+    columns = max(1, min(fitting, len(entries)))
+    rows = -(-len(entries) // columns)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_LINE_INCHES * rows + 0.08)
+    legend = figure.legend(
+        handles=list(entries.values()), loc="outside lower center", ncols=columns, handlelength=3.2
+    )
+    legend.set_gid(str(rows))
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write NAME.png, NAME.svg and NAME.pdf into a folder, which is made if need be; returns their paths.
+
+    The same figure gives the same bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with house_style():
+        for form, metadata in _FORMS.items():
+            paths.append(folder / f"{name}.{form}")
+            figure.savefig(paths[-1], metadata=metadata)
+    return paths
