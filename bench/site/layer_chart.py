@@ -146,7 +146,7 @@ def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) ->
     colors = kind_colors([bar["kind"] for bar in bars])
     order = alt.Scale(domain=list(rows))
     row = alt.Y("row:N", sort=None, scale=order, title=None, axis=alt.Axis(labelExpr=_LABEL, ticks=False))
-    x = alt.X("start:Q", title="ms", scale=alt.Scale(zero=False, nice=False))
+    x = alt.X("start:Q", title="ms", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickCount=8))
     zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey]")
     boxes = (
         alt.Chart(alt.Data(values=list(bars)))
@@ -173,7 +173,7 @@ def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) ->
     )
     sent = (
         alt.Chart(alt.Data(values=list(lines)))
-        .mark_rule(clip=True, strokeWidth=1.2, opacity=0.75)
+        .mark_rule(clip=True, strokeWidth=1.3, opacity=0.9)
         .encode(x="start:Q", x2="end:Q", y=alt.Y("from:N", sort=None, scale=order), y2="to:N")
     )
     chart = alt.layer(boxes, sent) if sent.data.values else boxes
