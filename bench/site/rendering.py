@@ -6,13 +6,14 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from spbench.bench.site.page import Chart, DataTable, Page
 
@@ -30,6 +31,7 @@ def environment() -> Environment:
     )
     found.filters["number"] = shown
     found.filters["percent"] = lambda part: f"{part:.1%}"
+    found.filters["code_spans"] = code_spans
     found.filters["raw_json"] = script_json
     return found
 
@@ -97,6 +99,11 @@ def shown(value: Any) -> str:
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{value:,.0f}"
     return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"
+
+
+def code_spans(text: str) -> Markup:
+    """The text with what is between backticks as code, as in Markdown."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def csv_text(table: DataTable) -> str:

@@ -13,8 +13,10 @@ from spbench.bench.comparison.findings import Record, errors_by_role, of_table
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.site.arrangement import point_of, varying
 from spbench.bench.site.gathered import Gathered, PaperResults
+from spbench.bench.site.loss_charts import loss_chart
 from spbench.bench.site.page import Chart, DataTable, Page
-from spbench.bench.site.published_charts import loss_chart, ratio_chart, table_chart
+from spbench.bench.site.ratio_charts import ratio_chart
+from spbench.bench.site.table_charts import table_chart
 from spbench.plots.style import strategy_name
 
 #: fields of measurements as axis titles; others are shown as they are
@@ -25,6 +27,8 @@ _FIELDS = {
     "step_time_s": "step time (s)",
     "answer": "largest that fits",
 }
+#: settings that a training run is not named after, beside those that it always is
+_UNNAMED = ("model", "method", "gpus", "tokens_per_gpu", "mesh", "dp", "pp")
 _UNITS = {2**20: "MiB", 2**30: "GiB", 10**6: "MB", 10**9: "GB"}
 
 
@@ -122,7 +126,7 @@ def _charts(gathered: Gathered, scenario: Scenario, records: Sequence[Record]) -
     for quantity, lines in searched.items():
         identifier = _identifier(scenario.name, "largest", quantity)
         unit = f"largest {quantity.replace('_', ' ')}".replace("seq len", "sequence length (tokens)")
-        yield table_chart(identifier, "Searches", unit, lines, cells)
+        yield table_chart(identifier, "Searches for the largest that fits", unit, lines, cells)
     formulas = [r for r in records if r["role"] == "formula"]
     if formulas:
         yield ratio_chart(f"{scenario.name}-formulas", "Elements sent, closed forms", formulas)
@@ -169,7 +173,7 @@ def _losses(gathered: Gathered, scenario: Scenario) -> dict[str, Sequence[Mappin
     rows = [cell.row for cell in gathered.cells if cell.scenario == scenario.name]
     trained = [row for row in rows if row["measurement"].get("losses")]
     points = [point_of(row["cell"]) for row in trained]
-    names = [name for name in varying(points) if name not in ("method", "mesh", "gpus", "dp", "pp", "model")]
+    names = [name for name in varying(points) if name not in _UNNAMED]
     found = {}
     for row, point in zip(trained, points, strict=True):
         settings = [

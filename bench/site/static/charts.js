@@ -4,6 +4,15 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const print = matchMedia("print");
 
+  // Errors are shown; warnings of Vega-Lite are about scales without data and sizes that it decides itself
+  const logger = {
+    level() { return this; },
+    error(...text) { console.error(...text); return this; },
+    warn() { return this; },
+    info() { return this; },
+    debug() { return this; },
+  };
+
   function config() {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
@@ -49,7 +58,7 @@
         const select = this.selects.find((one) => one.dataset.field === param.name);
         if (select) param.value = select.value;
       }
-      const options = { actions: false, logLevel: 1 /* errors: an empty domain is no news */, renderer: "svg", config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } };
+      const options = { actions: false, logger, renderer: "svg", config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } };
       panel.result?.finalize();
       panel.result = await vegaEmbed(panel.place, spec, options);
     }

@@ -1,4 +1,4 @@
-"""Published numbers beside ours, as charts: of a table, of claims and formulas, and of loss curves."""
+"""A published table beside ours, as a chart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import altair as alt
 
 from spbench.bench.comparison.findings import Record, errors_by_role
 from spbench.bench.site.arrangement import ALONG, TOKENS_PER_GPU, arranged, point_of, varying
-from spbench.bench.site.charts import ROLE_COLORS, base, legend_of, method_scale
+from spbench.bench.site.charts import legend_of, method_scale
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel
 from spbench.plots.style import strategy_name
 
@@ -41,8 +41,7 @@ def table_chart(name: str, title: str, unit: str, records: Sequence[Record], cel
     """
     points = [point_of(cells[record["cell"]]) for record in records]
     how = arranged(points)
-    different = [n for n in varying(points) if n != "method"]
-    shown = [n for n in different if n not in _UNSHOWN]
+    shown = [name for name in varying(points) if name != "method" and name not in _UNSHOWN]
     values = [_value(record, point, how.along, shown) for record, point in zip(records, points, strict=True)]
     panels = []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -53,139 +52,16 @@ def table_chart(name: str, title: str, unit: str, records: Sequence[Record], cel
         spec = _lines(some, how.along, unit) if how.along else _dots(some, unit)
         panels.append(Panel(heading, spec.to_dict()))
     methods = list(dict.fromkeys(point["method"] for point in points))
-    lines = [_line(r, p, shown, unit) for r, p in zip(records, points, strict=True)]
+    lines = [_line(r, p, shown) for r, p in zip(records, points, strict=True)]
+    stated = any(record["published"] is not None for record in records)
     return Chart(
         name,
-        f"{title}: {unit}, published beside ours",
+        f"{title}: {unit}, {'published beside ours' if stated else 'ours'}",
         _alt(title, unit, records, methods, how.along),
         {},
         DataTable(name, f"{title}: {unit}", lines, sortable=len(lines) > 12, percent=("relative error",)),
         panels=panels,
         legend=_legend(methods, records, bool(how.along)),
-    )
-
-
-def ratio_chart(name: str, title: str, records: Sequence[Record]) -> Chart:
-    """Ours divided by the published number, for claims and formulas: 1 is equal."""
-    lines = [
-        {
-            "name": record["table"],
-            "variant": record["variant"],
-            "quantity": record["quantity"],
-            "published": record["published"],
-            "ours": record["reproduced"],
-            "relative error": record["relative_error"],
-            "role": record["role"],
-            "note": record["note"],
-            "cell": record["cell"],
-        }
-        for record in records
-    ]
-    values = [
-        {
-            # a formula is evaluated at several cells
-            "name": line["name"].split(",")[0] if line["role"] == "formula" else line["name"],
-            "ratio": line["ours"] / line["published"],
-            "role": line["role"],
-            "published": line["published"],
-            "ours": line["ours"],
-            "label": line["cell"],
-        }
-        for line in lines
-        if line["published"] and line["ours"] is not None
-    ]
-    found = [role for role in ROLE_COLORS if any(v["role"] == role for v in values)]
-    names = list(dict.fromkeys(v["name"] for v in values))
-    dots = (
-        alt.Chart()
-        .mark_point(filled=True, size=70, opacity=0.9)
-        .encode(
-            x=alt.X("ratio:Q", title="ours ÷ published", scale=alt.Scale(zero=False, padding=12)),
-            y=alt.Y("name:N", title=None, sort=names),
-            color=alt.Color(
-                "role:N", scale=alt.Scale(domain=found, range=[ROLE_COLORS[r] for r in found]), legend=None
-            ),
-            tooltip=[
-                "name:N",
-                alt.Tooltip("label:N", title="cell"),
-                alt.Tooltip("published:Q", format=",.5~g"),
-                alt.Tooltip("ours:Q", format=",.5~g"),
-                alt.Tooltip("ratio:Q", format=".3f"),
-                "role:N",
-            ],
-        )
-    )
-    equal = alt.Chart().mark_rule(strokeDash=[4, 3]).encode(x=alt.XDatum(1))
-    spec = alt.layer(equal, dots, data=alt.Data(values=values)).properties(
-        width="container", height=alt.Step(24)
-    )
-    return Chart(
-        name,
-        f"{title}: ours divided by the published number; 1 is equal",
-        f"{title}: {len(values)} numbers of ours divided by the published ones. {errors_by_role(records)}.",
-        spec.to_dict(),
-        DataTable(name, title, lines, sortable=len(lines) > 12, percent=("relative error",)),
-        legend=[LegendEntry(role, "filled", ROLE_COLORS[role]) for role in found],
-    )
-
-
-def loss_chart(name: str, title: str, losses: Mapping[str, Sequence[Mapping[str, Any]]]) -> Chart:
-    """Losses of training runs by step, a panel for each loss.
-
-    Args:
-        losses: of each run, by its name: of each step ``step`` and every loss.
-    """
-    kinds = list(dict.fromkeys(k for steps in losses.values() for s in steps for k in s if k != "step"))
-    colors = dict(zip(losses, _RUN_COLORS * len(losses), strict=False))
-    by_step: dict[int, dict[str, Any]] = {}
-    for run, steps in losses.items():
-        for step in steps:
-            line = by_step.setdefault(step["step"], {"step": step["step"]})
-            line |= {_loss_column(run, kind, kinds): step.get(kind) for kind in kinds}
-    columns = ["step", *(_loss_column(run, kind, kinds) for run in losses for kind in kinds)]
-    rows = [{column: line.get(column) for column in columns} for _, line in sorted(by_step.items())]
-    return Chart(
-        name,
-        f"{title}: losses by step",
-        f"Losses of {len(losses)} training runs over {len(rows)} steps; equal runs have the same curve.",
-        {},
-        DataTable(name, f"{title}: losses by step", rows, columns, sortable=True),
-        panels=[Panel(f"{kind} loss", _losses(losses, kind, colors).to_dict()) for kind in kinds],
-        legend=[LegendEntry(run, "line", color) for run, color in colors.items()],
-    )
-
-
-#: of runs, which are told apart by their order
-_RUN_COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494", "#56b4e9")
-
-
-def _loss_column(run: str, kind: str, kinds: Sequence[str]) -> str:
-    return f"{run}: {kind}" if len(kinds) > 1 else run
-
-
-def _losses(
-    losses: Mapping[str, Sequence[Mapping[str, Any]]], kind: str, colors: Mapping[str, str]
-) -> alt.Chart:
-    """The curves of one loss, each thinner than those below it, so that curves that coincide can be seen."""
-    values = [
-        {"run": run, "step": step["step"], "loss": step.get(kind)}
-        for run, steps in losses.items()
-        for step in steps
-    ]
-    runs = list(losses)
-    widths = [1 + 4 * (len(runs) - 1 - at) / max(1, len(runs) - 1) for at in range(len(runs))]
-    return (
-        base(values)
-        .mark_line(opacity=0.8)
-        .encode(
-            x=alt.X("step:Q", title="step"),
-            y=alt.Y("loss:Q", title=f"{kind} loss", scale=alt.Scale(zero=False)),
-            color=alt.Color(
-                "run:N", scale=alt.Scale(domain=runs, range=[colors[run] for run in runs]), legend=None
-            ),
-            strokeWidth=alt.StrokeWidth("run:N", scale=alt.Scale(domain=runs, range=widths), legend=None),
-            tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".5f")],
-        )
     )
 
 
@@ -197,7 +73,12 @@ def _value(
         "method": strategy_name(point["method"]),
         "strategy": point["method"],
         "x": point[along] if along else None,
-        "label": ", ".join([strategy_name(point["method"]), *(_setting(n, point.get(n)) for n in shown)]),
+        "label": ", ".join(
+            [
+                strategy_name(point["method"]),
+                *(_setting(n, point[n]) for n in shown if point.get(n) is not None),
+            ]
+        ),
         "published": record["published"],
         "ours": record["reproduced"] if record["status_reproduced"] in ("", "ok") else None,
         "error": record["relative_error"],
@@ -207,7 +88,7 @@ def _value(
     }
 
 
-def _line(record: Record, point: Mapping[str, Any], shown: Sequence[str], unit: str) -> dict[str, Any]:
+def _line(record: Record, point: Mapping[str, Any], shown: Sequence[str]) -> dict[str, Any]:
     """A record as a line of the table behind its chart."""
     return {
         "method": strategy_name(point["method"]),
@@ -358,4 +239,7 @@ def _setting(name: str, value: Any) -> str:
     if name in ("model", "cluster", "engine", "precision", "variant", "backend"):
         return str(value)
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return f"{text} GPUs" if name == "gpus" else f"{_NAMES.get(name, name.replace('_', ' '))} {text}"
+    words = _NAMES.get(name, name.replace("_", " "))
+    if isinstance(value, bool):
+        return words if value else f"no {words}"
+    return f"{text} GPUs" if name == "gpus" else f"{words} {text}"

@@ -1,0 +1,50 @@
+"""Sites that tests look at: of the committed results, and of a small part of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.site.build import Site, build
+from spbench.bench.site.gathered import Gathered, gather
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session")
+def committed_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results that a clone has: no runs."""
+    folder = tmp_path_factory.mktemp("committed") / "results"
+    folder.mkdir()
+    for name in ("baseline", "reproduction"):
+        (folder / name).symlink_to(ROOT / "results" / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gathered(committed_results: Path) -> Gathered:
+    """What is gathered from the committed results."""
+    return gather(committed_results, None)
+
+
+@pytest.fixture(scope="session")
+def site(gathered: Gathered, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The site of the committed results."""
+    return build(gathered, tmp_path_factory.mktemp("site") / "report")
+
+
+@pytest.fixture(scope="session")
+def small_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One table of one paper: RSA's Table 4."""
+    folder = tmp_path_factory.mktemp("small") / "results"
+    table = folder / "baseline" / "rsa_table4"
+    shutil.copytree(ROOT / "results" / "baseline" / "rsa_table4", table)
+    reproduction = folder / "reproduction"
+    reproduction.mkdir()
+    for name in ("rsa.csv", "rsa_runs.csv"):
+        lines = (ROOT / "results" / "reproduction" / name).read_text().splitlines()
+        kept = [lines[0], *(line for line in lines[1:] if "rsa_table4" in line)]
+        (reproduction / name).write_text("\n".join(kept) + "\n")
+    return folder
