@@ -26,7 +26,6 @@ def memory_chart(rows: Mapping[str, Row], strategy: str, at: str) -> Chart:
         rows: of a cell of each strategy.
         at: the model and the shape, in words.
     """
-
     lines = [
         {
             "strategy": strategy_name(line["strategy"]),

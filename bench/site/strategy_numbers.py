@@ -148,7 +148,7 @@ def uses(strategy: str, cells: Iterable[CellResult]) -> list[CellResult]:
 
 
 def scenario_lines(cells: Iterable[CellResult]) -> list[Line]:
-    """Cells by scenario and name of the strategy, with what became of them and a link to the page of cells."""
+    """Cells by scenario and name of the strategy: how they ended, and a link to them on the page of cells."""
     found: dict[tuple[str, str], list[CellResult]] = defaultdict(list)
     for cell in cells:
         found[cell.scenario, cell.row["cell"]["strategy"]].append(cell)
