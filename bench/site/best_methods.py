@@ -110,8 +110,8 @@ def _best(cells: Sequence[CellResult], question: Question, along: str) -> Iterat
         alike = _most_compared(entries, question)
         values = _by_method(alike, question)
         lost = sorted({point["method"] for _, point in alike} - values.keys())
-        if not values and not any(cell.row["status"] == "oom" for cell, _ in alike):
-            continue
+        if not values and any(cell.row["status"] == "ok" for cell, _ in entries):
+            continue  # nothing was measured of what is asked
         ranked = sorted(values.items(), key=lambda item: item[1], reverse=question.bigger)
         settings = alike[0][1]
         yield {
@@ -225,5 +225,7 @@ def _heat_map(methods: Sequence[str], axis: str, values: Sequence[dict[str, Any]
         .encode()
     )
     return alt.layer(found, none, text, lost, data=alt.Data(values=list(values))).properties(
-        width="container", height=alt.Step(42)
+        # how many rows there are depends on what readers choose
+        width="container",
+        usermeta={"rows": {"field": "gpus", "height": 42}},
     )

@@ -23,6 +23,10 @@ ROLE_COLORS = {
 }
 
 
+#: pixels of a row of dots or ticks
+ROW_HEIGHT = 24
+
+
 def method_scale(strategies: Iterable[str]) -> alt.Scale:
     """A scale from the names of these strategies (:func:`strategy_name`) to their colours in the figures."""
     look = looks(strategies)

@@ -184,7 +184,7 @@ def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
             cell.key,
             {
                 "key": cell.key,
-                "cell": cell.model_dump(),
+                "cell": cell.model_dump(mode="json"),
                 "status": record["status_reproduced"] or "ok",
                 "reason": "",
                 "measurement": {},

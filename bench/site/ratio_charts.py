@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from spbench.bench.comparison.findings import Record, errors_by_role
-from spbench.bench.site.charts import ROLE_COLORS
+from spbench.bench.site.charts import ROLE_COLORS, ROW_HEIGHT
 from spbench.bench.site.page import Chart, DataTable, LegendEntry
 
 
@@ -63,7 +63,7 @@ def ratio_chart(name: str, title: str, records: Sequence[Record]) -> Chart:
     )
     equal = alt.Chart().mark_rule(strokeDash=[4, 3]).encode(x=alt.XDatum(1))
     spec = alt.layer(equal, dots, data=alt.Data(values=values)).properties(
-        width="container", height=alt.Step(24)
+        width="container", height=ROW_HEIGHT * len(names)
     )
     return Chart(
         name,

@@ -9,7 +9,7 @@ import altair as alt
 
 from spbench.bench.comparison.findings import Record, errors_by_role
 from spbench.bench.site.arrangement import ALONG, TOKENS_PER_GPU, arranged, point_of, varying
-from spbench.bench.site.charts import legend_of, method_scale
+from spbench.bench.site.charts import ROW_HEIGHT, legend_of, method_scale
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel
 from spbench.plots.style import strategy_name
 
@@ -183,7 +183,7 @@ def _dots(values: Sequence[Mapping[str, Any]], unit: str) -> alt.LayerChart:
             )
         )
     return alt.layer(*layers, data=alt.Data(values=list(values))).properties(
-        width="container", height=alt.Step(24)
+        width="container", height=ROW_HEIGHT * len({value["label"] for value in values})
     )
 
 

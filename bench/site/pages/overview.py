@@ -12,7 +12,7 @@ from spbench.bench.comparison.findings import distinct, role_errors
 from spbench.bench.comparison.same_code import commit_of
 from spbench.bench.engines.engine import engines
 from spbench.bench.site.best_methods import BY_BATCH, BY_LENGTH, best_chart
-from spbench.bench.site.charts import ROLE_COLORS
+from spbench.bench.site.charts import ROLE_COLORS, ROW_HEIGHT
 from spbench.bench.site.gathered import Gathered
 from spbench.bench.site.page import Chart, DataTable, Page, Panel
 
@@ -142,7 +142,7 @@ def _strip(lines: Sequence[dict[str, Any]], roles: Sequence[str]) -> alt.Chart:
             color=alt.Color("role:N", scale=color, legend=None),
             tooltip=["where:N", "quantity:N", "published:Q", "ours:Q", alt.Tooltip("error:Q", format="+.1%")],
         )
-        .properties(width="container", height=alt.Step(22))
+        .properties(width="container", height=ROW_HEIGHT * len(roles))
     )
 
 

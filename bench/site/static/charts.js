@@ -58,9 +58,16 @@
         const select = this.selects.find((one) => one.dataset.field === param.name);
         if (select) param.value = select.value;
       }
+      const rows = spec.usermeta?.rows;
+      if (rows) spec.height = rows.height * new Set(this.chosenValues(spec.data.values).map((value) => value[rows.field])).size;
       const options = { actions: false, logger, renderer: "svg", config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } };
       panel.result?.finalize();
       panel.result = await vegaEmbed(panel.place, spec, options);
+      panel.place.querySelector("svg").setAttribute("aria-hidden", "true"); // the chart's label says what it shows
+    }
+
+    chosenValues(values) {
+      return values.filter((value) => this.selects.every((select) => String(value[select.dataset.field]) === select.value));
     }
 
     async chosen() {

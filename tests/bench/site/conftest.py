@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from spbench.bench.comparison.papers import ALL, scenarios_of
+from spbench.bench.site import gathered as gathering
 from spbench.bench.site.build import Site, build
 from spbench.bench.site.gathered import Gathered, gather
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scenarios_loaded_once() -> Iterator[None]:
+    """The packaged scenarios are read once, which takes seconds."""
+    papers = scenarios_of(ALL)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gathering, "scenarios_of", lambda name: papers)
+        yield
 
 
 @pytest.fixture(scope="session")

