@@ -9,7 +9,7 @@ from markupsafe import Markup, escape
 _ARXIV = re.compile(r"arXiv:? ?(\d{4}\.\d{4,5})")
 #: :role:`name` and ``code``
 _CODE = re.compile(r"(?::[a-z]+:)?`{1,2}([^`]+)`{1,2}")
-_GITHUB = re.compile(r"(?<![\w/])((?:github\.com|docs\.pytorch\.org)/[\w./-]+)")
+_GITHUB = re.compile(r"(?<![\w/])((?:github\.com|docs\.pytorch\.org)/[\w./-]*[\w/])")
 
 
 def as_html(text: str) -> Markup:

@@ -116,7 +116,7 @@ def _size(series: Series, step: Step) -> str:
     """How large a step is: in percent, or from what to what where that says nothing."""
     if series.metric is STATUS or not math.isfinite(step.change):
         return f"{series.spelled(step.before)} to {series.spelled(step.after)}"
-    return f"{step.change:+.3%}"
+    return f"{step.change * 100:+.3g}%"
 
 
 # -- the others ------------------------------------------------------------------------------------------

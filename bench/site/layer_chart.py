@@ -20,8 +20,8 @@ _KERNELS = {"matrix product": "#4477aa", "attention": "#ee8833", "memory-bound":
 _WAIT = "wait"
 #: of collectives, in the order in which they are known; seen in both schemes beside the colours of kernels
 _COLORS = ("#cc3355", "#2a9d55", "#aa44aa", "#13a5a5", "#b08900", "#6f5bd0", "#c2a000", "#8a8a2a", "#555555")
-#: digits of numbers in a drawing, which a tenth of a nanosecond of a step has
-_DIGITS = 7
+#: significant digits of times in a drawing
+_DIGITS = 9
 #: of a row: the rank stands at its kernels alone
 _LABEL = "indexof(datum.value, 'compute') > 0 ? split(datum.value, ' compute')[0] : 'network'"
 _MS = 1e3
@@ -70,15 +70,19 @@ def _bar(rank: int, lane: int, event: Event) -> Drawn:
         "phase": event.phase,
         "operator": event.name,
         "kind": _kind(event),
-        "start": round(event.start_s * _MS, _DIGITS),
-        "end": round((event.start_s + event.duration_s) * _MS, _DIGITS),
-        "duration": round(event.duration_s * _MS, _DIGITS),
+        "start": _in_ms(event.start_s),
+        "end": _in_ms(event.start_s + event.duration_s),
+        "duration": _in_ms(event.duration_s),
         "bytes": details.get("bytes"),
         "flops": details.get("flops"),
         "partners": _partners(rank, details),
         "source": details.get("source"),
         "destination": details.get("destination"),
     }
+
+
+def _in_ms(seconds: float) -> float:
+    return float(f"{seconds * _MS:.{_DIGITS}g}")
 
 
 def _kind(event: Event) -> str:
@@ -146,7 +150,7 @@ def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) ->
     colors = kind_colors([bar["kind"] for bar in bars])
     order = alt.Scale(domain=list(rows))
     row = alt.Y("row:N", sort=None, scale=order, title=None, axis=alt.Axis(labelExpr=_LABEL, ticks=False))
-    x = alt.X("start:Q", title="ms", scale=alt.Scale(zero=False, nice=False))
+    x = alt.X("start:Q", title="ms", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickCount=8))
     zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey]")
     boxes = (
         alt.Chart(alt.Data(values=list(bars)))
@@ -173,7 +177,7 @@ def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) ->
     )
     sent = (
         alt.Chart(alt.Data(values=list(lines)))
-        .mark_rule(clip=True, strokeWidth=1.2, opacity=0.75)
+        .mark_rule(clip=True, strokeWidth=1.3, opacity=0.9)
         .encode(x="start:Q", x2="end:Q", y=alt.Y("from:N", sort=None, scale=order), y2="to:N")
     )
     chart = alt.layer(boxes, sent) if sent.data.values else boxes

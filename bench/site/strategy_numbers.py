@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 from spbench.bench.simulator.timeline import Timeline
 from spbench.bench.site.gathered import CellResult
@@ -98,6 +99,8 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> list[Line]:
         key = tuple(verdict[name] for name in ("strategy", "model", "part", "dtype", "backend"))
         groups[key].append(verdict)
     lines = [_verdict_line(key, group) for key, group in groups.items()]
+    if len({line["strategy"] for line in lines}) == 1:
+        lines = [{name: value for name, value in line.items() if name != "strategy"} for line in lines]
     return sorted(lines, key=lambda line: (-line["red"], -line["green"]))
 
 
@@ -111,8 +114,8 @@ def _verdict_line(key: tuple[str, ...], group: Sequence[Verdict]) -> Line:
         "ranks": ", ".join(map(str, sorted({verdict["size"] for verdict in judged}))),
         **counts,
         "largest error": worst["error"] if worst else None,
-        "may be": worst["limit"] if worst else None,
-        "of": _of(worst) if worst else (group[0]["reason"] if group else ""),
+        "allowed": worst["limit"] if worst else None,
+        "where": _of(worst) if worst else group[0]["reason"],
     }
 
 
@@ -145,21 +148,22 @@ def uses(strategy: str, cells: Iterable[CellResult]) -> list[CellResult]:
 
 
 def scenario_lines(cells: Iterable[CellResult]) -> list[Line]:
-    """Cells by scenario, and by what became of them."""
-    found: dict[str, list[CellResult]] = defaultdict(list)
+    """Cells by scenario and name of the strategy: how they ended, and a link to them on the page of cells."""
+    found: dict[tuple[str, str], list[CellResult]] = defaultdict(list)
     for cell in cells:
-        found[cell.scenario].append(cell)
+        found[cell.scenario, cell.row["cell"]["strategy"]].append(cell)
     lines = []
-    for scenario, some in sorted(found.items()):
+    for (scenario, strategy), some in sorted(found.items()):
         statuses: dict[str, int] = defaultdict(int)
         for cell in some:
             statuses[cell.row["status"]] += 1
         lines.append(
             {
                 "scenario": scenario,
+                "strategy": strategy,
                 "cells": len(some),
                 "of which": ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())),
-                "link": f"cells.html#scenario={scenario}",
+                "link": "cells.html#" + urlencode({"scenario": scenario, "strategy": strategy}),
             }
         )
     return lines

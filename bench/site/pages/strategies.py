@@ -8,18 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import altair as alt
-
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.site import strategy_numbers as numbers
-from spbench.bench.site.charts import base
 from spbench.bench.site.docstrings import as_html, in_line
 from spbench.bench.site.gathered import CellResult, Gathered
 from spbench.bench.site.layer_chart import layer_chart
+from spbench.bench.site.memory_chart import memory_chart
 from spbench.bench.site.one_layer import BACKWARD, FORWARD
-from spbench.bench.site.page import Chart, DataTable, LegendEntry, Page
+from spbench.bench.site.page import DataTable, Page
 from spbench.bench.site.side_by_side import Demonstration, demonstrations
-from spbench.bench.sweep.results import Row
 from spbench.bench.verification.verdicts import Verdict, read_verdicts, verified_code
 from spbench.impls.peers.registry import absent, peers
 from spbench.impls.strategies.base import Strategy
@@ -27,7 +24,6 @@ from spbench.impls.strategies.registry import strategies
 from spbench.plots.style import strategy_name
 
 GROUP = "Strategies"
-_CATEGORY_COLORS = ("#4477aa", "#66aadd", "#228877", "#999999", "#ee8833", "#cc3355", "#c2a000")
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
@@ -140,7 +136,7 @@ def _measured(shown: Demonstration) -> dict[str, Any]:
         "layers": cell.model_options.get("layers"),
         "differs": [line for line in lines if line["difference"]],
         "formula": DataTable("formula", f"Bytes that one rank sends in a training step: {at}", lines),
-        "memory": _memory_chart(shown.beside, shown.strategy, at),
+        "memory": memory_chart(shown.beside, shown.strategy, at),
     }
     if shown.layer is not None:
         where = f"{at}, on {cell.sizes.world} {'ranks' if cell.sizes.world > 1 else 'rank'}"
@@ -148,54 +144,11 @@ def _measured(shown: Demonstration) -> dict[str, Any]:
             layer_chart(shown.layer, phase, f"layer-{phase}", where) for phase in (FORWARD, BACKWARD)
         ]
         values["times"] = DataTable(
-            "times", "What each rank's time goes to, forward and backward of the layer", _times(shown)
+            "times",
+            "What each rank's time goes to, forward and backward of the layer",
+            numbers.time_lines(shown.layer),
         )
     return values
-
-
-def _times(shown: Demonstration) -> list[dict[str, Any]]:
-    assert shown.layer is not None
-    return numbers.time_lines(shown.layer)
-
-
-def _memory_chart(rows: Mapping[str, Row], strategy: str, at: str) -> Chart:
-    lines = [
-        {**line, "strategy": strategy_name(line["strategy"]), "this": line["strategy"] == strategy}
-        for line in numbers.memory_lines(rows)
-    ]
-    categories = list(dict.fromkeys(line["category"] for line in lines))
-    colors = dict(zip(categories, _CATEGORY_COLORS, strict=False))
-    names = list(dict.fromkeys(line["strategy"] for line in lines))
-    order = {category: place for place, category in enumerate(categories)}
-    values = [{**line, "order": order[line["category"]]} for line in lines]
-    chart = (
-        base(values, height=34 * len(names))
-        .mark_bar(height={"band": 0.75})
-        .encode(
-            x=alt.X("GiB:Q", title="GiB at the peak of a rank", stack="zero"),
-            y=alt.Y("strategy:N", sort=names, title=None),
-            color=alt.Color(
-                "category:N", legend=None, scale=alt.Scale(domain=[*colors], range=[*colors.values()])
-            ),
-            order="order:Q",
-            opacity=alt.condition("datum.this", alt.value(1.0), alt.value(0.45)),
-            tooltip=["strategy:N", "category:N", alt.Tooltip("GiB:Q", format=".3f")],
-        )
-    )
-    totals = {name: sum(line["GiB"] for line in lines if line["strategy"] == name) for name in names}
-    seen = ", ".join(f"{name} {total:.3g}" for name, total in totals.items())
-    return Chart(
-        "memory",
-        f"Memory of the rank that needs most, at its peak, by what holds it: {at}",
-        f"Stacked bars, in GiB: {seen}. {strategy_name(strategy)} is highlighted.",
-        chart.to_dict(),
-        DataTable(
-            "memory-numbers",
-            "Bytes held at the peak, in GiB",
-            [{key: line[key] for key in ("strategy", "category", "GiB")} for line in lines],
-        ),
-        legend=[LegendEntry(category, "filled", color) for category, color in colors.items()],
-    )
 
 
 def _verification(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
