@@ -13,7 +13,7 @@ from spbench.bench.site.arrangement import point_of
 from spbench.bench.site.charts import legend_of, method_scale, selected
 from spbench.bench.site.gathered import CellResult
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Selector
-from spbench.plots.along import length_text
+from spbench.plots.axes import length_text
 from spbench.plots.style import looks, number, strategy_name
 
 
