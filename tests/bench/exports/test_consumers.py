@@ -69,6 +69,21 @@ def test_statistics_are_complete(benchmarks: dict[str, Any]) -> None:
     assert measured["params"]["strategy"] == "tensor_parallel"
 
 
+def test_spbench_compares_and_exports_what_pytest_benchmark_wrote(
+    benchmarks: dict[str, Any], tmp_path: Path, command_line: Run
+) -> None:
+    now = str(tmp_path / "now.json")
+    assert command_line("compare", now, now)[0] == 0
+    code, out, err = command_line("export", "--to", "hud", now)
+    assert code == 0, err
+    times = {
+        record["benchmark"]["extra_info"]["cell"]: record["metric"]["benchmark_values"]
+        for record in json.loads(out)
+    }
+    assert times == {"everything/a/exact": [0.25], "everything/b/measured": SAMPLES}
+    assert json.loads(out)[0]["runners"][0]["name"] == "here"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the real `asv publish` makes of exports of two commits, of which the second is worse and has a
