@@ -36,6 +36,16 @@ def test_a_planted_step_is_found_and_no_other(noise: float, place: int, factor: 
         assert not found.drift
 
 
+def test_a_range_is_as_wide_as_noise_makes_it_uncertain() -> None:
+    """Under 2% of noise the likeliest place of a step of 5% is a wrong one in a quarter of the histories."""
+    generator = np.random.default_rng(4)
+    for _ in range(20):
+        values = np.exp(generator.normal(0, 0.02, COMMITS))
+        values[30:] *= 1.05
+        (found,) = change_points(values.tolist())
+        assert found.last_before < 30 <= found.first_after
+
+
 def test_two_steps_are_told_apart() -> None:
     values = nights(np.random.default_rng(3), 0.01)
     values[20:40] *= 1.08

@@ -197,11 +197,11 @@ def test_commits_are_in_the_order_of_their_dates_and_of_one_branch(tmp_path: Pat
 
 
 def test_records_of_one_commit_are_one_point(tmp_path: Path) -> None:
-    for hour, (seconds, sent) in enumerate([(0.1, 1), (0.3, 1), (0.2, 2)]):
+    for hour, (seconds, sent) in enumerate([(0.1, 1), (0.2, 1), (0.3, 2)]):
         cells = [cell("a", exact=False, step_time_s=[seconds, seconds]), cell("b", sent_bytes=sent)]
         add_record(replace(record(0, *cells), date=f"2026-01-02T0{hour}:00:00+00:00"), tmp_path)
     points = {series.metric.name: series.points for series in read_history(tmp_path).series()}
-    assert [(p.value, p.samples) for p in points["step_time_s"]] == [(0.2, (0.1, 0.1, 0.3, 0.3, 0.2, 0.2))]
+    assert [(p.value, p.samples) for p in points["step_time_s"]] == [(0.2, (0.1, 0.1, 0.2, 0.2, 0.3, 0.3))]
     assert [point.value for point in points["sent_bytes"]] == [2]
 
 
