@@ -191,3 +191,19 @@ def test_an_interrupt_leaves_nothing(
     assert not subprocess.run(
         ["pgrep", "-f", f"{project.root.parent}/spbench-rounds"], capture_output=True
     ).stdout
+
+
+@pytest.mark.slow
+def test_the_code_of_this_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last commit against the working tree, each with its own code: rows name the commit that made them,
+    and the command refuses those of another."""
+    scenario = tmp_path / "my.yaml"
+    scenario.write_text(
+        "title: A small step\ndefaults: {cluster: dgx-a100}\ngroups:\n"
+        "  - {model: bert-tiny, strategy: single, batch: 2, seq_len: 32}\n"
+    )
+    words = ["compare", "--run", "HEAD", "--scenario", str(scenario), "--output", str(tmp_path / "out")]
+    assert exit_code([*words, "--format", "json"]) in (0, 1)  # the working tree may be worse
+    found = json.loads(capsys.readouterr().out)
+    rows = (tmp_path / "out" / "base" / "cells.jsonl").read_text().splitlines()
+    assert [found["base"].startswith(json.loads(row)["provenance"]["commit"]) for row in rows] == [True]
