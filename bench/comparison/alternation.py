@@ -27,9 +27,6 @@ from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 #: seconds that a run which is interrupted has to end its own processes
 GRACE_S = 20.0
 
-#: exit codes of `spbench run` that leave rows: all cells have a result, or some failed
-_LEAVES_ROWS = (0, 1)
-
 
 def run_in_turns(
     versions: Mapping[str, CodeVersion],
@@ -60,14 +57,15 @@ def run_in_turns(
             for side in list(versions)[:: 1 if number % 2 == 0 else -1]:
                 on_turn(number + 1, side)
                 folder = Path(scratch, f"{side}-{number}")
-                _run(side, versions[side], [*arguments, "--output", str(folder)])
-                found[side].append(_rows(side, versions[side], folder))
+                said = _run(versions[side], [*arguments, "--output", str(folder)])
+                found[side].append(_rows(side, versions[side], folder, said))
             if number == 0 and not any("rounds" in row for by in found.values() for row in merged_rounds(by)):
                 break
         return {side: _write(merged_rounds(found[side]), Path(scratch), output, side) for side in versions}
 
 
-def _run(side: str, version: CodeVersion, arguments: Sequence[str]) -> None:
+def _run(version: CodeVersion, arguments: Sequence[str]) -> str:
+    """Run `spbench run` of a version, and return what it wrote to standard error."""
     # -P: the folder in which the command was given may be a checkout of other code
     command = [sys.executable, "-P", "-m", "spbench", "run", *arguments]
     path = os.pathsep.join(filter(None, (str(version.root), os.environ.get("PYTHONPATH"))))
@@ -89,18 +87,19 @@ def _run(side: str, version: CodeVersion, arguments: Sequence[str]) -> None:
             process.kill()
             process.wait()
         raise
-    if process.returncode not in _LEAVES_ROWS:
-        last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
-        raise UserError(f"{side} ({version}) cannot run this: {last.removeprefix('spbench: ')}")
+    return said
 
 
-def _rows(side: str, version: CodeVersion, folder: Path) -> list[Row]:
-    """The rows of a turn.
+def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]:
+    """The rows of a turn, which said this on standard error.
 
     Raises:
-        UserError: they were made by other code.
+        UserError: there are none, or they were made by other code.
     """
     rows, _ = read_rows(folder / RESULTS_FILE)
+    if not rows:
+        last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+        raise UserError(f"{side} ({version}) cannot run this: {last.removeprefix('spbench: ')}")
     for row in rows:
         made_by = str((row.get("provenance") or {}).get("commit") or "")
         if not made_by or not version.commit.startswith(made_by.removesuffix("-dirty")):

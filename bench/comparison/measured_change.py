@@ -96,7 +96,8 @@ def measured_changes(
             if why := _why_not(base[key], new[key], *pair):
                 unjudged[why] += 1
             elif pair[0].metric.unit == "bytes":
-                found.setdefault(key, []).extend(_by_effect_alone(*pair))
+                for change in _by_effect_alone(*pair):
+                    found.setdefault(key, []).append(change)
             else:
                 tested.append(_test(key, *pair, in_turns=_in_turns(base[key], new[key])))
     for judged, p in zip(tested, _corrected(tested), strict=True):
