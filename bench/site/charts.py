@@ -10,7 +10,7 @@ import altair as alt
 from spbench.bench.site.page import LegendEntry, Selector
 from spbench.plots.style import looks, strategy_name
 
-AnyChart = TypeVar("AnyChart", alt.Chart, alt.LayerChart)
+AnyChart = TypeVar("AnyChart", bound=alt.Chart | alt.LayerChart | alt.FacetChart)
 Values = Sequence[dict[str, Any]]
 
 #: of the roles of published numbers

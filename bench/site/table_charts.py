@@ -11,8 +11,10 @@ from spbench.bench.comparison.findings import Record, errors_by_role
 from spbench.bench.site.arrangement import ALONG, TOKENS_PER_GPU, arranged, point_of, varying
 from spbench.bench.site.charts import ROW_HEIGHT, legend_of, method_scale
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel
+from spbench.plots.along import length_text
 from spbench.plots.style import strategy_name
 
+Drawn = alt.LayerChart | alt.FacetChart
 Cells = Mapping[str, Mapping[str, Any]]
 
 #: a cross, for a run that found no room
@@ -114,7 +116,7 @@ _TOOLTIP = [
 ]
 
 
-def _lines(values: Sequence[Mapping[str, Any]], along: str, unit: str) -> alt.LayerChart:
+def _lines(values: Sequence[Mapping[str, Any]], along: str, unit: str) -> Drawn:
     """Lines along an axis of powers of two, published dashed and hollow, ours solid and filled."""
     places = sorted({value["x"] for value in values})
     text = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'K' : datum.value"
@@ -154,7 +156,7 @@ def _lost(values: Sequence[Mapping[str, Any]], x: alt.X, color: alt.Color) -> It
             yield marks.encode(x=x, y=alt.value(place), color=color, tooltip=_TOOLTIP).transform_filter(test)
 
 
-def _dots(values: Sequence[Mapping[str, Any]], unit: str) -> alt.LayerChart:
+def _dots(values: Sequence[Mapping[str, Any]], unit: str) -> Drawn:
     """A row for each cell: the published number hollow, ours filled, and the distance between them."""
     y = alt.Y(
         "label:N",
@@ -242,4 +244,6 @@ def _setting(name: str, value: Any) -> str:
     words = _NAMES.get(name, name.replace("_", " "))
     if isinstance(value, bool):
         return words if value else f"no {words}"
+    if name in ("seq_len", TOKENS_PER_GPU) and value:
+        text = length_text(int(value))
     return f"{text} GPUs" if name == "gpus" else f"{words} {text}"
