@@ -10,7 +10,7 @@ from typing import Any
 import altair as alt
 
 from spbench.bench.site.arrangement import point_of
-from spbench.bench.site.charts import legend_of, method_scale, selected
+from spbench.bench.site.charts import legend_of, method_scale, selected, spec_of
 from spbench.bench.site.gathered import CellResult
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Selector
 from spbench.plots.along import length_text
@@ -70,13 +70,13 @@ def best_chart(
     if any(line["out of memory"] for line in lines):
         entries.append(LegendEntry("a method ran out of memory there", "cross"))
     axis = "sequence length (tokens)" if along == "seq_len" else "batch (sequences)"
-    spec = selected(_heat_map(methods, axis, [_value(line, along) for line in lines]), selectors)
+    drawn = selected(_heat_map(methods, axis), selectors)
     heads = [head for head in lines[0] if head != "strategy"]
     return Chart(
         name,
         caption,
         f"{caption}. {len(lines)} places with {len(methods)} best methods; the table has the numbers.",
-        spec.to_dict(),
+        spec_of(drawn, [_value(line, along) for line in lines]),
         DataTable(name, caption, lines, heads),
         selectors=selectors,
         legend=entries,
@@ -197,9 +197,8 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _heat_map(
-    methods: Sequence[str], axis: str, values: Sequence[dict[str, Any]]
-) -> alt.LayerChart | alt.FacetChart:
+def _heat_map(methods: Sequence[str], axis: str) -> alt.LayerChart | alt.FacetChart:
+    """Places coloured by their best method, each with its value; crosses where a method ran out of memory."""
     base = alt.Chart().encode(
         x=alt.X(
             "label:O",
@@ -236,7 +235,7 @@ def _heat_map(
         .mark_point(shape="M-1,-1L1,1M1,-1L-1,1", size=35, strokeWidth=2, color="#000", yOffset=-11)
         .encode()
     )
-    return alt.layer(found, none, text, lost, data=alt.Data(values=list(values))).properties(
+    return alt.layer(found, none, text, lost).properties(
         # how many rows there are depends on what readers choose
         width="container",
         usermeta={"rows": {"field": "gpus", "height": 42}},
