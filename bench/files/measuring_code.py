@@ -17,6 +17,7 @@ NOT_MEASURING = frozenset(
         "comparison",
         "diagnosis",
         "history",
+        "site",
         "sweep",
         "verification",
         "atomic_write.py",
