@@ -150,7 +150,7 @@ def others_chart(assessments: Sequence[Assessment]) -> Chart | None:
         "others",
         "A series without a step or a target, over commits",
         "A line of the chosen series over commits; it has no step.",
-        selected(chart, selectors).to_dict(),
+        selected(chart, selectors).to_dict(validate=False),
         DataTable("others-numbers", "Series without a step or a target", lines, sortable=False),
         selectors,
     )
@@ -235,7 +235,7 @@ def _panel(found: Assessment, places: Mapping[str, int]) -> dict[str, Any]:
             .mark_rule(strokeDash=[5, 4], color=_TARGET, strokeWidth=1.5)
             .encode(y="value:Q", tooltip=["target:N"])
         )
-    return alt.layer(*layers).properties(width="container", height=_HEIGHT).to_dict()
+    return alt.layer(*layers).properties(width="container", height=_HEIGHT).to_dict(validate=False)
 
 
 def _kinds() -> alt.Scale:

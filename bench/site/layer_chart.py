@@ -181,4 +181,4 @@ def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) ->
         .encode(x="start:Q", x2="end:Q", y=alt.Y("from:N", sort=None, scale=order), y2="to:N")
     )
     chart = alt.layer(boxes, sent) if sent.data.values else boxes
-    return chart.properties(width="container", height=_ROW * len(rows)).to_dict()
+    return chart.properties(width="container", height=_ROW * len(rows)).to_dict(validate=False)

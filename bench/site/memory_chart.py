@@ -62,7 +62,7 @@ def memory_chart(rows: Mapping[str, Row], strategy: str, at: str) -> Chart:
         "memory",
         f"Memory of the rank that needs most, at its peak, by what holds it: {at}",
         f"Stacked bars, in GiB: {seen}. {strategy_name(strategy)} is highlighted.",
-        chart.to_dict(),
+        chart.to_dict(validate=False),
         DataTable(
             "memory-numbers",
             "Bytes held at the peak, in GiB",

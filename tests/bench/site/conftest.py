@@ -10,8 +10,11 @@ import pytest
 
 from spbench.bench.comparison.papers import ALL, scenarios_of
 from spbench.bench.site import gathered as gathering
+from spbench.bench.site import side_by_side
 from spbench.bench.site.build import Site, build
 from spbench.bench.site.gathered import Gathered, gather
+from spbench.bench.site.pages import strategies as pages_of_strategies
+from spbench.impls.strategies.lasp import Lasp
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +33,7 @@ def committed_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results that a clone has: no runs."""
     folder = tmp_path_factory.mktemp("committed") / "results"
     folder.mkdir()
-    for name in ("baseline", "reproduction"):
+    for name in ("baseline", "reproduction", "verification"):
         (folder / name).symlink_to(ROOT / "results" / name)
     return folder
 
@@ -60,3 +63,12 @@ def small_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kept = [lines[0], *(line for line in lines[1:] if "rsa_table4" in line)]
         (reproduction / name).write_text("\n".join(kept) + "\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_strategy() -> Iterator[None]:
+    """The site has the page of one strategy, at small shapes, in place of all at those that it shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "SCENARIO", Path(__file__).with_name("small_shapes.yaml"))
+        patch.setattr(pages_of_strategies, "strategies", lambda: {"lasp": Lasp})
+        yield

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import pytest
 
 from spbench.bench.comparison.metrics import METRICS
@@ -195,6 +196,13 @@ def test_a_step_is_marked_between_its_commits(history: Path) -> None:
     assert (lines["worse"]["step"], lines["worse"]["before"], lines["worse"]["after"]) == (
         *("regression, stands", "100", "105"),
     )
+
+
+def test_specifications_are_vega_lite(history: Path) -> None:
+    charts, others, _ = charts_of(history)
+    assert others is not None
+    for spec in [others.spec, *(panel.spec for chart in charts for panel in chart.panels)]:
+        alt.Chart.from_dict(dict(spec))
 
 
 def test_the_page_counts_what_stands(history: Path, tmp_path: Path) -> None:

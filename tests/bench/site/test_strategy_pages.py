@@ -10,14 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.simulator.timeline import Timeline
-from spbench.bench.site import side_by_side
 from spbench.bench.site.docstrings import as_html
 from spbench.bench.site.gathered import CellResult, Gathered
 from spbench.bench.site.layer_chart import drawn, layer_chart, messages
+from spbench.bench.site.memory_chart import memory_chart
 from spbench.bench.site.one_layer import layer_timeline
 from spbench.bench.site.page import Page
 from spbench.bench.site.pages import strategies as pages_of_strategies
@@ -29,17 +30,6 @@ from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.traffic import Traffic
 from tests.bench.verification.test_verdicts import GREEN, MADE, RED
-
-SMALL = Path(__file__).with_name("small_shapes.yaml")
-
-
-@pytest.fixture(scope="module")
-def few() -> Iterator[None]:
-    """One strategy at small shapes, in place of all at those that the site shows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side_by_side, "SCENARIO", SMALL)
-        patch.setattr(pages_of_strategies, "strategies", lambda: {"lasp": Lasp})
-        yield
 
 
 def site_of(results: Path, *cells: CellResult) -> dict[str, str]:
@@ -120,6 +110,13 @@ def test_bars_of_a_row_do_not_overlap(layer: Timeline) -> None:
             assert end <= start + 1e-6
 
 
+def test_specifications_are_vega_lite(layer: Timeline, one_strategy: None) -> None:
+    """They are not checked when the site is built, which would take as long as all else."""
+    alt.Chart.from_dict(dict(layer_chart(layer, "forward", "layer-forward", "a model").spec))
+    (shown,) = demonstrations(["lasp"])
+    alt.Chart.from_dict(dict(memory_chart(shown.beside, "lasp", "a model").spec))
+
+
 def test_a_chart_and_its_table_show_the_same_events(layer: Timeline) -> None:
     chart = layer_chart(layer, "forward", "layer-forward", "a model")
     boxes, lines = chart.spec["layer"]
@@ -132,7 +129,7 @@ def test_a_chart_and_its_table_show_the_same_events(layer: Timeline) -> None:
 # -- bytes -----------------------------------------------------------------------------------------------
 
 
-def test_closed_form_beside_meter_is_what_the_row_says(few: None) -> None:
+def test_closed_form_beside_meter_is_what_the_row_says(one_strategy: None) -> None:
     shown = demonstrations(["lasp", "ring_self_attention"])
     assert [s.cell.model for s in shown if s.cell is not None] == ["tnl-tiny", "bert-tiny"]
     for demonstration in shown:
@@ -147,7 +144,9 @@ def test_closed_form_beside_meter_is_what_the_row_says(few: None) -> None:
         assert set(demonstration.beside) == {demonstration.strategy}
 
 
-def test_a_wrong_closed_form_is_red(few: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_closed_form_is_red(
+    one_strategy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     right = Lasp.communication
 
     def wrong(self: Lasp, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
@@ -181,7 +180,7 @@ def test_another_rank_that_differs_has_a_line() -> None:
 # -- verification, cells, text ---------------------------------------------------------------------------
 
 
-def test_verdicts_are_shown_with_their_commit_and_red_ones_first(few: None, tmp_path: Path) -> None:
+def test_verdicts_are_shown_with_their_commit_and_red_ones_first(one_strategy: None, tmp_path: Path) -> None:
     worse = dataclasses.replace(GREEN, error=3e-14, size=4)
     with kept_verdicts(tmp_path / "verification", MADE | {"code": verified_code()}) as found:
         found += map(dataclasses.asdict, (GREEN, worse, RED))
@@ -204,7 +203,7 @@ def test_of_several_cases_the_worst_is_shown() -> None:
     assert (green["part"], green["green"], green["largest error"]) == ("block", 2, 9e-11)
 
 
-def test_cells_link_to_their_filter(few: None, tmp_path: Path) -> None:
+def test_cells_link_to_their_filter(one_strategy: None, tmp_path: Path) -> None:
     rows = [("gate", "lasp", "ok"), ("gate", "lasp", "oom"), ("four_d", "tensor_parallel+lasp", "ok")]
     cells = [
         CellResult(
@@ -223,7 +222,9 @@ def test_cells_link_to_their_filter(few: None, tmp_path: Path) -> None:
     assert "spbench verify --strategy lasp --output" in pages["strategy-lasp.html"]
 
 
-def test_a_strategy_that_fails_has_a_page_that_says_so(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_that_fails_has_a_page_that_says_so(
+    one_strategy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a plug-in's own mistake")
 
