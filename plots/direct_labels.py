@@ -45,7 +45,7 @@ def label_lines(figure: Figure, lines: Sequence[Line2D]) -> bool:
     names = dict.fromkeys(str(line.get_label()) for line in lines)
     for ax, some in grouped(lines, lambda line: line.axes).items():
         by_name = {str(line.get_label()): line for line in some if len(_display(line))}
-        if ax is None or by_name.keys() != names.keys():
+        if not isinstance(ax, Axes) or by_name.keys() != names.keys():
             continue
         texts = [_text(figure, name, line) for name, line in by_name.items()]
         boxes = _solve(

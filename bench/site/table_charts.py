@@ -11,7 +11,7 @@ from spbench.bench.comparison.findings import Record, errors_by_role
 from spbench.bench.site.arrangement import ALONG, TOKENS_PER_GPU, arranged, point_of, varying
 from spbench.bench.site.charts import ROW_HEIGHT, legend_of, method_scale, spec_of
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel
-from spbench.plots.along import length_text
+from spbench.plots.axes import length_text
 from spbench.plots.style import strategy_name
 
 Drawn = alt.LayerChart | alt.FacetChart
