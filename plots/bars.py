@@ -16,7 +16,7 @@ from spbench.plots.grid import Drawn
 from spbench.plots.lines import Value
 from spbench.plots.marks import status_mark
 from spbench.plots.series import Row, strategy
-from spbench.plots.style import GREY, INK, Look, looks, number, strategy_name, tint
+from spbench.plots.style import GREY, INK, Look, looks, number, strategy_name, tick_texts, tint
 
 #: of the distance between two places, the part that the bars of one place fill; one bar alone is narrower
 _FILLED, _ALONE = 0.86, 0.62
@@ -189,10 +189,14 @@ def draw_levels(ax: Axes, bars: Sequence[Bar], names: Sequence[str], reach: floa
     longest = max((len(text.get_text()) for text in ax.texts), default=0)
     # the names stand in the panel's part of the figure, of panels side by side in that of the first
     shown = _TEXT_INCHES * max(map(len, names), default=0) / panels_abreast(ax)
-    ax.set_xlim(0, end / max(0.3, 0.97 - _TEXT_INCHES * longest / max(0.6, inches_wide(ax) - shown)))
+    inches = max(0.6, inches_wide(ax) - shown)
+    part = max(0.3, 0.97 - _TEXT_INCHES * longest / inches)
+    ax.set_xlim(0, end / part)
     ax.set_ylim(len(bars) - 0.4, -0.6)
-    ticks = MaxNLocator(3, steps=[1, 2, 2.5, 5, 10]).tick_values(0, end)
-    set_ticks(ax.xaxis, [tick for tick in ticks if 0 <= tick <= end])
+    ticks = [tick for tick in MaxNLocator(3, steps=[1, 2, 5, 10]).tick_values(0, end) if 0 <= tick <= end]
+    if sum(1 + len(text) for text in tick_texts(ticks)) * _TEXT_INCHES > part * inches:
+        ticks = [ticks[0], ticks[-1]]
+    set_ticks(ax.xaxis, ticks)
     set_ticks(ax.yaxis, range(len(names)), names)
     ax.grid(axis="y", visible=False)
     return Drawn()

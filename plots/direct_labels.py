@@ -20,7 +20,7 @@ from spbench.plots.style import shade
 _MOST, _LONGEST = 6, 24
 #: how far a label is from its point, and at least from other labels and from other lines, to which it would
 #: seem to belong
-_OFFSET_POINTS, _CLEAR_POINTS, _OTHERS_POINTS = 4.5, 2.0, 6.5
+_OFFSET_POINTS, _CLEAR_POINTS, _OTHERS_POINTS = 5.5, 2.0, 6.5
 _SIZE_POINTS = 7
 #: a label stands beside one of the last so many points of its line
 _LAST_POINTS = 3
@@ -99,7 +99,7 @@ def _free_boxes(line: Line2D, text: Text, ax: Axes) -> list[Bbox]:
             foot = y + up * _OFFSET_POINTS * pixels + (up - 1) / 2 * extent.height
             box = Bbox.from_bounds(left, foot, extent.width, extent.height)
             inside = bounds.contains(box.x0, box.y0) and bounds.contains(box.x1, box.y1)
-            hit = _hit(box, own) or _hit(box.padded(_OTHERS_POINTS * pixels), others)
+            hit = _hit(box.padded(pixels), own) or _hit(box.padded(_OTHERS_POINTS * pixels), others)
             if inside and not hit:
                 found.append(box.padded(_CLEAR_POINTS * pixels / 2))
     return found

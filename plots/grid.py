@@ -112,7 +112,7 @@ class PanelGrid:
                 parts.append(_NOTE_INCHES * (1 + "\n".join(notes).count("\n")) + 0.05)
             figure = new_figure(width_inches, sum(parts), self.title)
             outer = figure.add_gridspec(len(parts), 1, height_ratios=parts) if parts else None
-            places = []
+            places, wide = [], []
             for block, rows in enumerate(blocks):
                 assert outer is not None
                 grid = outer[block].subgridspec(
@@ -124,14 +124,23 @@ class PanelGrid:
                 for at, row in enumerate(rows):
                     for column, panel in enumerate(row):
                         ax = figure.add_subplot(grid[at, column])
-                        wide = _spanned(row, column) > 1
-                        ax.set_title(_title(row, column, width_inches), loc="left" if wide else "center")
+                        heading = _title(row, column, width_inches)
+                        if _spanned(row, column) > 1:
+                            # written after the layout, which would make the panel as wide as it
+                            wide.append((ax, ax.set_title(" ", loc="left"), heading))
+                        else:
+                            ax.set_title(heading)
                         places.append(_Place(panel, ax, panel.draw(ax), (block, at, column)))
             _draw_axes(places)
             if notes and outer is not None:
                 _write_notes(figure.add_subplot(outer[-1]), notes)
             self._name_all(figure, [place.drawn for place in places])
             figure.set_layout_engine("none")
+            for ax, text, heading in wide:
+                text.set_text(heading)
+                # at the figure's left edge, as names of levels take a part of the width
+                edge = figure.transFigure.transform((0.01, 0))
+                text.set_x(float(ax.transAxes.inverted().transform(edge)[0]))
         return figure
 
     def _name_all(self, figure: Figure, drawn: Sequence[Drawn]) -> None:

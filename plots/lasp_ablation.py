@@ -101,7 +101,7 @@ def _length_text(value: float) -> str:
 def _saving(row: Row) -> str:
     """What saves memory besides the strategy."""
     checkpointing = option(row, "model_options", "checkpointing", False)
-    return backend_name(backend(row)) + (",\ncheckpointing" if checkpointing else "")
+    return backend_name(backend(row)) + (",\nrecomputed" if checkpointing else "")
 
 
 def _method(name: str) -> str:

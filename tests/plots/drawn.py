@@ -12,6 +12,7 @@ from pandas import DataFrame
 from PIL import Image
 
 from spbench.plots.drawing import Drawing
+from spbench.plots.paper import COLUMN_INCHES
 
 
 def artists(figure: Figure, gid: str) -> list[Any]:
@@ -59,10 +60,11 @@ def assert_valid(paths: list[Path], folder: Path, name: str) -> None:
         assert pdf.read_bytes().startswith(b"%PDF-")
 
 
-def assert_draws(draw: Drawing, name: str, folder: Path, rows: Any, comparison: DataFrame) -> None:
-    """The figure's files are written, and it can be drawn of one row and of none too."""
-    assert_valid(draw(rows, comparison, folder), folder, name)
-    for some in (rows[:1], rows[-1:], []):
+def assert_draws(draw: Drawing, rows: Any, comparison: DataFrame) -> None:
+    """The figure can be drawn as wide as a column, and of one row and of none too."""
+    if not draw.grid(rows, comparison).page_only:
+        assert_nothing_overlaps(draw.figure(rows, comparison, COLUMN_INCHES))
+    for some in (rows[-1:], []):
         draw.figure(some, comparison)
 
 

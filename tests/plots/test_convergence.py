@@ -1,6 +1,5 @@
 """The figure of loss curves: lines are the losses, and below them their deviations."""
 
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -72,8 +71,8 @@ def test_runs_without_losses_are_told(rows: list[Row]) -> None:
     assert points(figure, f"deviation mlm {RSA}")
 
 
-def test_files(rows: list[Row], tmp_path: Path) -> None:
-    assert_draws(draw, "convergence", tmp_path, rows, pd.DataFrame())
+def test_widths_and_few_rows(rows: list[Row]) -> None:
+    assert_draws(draw, rows, pd.DataFrame())
 
 
 def learned(strategy: str, backend: str, off: float, precision: str = "fp32") -> Row:
@@ -112,6 +111,6 @@ def test_many_backends_take_turns_on_the_reference() -> None:
     assert figure.axes[0].get_title() == "tnl-mini: Next-token loss"
 
 
-def test_files_of_lasp(tmp_path: Path) -> None:
+def test_lasp() -> None:
     rows = [learned("lasp", "ddp", 1e-7)]
-    assert_draws(lasp_convergence.draw, "lasp_convergence", tmp_path, rows, pd.DataFrame())
+    assert_draws(lasp_convergence.draw, rows, pd.DataFrame())

@@ -18,6 +18,7 @@ from tests.plots.drawn import (
     assert_below_zero,
     assert_draws,
     assert_nothing_overlaps,
+    assert_valid,
     legend,
     points,
 )
@@ -174,9 +175,14 @@ def test_the_scenarios_title_stands_above(scenario: object) -> None:
     assert text == "A scenario (piz-daint-p100, fp16, first-steps, virtual engine)"
 
 
-def test_files(tmp_path: Path) -> None:
-    assert_draws(max_seqlen.draw, "max_seqlen", tmp_path, [*ROWS, LINFORMER], table(RATIO, BOUND))
+def test_widths_and_few_rows() -> None:
+    assert_draws(max_seqlen.draw, [*ROWS, LINFORMER], table(RATIO, BOUND))
     drawn([*ROWS, LINFORMER])
+
+
+def test_files(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert_valid(max_seqlen.draw(ROWS, pd.DataFrame(), folder), folder, "max_seqlen")
 
 
 def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> None:

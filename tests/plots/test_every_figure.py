@@ -1,0 +1,120 @@
+"""What holds of the figure of every packaged scenario, drawn of a row for each of its cells."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+
+from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.plots.drawing import Drawing
+from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
+from spbench.plots.style import GREY, method_color, short_name, strategy_name, tint
+from tests.plots.drawn import assert_nothing_overlaps
+
+Row = dict[str, Any]
+GIB = 2**30
+#: lines of these are numbers of GPUs, or backends, and bars of these are mesh axes
+NO_METHODS = ("lasp_scalability", "lasp2_scalability", "lasp_convergence")
+SCENARIOS = {
+    path.stem: found.group(1)
+    for path in sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
+    if (found := re.search(r"^figure: *(\w+)", path.read_text(), re.MULTILINE))
+}
+
+
+def rows_of(scenario: str) -> list[Row]:
+    """Rows that are like those of a run: of each cell, longer times and more memory for longer sequences."""
+    rows = []
+    for number, cell in enumerate(declared_cells(load_scenario(scenario), Narrowing())):
+        length, ranks = cell.seq_len or 512, max(1, len(cell.strategy))
+        sent = [
+            {"axis": "sp", "phase": phase, "sent_bytes": float(length * ranks * GIB // 1024)}
+            for phase in ("forward", "backward")
+        ]
+        measurement = {
+            "peak_memory_bytes": (4 + number % 7) * GIB,
+            "usable_memory_bytes": 12 * GIB,
+            "step_time_s": 1.5 + number % 5,
+            "tokens_per_s": 1000.0 * (1 + number % 9) * length / 512,
+            "samples_per_s": 1.0 + number % 9,
+            "answer": 1024 * (1 + number % 11),
+            "communication": sent,
+            "formula": sent,
+            "losses": [{"step": step, "mlm": 7 / step, "language": 6 / step} for step in range(1, 20)],
+        }
+        lost = number % 10 == 9
+        rows.append(
+            {
+                "key": cell.key,
+                "cell": cell.model_dump(mode="json"),
+                "status": "oom" if lost else "ok",
+                "reason": "",
+                "measurement": {} if lost else measurement,
+            }
+        )
+    return rows
+
+
+def comparison_of(rows: list[Row]) -> pd.DataFrame:
+    """Formulas of what is sent, for the figures that draw nothing without them."""
+    return pd.DataFrame(
+        {
+            "claim": f"a formula, {row['cell']['engine']}",
+            "cell": row["key"],
+            "strategy": row["cell"]["strategy"],
+            "quantity": "sent_elements",
+            "published": 1000.0 * row["cell"]["seq_len"],
+            "reproduced": 1000.0 * row["cell"]["seq_len"],
+            "relative_error": 0.0,
+            "status_published": "",
+        }
+        for row in rows
+        if row["cell"].get("seq_len")
+    )
+
+
+@pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
+def test_text_is_readable_and_colours_are_the_methods(scenario: str, name: str) -> None:
+    rows = rows_of(scenario)
+    draw: Drawing = importlib.import_module(f"spbench.plots.{name}").draw
+    assert draw.module.endswith(f".{name}")
+    sent = comparison_of(rows) if name in ("dsp_communication", "lasp_communication") else pd.DataFrame()
+    grid = draw.grid(rows, sent)
+    for width in [PAGE_INCHES, COLUMN_INCHES][: 1 if grid.page_only else 2]:
+        figure = grid.draw(width)
+        assert figure.get_figwidth() == width
+        assert figure.axes
+        assert_nothing_overlaps(figure)
+    if name not in NO_METHODS:
+        found = colors(figure, {row["cell"]["strategy"] for row in rows})
+        assert found
+        for strategy, some in found.items():
+            expected = {tint(method_color(strategy), strength) for strength in (1, 0.6, 0.35, 0.25)}
+            assert some <= expected, strategy
+
+
+def colors(figure: Figure, strategies: set[str]) -> dict[str, set[str]]:
+    """The colours of the lines, markers and bars of each strategy, found by its name in their ids."""
+    found: dict[str, set[str]] = {}
+    names = {name(strategy): strategy for strategy in strategies for name in (strategy_name, short_name)}
+    for artist in (artist for ax in figure.axes for artist in ax.get_children()):
+        gid = str(artist.get_gid())
+        ends = r"( on \d+ ranks)?(, .*| \d+ (virtual|distributed))?$"
+        name = max((n for n in names if re.search(f" {re.escape(n)}{ends}", gid)), key=len, default=None)
+        if name is None or gid.startswith(("formula", "sent ", "published oom")):
+            continue
+        if isinstance(artist, Line2D) and artist.get_markeredgecolor() != GREY:
+            found.setdefault(names[name], set()).add(to_hex(artist.get_markeredgecolor()))
+        elif isinstance(artist, Rectangle):
+            found.setdefault(names[name], set()).add(to_hex(artist.get_facecolor()))
+    return found
