@@ -51,4 +51,6 @@ def spec_of(chart: AnyChart, values: Values) -> dict[str, Any]:
 
     Altair would copy and validate the values with each part of the chart, which takes most of the time.
     """
-    return {**chart.to_dict(), "data": {"values": list(values)}}
+    # named, as layers of a chart without data would each get empty data of their own
+    named = chart.properties(data=alt.NamedData(name="values"))
+    return {**named.to_dict(), "data": {"values": list(values)}}
