@@ -44,12 +44,12 @@ def test_a_layer_can_be_zoomed_and_says_what_its_bars_are(tab: Visit, site: Site
     tooltip.wait_for()
     assert {"operator", "duration (ms)", "bytes"} <= set(tooltip.locator(".key").all_inner_texts())
     axis = "#layer-forward .drawing .role-axis-label"
-    labels = tab.tab.locator(axis).first.inner_text()
+    labels = tab.tab.locator(axis).first.text_content()
     tab.tab.keyboard.down("Control")
     tab.tab.mouse.wheel(0, -600)
     tab.tab.keyboard.up("Control")
     tab.tab.wait_for_function(
-        "([where, old]) => document.querySelector(where).innerText !== old", arg=[axis, labels]
+        "([where, old]) => document.querySelector(where).textContent !== old", arg=[axis, labels]
     )
 
 
