@@ -18,6 +18,7 @@ import yaml
 from spbench.bench.cli import cli
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.files.cluster import load_cluster
+from spbench.bench.history.expectations import MEANT_FILE, TARGETS_FILE, read_meant, read_targets
 from tests.docs.blocks import ALL_BLOCKS, PAGES, ROOT, SHELL_BLOCKS, Block, blocks, simple_commands
 from tests.docs.reader import Reader
 
@@ -80,7 +81,8 @@ def test_what_is_not_run_names_cells_that_there_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.language == "yaml"], ids=str)
 def test_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scenarios and clusters are loaded, with the page's files at hand; other files are YAML at least."""
+    """Scenarios, clusters and the files of a history are read, with the page's files at hand; others are YAML
+    at least."""
     monkeypatch.chdir(tmp_path)
     for other in blocks(block.page):
         if other.title:
@@ -89,12 +91,16 @@ def test_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     content = yaml.safe_load(block.text)
     if block.when == "not run":
         assert content
+    elif block.title == MEANT_FILE:
+        assert read_meant(tmp_path)
+    elif block.title == TARGETS_FILE:
+        assert read_targets(tmp_path)
     elif "groups" in content:
         assert sum(map(len, load_scenario("block.yaml").cells.values()))
     elif {"extends", "device"} & content.keys():
         assert load_cluster("block.yaml").usable_memory_bytes
     else:
-        pytest.fail(f"{block}: neither a scenario nor a cluster: mark it as not run")
+        pytest.fail(f"{block}: neither a scenario, a cluster nor a file of a history: mark it as not run")
 
 
 @pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.language == "toml"], ids=str)
