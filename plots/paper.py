@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 _LEGEND_LINE_INCHES = 0.15
 
+#: beside seaborn's style of white panels with a grid
 _RC: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so figures are alike everywhere
     "font.size": 7.5,
@@ -32,24 +34,20 @@ _RC: Any = {
     "axes.titlesize": 8,
     "axes.labelsize": 7.5,
     "axes.labelcolor": INK,
-    "axes.edgecolor": "#cccccc",
     "axes.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "axes.grid": True,
     "grid.color": "#dddddd",
     "grid.linewidth": 0.5,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "xtick.color": INK,
     "ytick.color": INK,
-    "xtick.bottom": False,
-    "ytick.left": False,
     "legend.fontsize": 7,
     "legend.frameon": False,
     "figure.titlesize": 9,
     "lines.linewidth": 1.3,
     "lines.markersize": 5,
     "hatch.linewidth": 0.5,
+    "patch.force_edgecolor": False,
     "svg.hashsalt": "spbench",
     "svg.fonttype": "path",
     "pdf.fonttype": 42,  # fonts that can be edited, as publishers ask for
@@ -58,8 +56,8 @@ _RC: Any = {
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """The settings of matplotlib under which figures are drawn and saved."""
-    with mpl.rc_context(_RC):
+    """The settings of matplotlib and seaborn under which figures are drawn and saved."""
+    with mpl.rc_context({**sns.axes_style("whitegrid"), **_RC}):
         yield
 
 
