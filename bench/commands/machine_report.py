@@ -51,7 +51,7 @@ class MachineRequest:
 
 
 def measured_machine(asked: MachineRequest, output: Path) -> Report:
-    """Measure, and write the cluster file ``output`` with samples (.csv) and plots (.png, .svg, .pdf) beside it.
+    """Measure, and write the cluster file ``output`` with samples (.csv) and plots beside it.
 
     Raises:
         UserError: a precision is unknown, there is no such device, or a file cannot be written.

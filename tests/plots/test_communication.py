@@ -196,6 +196,6 @@ def test_rows_without_bytes_are_marked_and_told(rows: list[Row]) -> None:
     assert {"out of memory", "unsupported", "failed"} < set(legend(figure))
 
 
-def test_widths_and_few_rows(rows: list[Row]) -> None:
+def test_few_rows(rows: list[Row]) -> None:
     assert_draws(draw, rows, pd.DataFrame())
     drawn([{**row, "status": "failed", "measurement": {}} for row in rows])

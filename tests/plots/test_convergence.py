@@ -71,7 +71,7 @@ def test_runs_without_losses_are_told(rows: list[Row]) -> None:
     assert points(figure, f"deviation mlm {RSA}")
 
 
-def test_widths_and_few_rows(rows: list[Row]) -> None:
+def test_few_rows(rows: list[Row]) -> None:
     assert_draws(draw, rows, pd.DataFrame())
 
 

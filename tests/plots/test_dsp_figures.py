@@ -233,5 +233,5 @@ def test_metered_elements_beside_the_exact_formulas() -> None:
         (dsp_communication, SENT, COMPARISON),
     ],
 )
-def test_widths_and_few_rows(module: Any, rows: list[Row], comparison: pd.DataFrame) -> None:
+def test_few_rows(module: Any, rows: list[Row], comparison: pd.DataFrame) -> None:
     assert_draws(module.draw, rows, comparison)

@@ -12,6 +12,7 @@ from matplotlib.patches import Rectangle
 
 from spbench.plots import max_batch, max_seqlen
 from spbench.plots.drawing import Drawing
+from spbench.plots.paper import save
 from spbench.plots.style import TIMES
 from tests.plots.drawn import (
     artists,
@@ -175,7 +176,7 @@ def test_the_scenarios_title_stands_above(scenario: object) -> None:
     assert text == "A scenario (piz-daint-p100, fp16, first-steps, virtual engine)"
 
 
-def test_widths_and_few_rows() -> None:
+def test_few_rows() -> None:
     assert_draws(max_seqlen.draw, [*ROWS, LINFORMER], table(RATIO, BOUND))
     drawn([*ROWS, LINFORMER])
 
@@ -188,9 +189,9 @@ def test_files(tmp_path: Path) -> None:
 def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> None:
     comparison = table(RATIO, BOUND)
     comparison.to_csv(tmp_path / "comparison.csv", index=False)
-    first = max_seqlen.draw([*ROWS, LINFORMER], comparison, tmp_path / "new" / "first")
-    second = max_seqlen.draw(
-        [*ROWS, LINFORMER], pd.read_csv(tmp_path / "comparison.csv"), tmp_path / "second"
+    first, second = (
+        save(max_seqlen.draw.figure([*ROWS, LINFORMER], of), tmp_path / folder, "max_seqlen")
+        for folder, of in (("first", comparison), ("second", pd.read_csv(tmp_path / "comparison.csv")))
     )
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()

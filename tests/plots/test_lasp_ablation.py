@@ -96,5 +96,5 @@ def test_either_half_can_be_missing(rows: list[Row]) -> None:
     drawn(rows)
 
 
-def test_widths_and_few_rows() -> None:
+def test_few_rows() -> None:
     assert_draws(draw, [*SEARCHES, *COMBINED], pd.DataFrame())

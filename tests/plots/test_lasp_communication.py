@@ -93,6 +93,6 @@ def test_what_is_sent_is_known_of_runs_out_of_memory() -> None:
     assert [x for x, _ in points(figure, "ours oom LASP")] == [LENGTHS[1]]
 
 
-def test_widths_and_few_rows() -> None:
+def test_few_rows() -> None:
     assert_draws(draw, [*LASP, *RING], COMPARISON)
     drawn(LASP, pd.DataFrame())

@@ -178,7 +178,7 @@ def test_lengths_are_written_as_in_papers() -> None:
         (lasp_speed.draw, SPEED, SPEED_PUBLISHED),
     ],
 )
-def test_widths_and_few_rows(
+def test_few_rows(
     draw: Drawing,
     rows: list[Row],
     comparison: pd.DataFrame,

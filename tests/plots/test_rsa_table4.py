@@ -94,5 +94,5 @@ def test_without_a_comparison_only_ours(rows: list[Row]) -> None:
     assert len(artists(figure, "ours memory_mb tensor parallel")) == 2
 
 
-def test_widths_and_few_rows(rows: list[Row]) -> None:
+def test_few_rows(rows: list[Row]) -> None:
     assert_draws(draw, rows, comparison(rows))

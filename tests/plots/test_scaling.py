@@ -87,5 +87,5 @@ def test_no_number_of_a_run_out_of_memory_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("draw", [rsa_pipeline.draw, rsa_throughput.draw])
-def test_widths_and_few_rows(draw: Drawing) -> None:
+def test_few_rows(draw: Drawing) -> None:
     assert_draws(draw, ROWS, pd.DataFrame())

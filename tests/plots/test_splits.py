@@ -198,5 +198,5 @@ def test_the_longest_split_stands_first_with_its_ratio() -> None:
 
 
 @pytest.mark.parametrize(("draw", "rows"), [(four_d.draw, ROWS), (max_seqlen_4d.draw, SEARCHES)])
-def test_widths_and_few_rows(draw: Drawing, rows: list[Row]) -> None:
+def test_few_rows(draw: Drawing, rows: list[Row]) -> None:
     assert_draws(draw, rows, pd.DataFrame())
