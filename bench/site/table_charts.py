@@ -132,10 +132,12 @@ def _lines(values: Sequence[Mapping[str, Any]], along: str, unit: str) -> Drawn:
         y = alt.Y(f"{column}:Q", title=_wrapped(unit), scale=_magnitude(values), axis=_AMOUNTS)
         return mark.encode(x=x, y=y, color=color, tooltip=_TOOLTIP)
 
-    layers = [
-        layer(alt.Chart().mark_line(strokeWidth=2), "ours"),
-        layer(alt.Chart().mark_point(filled=True, size=45, opacity=1), "ours"),
-    ]
+    layers = []
+    if any(value["ours"] is not None for value in values):
+        layers += [
+            layer(alt.Chart().mark_line(strokeWidth=2), "ours"),
+            layer(alt.Chart().mark_point(filled=True, size=45, opacity=1), "ours"),
+        ]
     if any(value["published"] is not None for value in values):
         layers += [
             layer(alt.Chart().mark_line(strokeWidth=1.5, strokeDash=[4, 3]), "published"),
@@ -171,12 +173,12 @@ def _dots(values: Sequence[Mapping[str, Any]], unit: str) -> Drawn:
         return mark.encode(x=x, y=y, color=color, tooltip=_TOOLTIP)
 
     layers = [layer(alt.Chart().mark_point(filled=True, size=60, opacity=1), "ours")]
-    if any(value["published"] is not None for value in values):
+    if any(None not in (value["published"], value["ours"]) for value in values):
         both = "isValid(datum.published) && isValid(datum.ours)"
-        layers += [
-            layer(alt.Chart().mark_rule(), "ours").encode(x2="published:Q").transform_filter(both),
-            layer(alt.Chart().mark_point(filled=False, size=110, strokeWidth=1.6), "published"),
-        ]
+        between = layer(alt.Chart().mark_rule(), "ours").encode(x2="published:Q").transform_filter(both)
+        layers.insert(0, between)
+    if any(value["published"] is not None for value in values):
+        layers.append(layer(alt.Chart().mark_point(filled=False, size=110, strokeWidth=1.6), "published"))
     if any(_is_lost(value) for value in values):
         lost = alt.Chart().mark_point(shape=CROSS, size=60, strokeWidth=2.5)
         layers.append(

@@ -130,8 +130,7 @@ def test_what_is_downloaded_is_what_is_shown(tab: Visit, site: Site) -> None:
     with tab.tab.expect_download() as filtered:
         tab.tab.get_by_role("button", name="CSV of the cells below").click()
     found = list(csv.DictReader(io.StringIO(Path(filtered.value.path()).read_text())))
-    with (site.folder / "cells.csv").open(newline="") as stream:
-        known = {(row["scenario"], row["key"]): row for row in csv.DictReader(stream)}
+    known = {(row["scenario"], row["key"]): row for row in site_rows(site)}
     assert f"{len(found)} of {len(known)} cells" == tab.tab.locator("#matching").inner_text()
     assert {row["strategy"] for row in found} == {"lasp"}
     assert len(found) == sum(row["strategy"] == "lasp" for row in known.values())
@@ -143,6 +142,12 @@ def test_what_is_downloaded_is_what_is_shown(tab: Visit, site: Site) -> None:
     lengths = [row.split("\t")[at].replace(",", "") for row in rows_of(tab)]
     assert lengths == [row["seq_len"] for row in found][: len(lengths)]
     assert sorted(map(int, filter(None, lengths)), reverse=True) == [int(n) for n in lengths if n]
+
+
+def site_rows(site: Site) -> list[dict[str, str]]:
+    """The rows of cells.csv."""
+    with (site.folder / "cells.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
 
 
 def as_number(text: str) -> float | str:
@@ -168,9 +173,16 @@ def test_a_row_opens_its_details_by_keyboard(tab: Visit, site: Site) -> None:
     detail = tab.tab.locator(".detail").first
     detail.wait_for()
     text = detail.inner_text()
-    for words in ("all_reduce", "backward", "activations", "Provenance", "training.backend"):
+    for words in ("all_reduce", "backward", "activations", "training.backend"):
         assert words in text
     assert button.get_attribute("aria-expanded") == "true"
+    tab.tab.select_option("select[data-column=scenario]", "lasp2_scalability")
+    tab.tab.locator("#cells td.opener button").first.click()
+    (row, *_) = [row for row in site_rows(site) if row["scenario"] == "lasp2_scalability"]
+    assert row["model"] in rows_of(tab)[0]
+    text = tab.tab.locator(".detail").first.inner_text()
+    assert "Provenance" in text
+    assert "commit" in text
 
 
 def test_columns_sort_by_keyboard(tab: Visit, site: Site) -> None:
