@@ -10,7 +10,7 @@ from typing import Any
 import altair as alt
 
 from spbench.bench.site.arrangement import point_of
-from spbench.bench.site.charts import legend_of, method_scale, selected
+from spbench.bench.site.charts import legend_of, method_scale, selected, spec_of
 from spbench.bench.site.gathered import CellResult
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Selector
 from spbench.plots.along import length_text
@@ -43,8 +43,8 @@ BY_LENGTH = (
 )
 BY_BATCH = (Question("longest sequence that fits", "answer", "tokens", searched="seq_len"),)
 
-#: cells are alike that share these, beside their place
-_ALIKE = ("batch", "precision", "variant", "engine")
+#: cells are alike that share these and their sizes, beside their place
+_ALIKE = ("batch", "precision", "variant", "engine", "step")
 
 #: a cell and its settings
 _Entry = tuple[CellResult, Mapping[str, Any]]
@@ -63,24 +63,20 @@ def best_chart(
     lines = [line for question in questions for line in _best(cells, question, along)]
     if not lines:
         return None
-    selectors = [
-        Selector(
-            field, field, [(value, value) for value in dict.fromkeys(str(line[field]) for line in lines)]
-        )
-        for field in ("metric", "model", "cluster")
-    ]
+    selectors = [_selector(lines, field) for field in ("metric", "model", "cluster")]
+    selectors = [selector for selector in selectors if len(selector.options) > 1]
     methods = sorted({line["strategy"] for line in lines if line["strategy"]})
     entries = legend_of(list(looks(methods)), "square")
     if any(line["out of memory"] for line in lines):
         entries.append(LegendEntry("a method ran out of memory there", "cross"))
     axis = "sequence length (tokens)" if along == "seq_len" else "batch (sequences)"
-    spec = selected(_heat_map(methods, axis, [_value(line, along) for line in lines]), selectors)
+    drawn = selected(_heat_map(methods, axis), selectors)
     heads = [head for head in lines[0] if head != "strategy"]
     return Chart(
         name,
         caption,
         f"{caption}. {len(lines)} places with {len(methods)} best methods; the table has the numbers.",
-        spec.to_dict(),
+        spec_of(drawn, [_value(line, along) for line in lines]),
         DataTable(name, caption, lines, heads),
         selectors=selectors,
         legend=entries,
@@ -109,11 +105,12 @@ def _best(cells: Sequence[CellResult], question: Question, along: str) -> Iterat
     for (model, cluster, gpus, place), entries in sorted(places.items()):
         alike = _most_compared(entries, question)
         values = _by_method(alike, question)
-        lost = sorted({point["method"] for _, point in alike} - values.keys())
+        ran_out = {point["method"] for cell, point in alike if cell.row["status"] == "oom"}
+        lost = sorted(ran_out - values.keys())
         if not values and any(cell.row["status"] == "ok" for cell, _ in entries):
             continue  # nothing was measured of what is asked
         ranked = sorted(values.items(), key=lambda item: item[1], reverse=question.bigger)
-        settings = alike[0][1]
+        cell, settings = alike[0]
         yield {
             "metric": question.title,
             "model": model,
@@ -122,6 +119,7 @@ def _best(cells: Sequence[CellResult], question: Question, along: str) -> Iterat
             "sequence length": place if along == "seq_len" else None,
             "batch": settings["batch"] if settings["batch"] is not None else "largest that fits",
             "precision": settings["precision"],
+            "sizes": ", ".join(f"{name} {value}" for name, value in _sizes(cell)),
             "best method": strategy_name(ranked[0][0]) if ranked else None,
             "value": ranked[0][1] / question.divisor if ranked else None,
             "unit": question.unit,
@@ -133,19 +131,29 @@ def _best(cells: Sequence[CellResult], question: Question, along: str) -> Iterat
 
 
 def _most_compared(entries: Sequence[_Entry], question: Question) -> list[_Entry]:
-    """The entries that are alike and have the most methods; of equally many, those of the largest batch."""
+    """The entries that are alike: of the whole model if there are any, then with the most methods, then with
+    the largest batch."""
     groups: dict[tuple[Any, ...], list[_Entry]] = {}
     for cell, point in entries:
         if cell.row["status"] == "oom" or cell.row["measurement"].get(question.field) is not None:
-            groups.setdefault(tuple(point.get(name) for name in _ALIKE), []).append((cell, point))
+            key = (_sizes(cell), *(point.get(name) for name in _ALIKE))
+            groups.setdefault(key, []).append((cell, point))
     if not groups:
         return list(entries)
 
     def rank(item: tuple[tuple[Any, ...], list[_Entry]]) -> tuple[Any, ...]:
-        (batch, *others), some = item
-        return len(_by_method(some, question)), len({p["method"] for _, p in some}), batch or 0, str(others)
+        (sizes, batch, *others), some = item
+        methods = len(_by_method(some, question)), len({point["method"] for _, point in some})
+        return -len(sizes), *methods, batch or 0, str((sizes, others))
 
     return max(groups.items(), key=rank)[1]
+
+
+def _sizes(cell: CellResult) -> tuple[tuple[str, Any], ...]:
+    """The options that make the model another one, as fewer layers do: numbers and flags. Words choose how
+    it is computed, which methods may differ in."""
+    options = cell.row["cell"].get("model_options") or {}
+    return tuple((name, value) for name, value in sorted(options.items()) if not isinstance(value, str))
 
 
 def _by_method(entries: Sequence[_Entry], question: Question) -> dict[str, float]:
@@ -174,6 +182,7 @@ def _value(line: Mapping[str, Any], along: str) -> dict[str, Any]:
         "text": "" if value is None else _short(value),
         "shown": "none" if value is None else f"{number(value)} {line['unit']}",
         "batch": str(line["batch"]),
+        "sizes": line["sizes"],
         "second": line["compared with"],
         "lost": line["out of memory"],
     }
@@ -188,7 +197,8 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _heat_map(methods: Sequence[str], axis: str, values: Sequence[dict[str, Any]]) -> alt.LayerChart:
+def _heat_map(methods: Sequence[str], axis: str) -> alt.LayerChart | alt.FacetChart:
+    """Places coloured by their best method, each with its value; crosses where a method ran out of memory."""
     base = alt.Chart().encode(
         x=alt.X(
             "label:O",
@@ -204,6 +214,7 @@ def _heat_map(methods: Sequence[str], axis: str, values: Sequence[dict[str, Any]
             alt.Tooltip("gpus:O", title="GPUs"),
             alt.Tooltip("label:N", title=axis),
             alt.Tooltip("batch:N"),
+            alt.Tooltip("sizes:N"),
             alt.Tooltip("second:N", title="compared with"),
             alt.Tooltip("lost:N", title="out of memory"),
         ],
@@ -224,7 +235,7 @@ def _heat_map(methods: Sequence[str], axis: str, values: Sequence[dict[str, Any]
         .mark_point(shape="M-1,-1L1,1M1,-1L-1,1", size=35, strokeWidth=2, color="#000", yOffset=-11)
         .encode()
     )
-    return alt.layer(found, none, text, lost, data=alt.Data(values=list(values))).properties(
+    return alt.layer(found, none, text, lost).properties(
         # how many rows there are depends on what readers choose
         width="container",
         usermeta={"rows": {"field": "gpus", "height": 42}},

@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from spbench.bench.site.charts import base
+from spbench.bench.site.charts import spec_of
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel
 
 #: of runs, which are told apart by their order
@@ -38,7 +38,7 @@ def loss_chart(name: str, title: str, losses: Mapping[str, Sequence[Mapping[str,
         f"Losses of {len(losses)} training runs over {len(rows)} steps; equal runs have the same curve.",
         {},
         DataTable(name, f"{title}: losses by step", rows, columns, sortable=True),
-        panels=[Panel(f"{kind} loss", _losses(losses, kind, colors).to_dict()) for kind in kinds],
+        panels=[Panel(f"{kind} loss", _losses(losses, kind, colors)) for kind in kinds],
         legend=[LegendEntry(run, "line", color) for run, color in colors.items()],
     )
 
@@ -49,7 +49,7 @@ def _loss_column(run: str, kind: str, kinds: Sequence[str]) -> str:
 
 def _losses(
     losses: Mapping[str, Sequence[Mapping[str, Any]]], kind: str, colors: Mapping[str, str]
-) -> alt.Chart:
+) -> dict[str, Any]:
     """The curves of one loss."""
     values = [
         {"run": run, "step": step["step"], "loss": step.get(kind)}
@@ -57,8 +57,8 @@ def _losses(
         for step in steps
     ]
     runs = list(losses)
-    return (
-        base(values)
+    lines = (
+        alt.Chart()
         .mark_line(opacity=0.8, strokeWidth=1.5)
         .encode(
             x=alt.X("step:Q", title="step"),
@@ -68,4 +68,6 @@ def _losses(
             ),
             tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".5f")],
         )
+        .properties(width="container", height=260)
     )
+    return spec_of(lines, values)

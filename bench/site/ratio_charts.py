@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from spbench.bench.comparison.findings import Record, errors_by_role
-from spbench.bench.site.charts import ROLE_COLORS, ROW_HEIGHT
+from spbench.bench.site.charts import ROLE_COLORS, ROW_HEIGHT, spec_of
 from spbench.bench.site.page import Chart, DataTable, LegendEntry
 
 
@@ -62,14 +62,12 @@ def ratio_chart(name: str, title: str, records: Sequence[Record]) -> Chart:
         )
     )
     equal = alt.Chart().mark_rule(strokeDash=[4, 3]).encode(x=alt.XDatum(1))
-    spec = alt.layer(equal, dots, data=alt.Data(values=values)).properties(
-        width="container", height=ROW_HEIGHT * len(names)
-    )
+    drawn = alt.layer(equal, dots).properties(width="container", height=ROW_HEIGHT * len(names))
     return Chart(
         name,
         f"{title}: ours divided by the published number; 1 is equal",
         f"{title}: {len(values)} numbers of ours divided by the published ones. {errors_by_role(records)}.",
-        spec.to_dict(),
+        spec_of(drawn, values),
         DataTable(name, title, lines, sortable=len(lines) > 12, percent=("relative error",)),
         legend=[LegendEntry(role, "filled", ROLE_COLORS[role]) for role in found],
     )

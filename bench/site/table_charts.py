@@ -9,10 +9,12 @@ import altair as alt
 
 from spbench.bench.comparison.findings import Record, errors_by_role
 from spbench.bench.site.arrangement import ALONG, TOKENS_PER_GPU, arranged, point_of, varying
-from spbench.bench.site.charts import ROW_HEIGHT, legend_of, method_scale
+from spbench.bench.site.charts import ROW_HEIGHT, legend_of, method_scale, spec_of
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel
+from spbench.plots.along import length_text
 from spbench.plots.style import strategy_name
 
+Drawn = alt.LayerChart | alt.FacetChart
 Cells = Mapping[str, Mapping[str, Any]]
 
 #: a cross, for a run that found no room
@@ -49,8 +51,8 @@ def table_chart(name: str, title: str, unit: str, records: Sequence[Record], cel
         groups.setdefault(tuple(point.get(n) for n in how.panels), []).append(value)
     for key, some in sorted(groups.items(), key=lambda item: [(str(type(v)), v) for v in item[0]]):
         heading = ", ".join(_setting(n, v) for n, v in zip(how.panels, key, strict=True))
-        spec = _lines(some, how.along, unit) if how.along else _dots(some, unit)
-        panels.append(Panel(heading, spec.to_dict()))
+        drawn = _lines(some, how.along, unit) if how.along else _dots(some, unit)
+        panels.append(Panel(heading, spec_of(drawn, some)))
     methods = list(dict.fromkeys(point["method"] for point in points))
     lines = [_line(r, p, shown) for r, p in zip(records, points, strict=True)]
     stated = any(record["published"] is not None for record in records)
@@ -114,7 +116,7 @@ _TOOLTIP = [
 ]
 
 
-def _lines(values: Sequence[Mapping[str, Any]], along: str, unit: str) -> alt.LayerChart:
+def _lines(values: Sequence[Mapping[str, Any]], along: str, unit: str) -> Drawn:
     """Lines along an axis of powers of two, published dashed and hollow, ours solid and filled."""
     places = sorted({value["x"] for value in values})
     text = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'K' : datum.value"
@@ -140,7 +142,7 @@ def _lines(values: Sequence[Mapping[str, Any]], along: str, unit: str) -> alt.La
             layer(alt.Chart().mark_point(filled=False, size=95, strokeWidth=1.6), "published"),
         ]
     layers += _lost(values, x, color)
-    return alt.layer(*layers, data=alt.Data(values=list(values))).properties(width="container", height=250)
+    return alt.layer(*layers).properties(width="container", height=250)
 
 
 def _lost(values: Sequence[Mapping[str, Any]], x: alt.X, color: alt.Color) -> Iterator[alt.Chart]:
@@ -154,7 +156,7 @@ def _lost(values: Sequence[Mapping[str, Any]], x: alt.X, color: alt.Color) -> It
             yield marks.encode(x=x, y=alt.value(place), color=color, tooltip=_TOOLTIP).transform_filter(test)
 
 
-def _dots(values: Sequence[Mapping[str, Any]], unit: str) -> alt.LayerChart:
+def _dots(values: Sequence[Mapping[str, Any]], unit: str) -> Drawn:
     """A row for each cell: the published number hollow, ours filled, and the distance between them."""
     y = alt.Y(
         "label:N",
@@ -182,7 +184,7 @@ def _dots(values: Sequence[Mapping[str, Any]], unit: str) -> alt.LayerChart:
                 "datum.our_status != '' && datum.our_status != 'ok'"
             )
         )
-    return alt.layer(*layers, data=alt.Data(values=list(values))).properties(
+    return alt.layer(*layers).properties(
         width="container", height=ROW_HEIGHT * len({value["label"] for value in values})
     )
 
@@ -242,4 +244,6 @@ def _setting(name: str, value: Any) -> str:
     words = _NAMES.get(name, name.replace("_", " "))
     if isinstance(value, bool):
         return words if value else f"no {words}"
+    if name in ("seq_len", TOKENS_PER_GPU) and value:
+        text = length_text(int(value))
     return f"{text} GPUs" if name == "gpus" else f"{words} {text}"

@@ -12,7 +12,7 @@ from spbench.bench.comparison.findings import distinct, role_errors
 from spbench.bench.comparison.same_code import commit_of
 from spbench.bench.engines.engine import engines
 from spbench.bench.site.best_methods import BY_BATCH, BY_LENGTH, best_chart
-from spbench.bench.site.charts import ROLE_COLORS, ROW_HEIGHT
+from spbench.bench.site.charts import ROLE_COLORS, ROW_HEIGHT, spec_of
 from spbench.bench.site.gathered import Gathered
 from spbench.bench.site.page import Chart, DataTable, Page, Panel
 
@@ -111,10 +111,7 @@ def _errors(gathered: Gathered) -> Chart | None:
         return None
     roles = [role for role in ROLE_COLORS if any(line["role"] == role for line in lines)]
     names = list(dict.fromkeys(line["paper"] for line in lines))
-    panels = [
-        Panel(name, _strip([line for line in lines if line["paper"] == name], roles).to_dict())
-        for name in names
-    ]
+    panels = [Panel(name, _strip([line for line in lines if line["paper"] == name], roles)) for name in names]
     caption = "Relative error of every published number that is not a closed form, by paper and role"
     worst = max(lines, key=lambda line: abs(line["relative error"]))
     close = sum(abs(line["relative error"]) <= 0.1 for line in lines) / len(lines)
@@ -129,12 +126,12 @@ def _errors(gathered: Gathered) -> Chart | None:
     )
 
 
-def _strip(lines: Sequence[dict[str, Any]], roles: Sequence[str]) -> alt.Chart:
+def _strip(lines: Sequence[dict[str, Any]], roles: Sequence[str]) -> dict[str, Any]:
     """A tick for each error, a row for each role."""
     color = alt.Scale(domain=roles, range=[ROLE_COLORS[role] for role in roles])
     axis = alt.Axis(format="+.0%", tickCount=6)
-    return (
-        alt.Chart(alt.Data(values=[{**line, "error": line["relative error"]} for line in lines]))
+    ticks = (
+        alt.Chart()
         .mark_tick(thickness=2, size=16, opacity=0.75)
         .encode(
             x=alt.X("error:Q", title="relative error", axis=axis),
@@ -144,6 +141,7 @@ def _strip(lines: Sequence[dict[str, Any]], roles: Sequence[str]) -> alt.Chart:
         )
         .properties(width="container", height=ROW_HEIGHT * len(roles))
     )
+    return spec_of(ticks, [{**line, "error": line["relative error"]} for line in lines])
 
 
 def _machines(gathered: Gathered) -> DataTable | None:

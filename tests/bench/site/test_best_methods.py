@@ -9,7 +9,12 @@ from spbench.bench.site.gathered import CellResult
 
 
 def cell(
-    strategy: str, status: str = "ok", batch: int = 1, seq_len: int | None = 512, **measured: Any
+    strategy: str,
+    status: str = "ok",
+    batch: int = 1,
+    seq_len: int | None = 512,
+    options: dict[str, Any] | None = None,
+    **measured: Any,
 ) -> CellResult:
     fields = {
         "model": "bert-base",
@@ -18,6 +23,7 @@ def cell(
         "batch": batch,
         "seq_len": seq_len,
         "cluster": "local",
+        "model_options": options or {},
         "search": {"quantity": "seq_len"} if seq_len is None else None,
     }
     row = {"key": f"{strategy}{batch}", "cell": fields, "status": status, "measurement": measured}
@@ -76,3 +82,12 @@ def test_where_all_ran_out_there_is_no_best() -> None:
 
 def test_no_cells_no_chart() -> None:
     assert best_chart("best", "Best", [], BY_LENGTH, "seq_len") is None
+
+
+def test_a_model_of_fewer_layers_is_not_compared_with_a_whole_one() -> None:
+    few = {"layers": 2, "softmax": "plain"}
+    whole, part = cell("lasp", tokens_per_s=100.0), cell("ulysses", options=few, tokens_per_s=900.0)
+    (found,) = lines([whole, part])
+    assert (found["best method"], found["compared with"], found["sizes"]) == ("LASP", "", "")
+    (found,) = lines([part, cell("lasp", options={"layers": 2}, tokens_per_s=800.0)])
+    assert (found["best method"], found["compared with"], found["sizes"]) == ("Ulysses", "LASP", "layers 2")

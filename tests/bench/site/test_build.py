@@ -7,12 +7,14 @@ import importlib
 import sys
 from pathlib import Path
 
+import altair as alt
 import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.site import build as building
 from spbench.bench.site import pages as room
 from spbench.bench.site.build import MARKER, Site, build, check_place
+from spbench.bench.site.charts import spec_of
 from spbench.bench.site.gathered import Gathered, gather
 from spbench.bench.site.page import DataTable, Page
 from spbench.bench.site.rendering import csv_text, script_json, shown
@@ -158,6 +160,14 @@ def test_numbers_are_shown_rounded_and_written_whole() -> None:
     ]
     table = DataTable("t", "", [{"a": 0.1234567891, "b": None, "c": 'x "y", z'}])
     assert csv_text(table) == 'a,b,c\n0.1234567891,,"x ""y"", z"\n'
+
+
+def test_layers_of_a_chart_share_its_data() -> None:
+    dots = alt.Chart().mark_point().encode(x="a:Q")
+    spec = spec_of(alt.layer(dots, alt.Chart().mark_line().encode(x="a:Q")), [{"a": 1}])
+    assert spec["data"] == {"values": [{"a": 1}]}
+    assert [layer["mark"]["type"] for layer in spec["layer"]] == ["point", "line"]
+    assert [layer for layer in spec["layer"] if "data" in layer] == []
 
 
 @pytest.mark.slow
