@@ -57,7 +57,7 @@ _RC: Any = {
 @contextmanager
 def house_style() -> Iterator[None]:
     """The settings of matplotlib and seaborn under which figures are drawn and saved."""
-    with mpl.rc_context({**sns.axes_style("whitegrid"), **_RC}):
+    with sns.axes_style("whitegrid"), mpl.rc_context(_RC):
         yield
 
 
