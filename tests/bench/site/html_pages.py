@@ -39,8 +39,8 @@ class _Reader(HTMLParser):
             self.page.tables[self._figure] = []
         elif tag == "tr" and self._figure:
             self.page.tables[self._figure].append([])
-        elif tag == "td" and "data-value" in given:
-            self.page.tables[self._figure][-1].append(float(given["data-value"]))
+        elif tag == "td" and "data-order" in given:
+            self.page.tables[self._figure][-1].append(float(given["data-order"]))
         elif given.get("role") == "img":
             self.page.labels[self._figure] = given["aria-label"]
 
