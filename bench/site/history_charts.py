@@ -17,7 +17,7 @@ import altair as alt
 from spbench.bench.history.history import Assessment
 from spbench.bench.history.series import SHOWN_STATUSES, STATUS, Series
 from spbench.bench.history.steps import Step
-from spbench.bench.site.charts import base, selected
+from spbench.bench.site.charts import selected, spec_of
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel, Selector
 
 Line = dict[str, Any]
@@ -141,7 +141,7 @@ def others_chart(assessments: Sequence[Assessment]) -> Chart | None:
         for series, line in zip(others, lines, strict=True)
         for point in _changes(series)
     ]
-    chart = base(values, _HEIGHT + 60).mark_line(
+    chart = alt.Chart(width="container", height=_HEIGHT + 60).mark_line(
         interpolate="step-after", color=_LINE, point={"color": _LINE, "size": 25}
     )
     names = json.dumps({suite: _names(of_suite) for suite, of_suite in places.items()})
@@ -150,7 +150,7 @@ def others_chart(assessments: Sequence[Assessment]) -> Chart | None:
         "others",
         "A series without a step or a target, over commits",
         "A line of the chosen series over commits; it has no step.",
-        selected(chart, selectors).to_dict(validate=False),
+        spec_of(selected(chart, selectors), values),
         DataTable("others-numbers", "Series without a step or a target", lines, sortable=False),
         selectors,
     )

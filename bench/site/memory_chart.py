@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import altair as alt
 
 from spbench.bench.meters.memory import CATEGORIES
-from spbench.bench.site.charts import base
+from spbench.bench.site.charts import spec_of
 from spbench.bench.site.page import Chart, DataTable, LegendEntry
 from spbench.bench.site.strategy_numbers import memory_lines
 from spbench.bench.sweep.results import Row
@@ -43,7 +43,7 @@ def memory_chart(rows: Mapping[str, Row], strategy: str, at: str) -> Chart:
     order = {category: place for place, category in enumerate(colors)}
     values = [{**line, "order": order[line["category"]]} for line in lines]
     chart = (
-        base(values, height=_BAR * len(names))
+        alt.Chart(width="container", height=_BAR * len(names))
         .mark_bar(height={"band": 0.75})
         .encode(
             x=alt.X("GiB:Q", title="GiB at the peak of a rank", stack="zero"),
@@ -62,7 +62,7 @@ def memory_chart(rows: Mapping[str, Row], strategy: str, at: str) -> Chart:
         "memory",
         f"Memory of the rank that needs most, at its peak, by what holds it: {at}",
         f"Stacked bars, in GiB: {seen}. {strategy_name(strategy)} is highlighted.",
-        chart.to_dict(validate=False),
+        spec_of(chart, values),
         DataTable(
             "memory-numbers",
             "Bytes held at the peak, in GiB",
