@@ -141,15 +141,16 @@ def others_chart(assessments: Sequence[Assessment]) -> Chart | None:
         for series, line in zip(others, lines, strict=True)
         for point in _changes(series)
     ]
-    drawn = alt.Chart().properties(width="container", height=_HEIGHT + 60)
-    drawn = drawn.mark_line(interpolate="step-after", color=_LINE, point={"color": _LINE, "size": 25})
+    chart = alt.Chart(width="container", height=_HEIGHT + 60).mark_line(
+        interpolate="step-after", color=_LINE, point={"color": _LINE, "size": 25}
+    )
     names = json.dumps({suite: _names(of_suite) for suite, of_suite in places.items()})
-    drawn = drawn.encode(x=_x(f"{names}[suite]"), y=_y("metric"), tooltip=_TOOLTIP)
+    chart = chart.encode(x=_x(f"{names}[suite]"), y=_y("metric"), tooltip=_TOOLTIP)
     return Chart(
         "others",
         "A series without a step or a target, over commits",
         "A line of the chosen series over commits; it has no step.",
-        spec_of(selected(drawn, selectors), values),
+        spec_of(selected(chart, selectors), values),
         DataTable("others-numbers", "Series without a step or a target", lines, sortable=False),
         selectors,
     )

@@ -43,8 +43,7 @@ def memory_chart(rows: Mapping[str, Row], strategy: str, at: str) -> Chart:
     order = {category: place for place, category in enumerate(colors)}
     values = [{**line, "order": order[line["category"]]} for line in lines]
     chart = (
-        alt.Chart()
-        .properties(width="container", height=_BAR * len(names))
+        alt.Chart(width="container", height=_BAR * len(names))
         .mark_bar(height={"band": 0.75})
         .encode(
             x=alt.X("GiB:Q", title="GiB at the peak of a rank", stack="zero"),
