@@ -40,7 +40,7 @@ def measure(command_line: Run) -> None:
     code, out, err = command_line("calibrate", "--engine", "distributed", *TINY, "--output", "ours.yaml")
     assert code == 0, err
     assert "| all_reduce " in out
-    assert out.splitlines()[-4:] == ["ours.yaml", "ours.csv", "ours.png", "ours.svg"]
+    assert out.splitlines()[-5:] == ["ours.yaml", "ours.csv", "ours.png", "ours.svg", "ours.pdf"]
     cluster = load_cluster("ours.yaml")
     command = f"spbench calibrate --engine distributed --device cpu {' '.join(TINY)}"
     sources = {figure.source.partition(": ")[2] for _, figure in cluster.figures() if figure.value}

@@ -20,6 +20,7 @@ from tests.bench.processes import left_of, needs_proc
 #: of the cell that hangs; the others end by themselves
 LIMIT_S = 12.0
 PROGRAM = "tests.bench.faulty_sweep"
+KILLED = "rank 1: the process was killed by SIGKILL (was the machine out of memory?)"
 
 
 def cells(*faults: str) -> list[Cell]:
@@ -50,7 +51,7 @@ def check(rows: list[Row]) -> None:
         "": "ok",
     }
     reasons = {fault: row["reason"] for fault, row in found.items()}
-    assert reasons["killed"] == "rank 1: the process was killed by SIGKILL (was the machine out of memory?)"
+    assert reasons["killed"] == KILLED
     assert reasons["raises"] == "rank 1: ArithmeticError: planted in rank 1"
     assert "in _raises" in found["raises"]["traceback"]
     assert "can't allocate memory: you tried to allocate 4294967296 bytes" in reasons["out of memory"]
@@ -96,16 +97,27 @@ def started(launcher: str, folder: Path, *faults: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@needs_proc
-def test_the_same_under_torchrun(tmp_path: Path) -> None:
+def rows_under_torchrun(folder: Path, *faults: str) -> list[Row]:
     """The launcher sees nothing of what becomes of the ranks, and ends well."""
-    launcher = started("torchrun", tmp_path)
+    launcher = started("torchrun", folder, *faults)
     _, said = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, said
-    rows, problems = read_rows(tmp_path / "cells.jsonl")
+    rows, problems = read_rows(folder / "cells.jsonl")
     assert problems == []
-    check(rows)
-    assert left_of(tmp_path / "processes") == []
+    assert left_of(folder / "processes") == []
+    return rows
+
+
+@needs_proc
+def test_a_rank_that_is_killed_under_torchrun(tmp_path: Path) -> None:
+    rows = rows_under_torchrun(tmp_path, "killed", "")
+    assert [(row["status"], row["reason"]) for row in rows] == [("failed", KILLED), ("ok", "")]
+
+
+@needs_proc
+@pytest.mark.slow
+def test_the_same_under_torchrun(tmp_path: Path) -> None:
+    check(rows_under_torchrun(tmp_path))
 
 
 @needs_proc
