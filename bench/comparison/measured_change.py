@@ -34,7 +34,7 @@ from spbench.bench.sweep.results import Row
 
 #: of the corrected p-values; intervals hold the change with the probability 1 - ALPHA
 ALPHA = 0.01
-#: relative, of times measured in rounds; half of what a change of 5% is found with
+#: relative, of times measured in rounds; well below 5%, so that changes of 5% are not lost to it
 LEAST_EFFECT = 0.03
 #: relative, of memory, which no sample stands for: Megatron-LM's own regression tests allow as much
 LEAST_MEMORY_EFFECT = 0.05

@@ -19,7 +19,7 @@ from spbench.bench.sweep.results import RESULTS_FILE, Row
 #: what such rows have in the place of an engine's name; none of the engines is called so
 ENGINE = "pytest-benchmark"
 
-#: by which such a file is told from one of result rows, each of which is an object too
+#: of the list of benchmarks in such a file; our own result rows have no such key
 _KEY = "benchmarks"
 
 

@@ -67,6 +67,14 @@ def _origin(row: Row, key: str) -> str:
     return str((row.get("provenance") or {}).get(key) or "")
 
 
+def suite_of(path: Path) -> str:
+    """The name of the results at a path: that of their folder, or of their file without its ending."""
+    place = path.resolve()
+    if place.is_dir():
+        return place.name
+    return place.parent.name if place.name == RESULTS_FILE else place.stem
+
+
 def read_results(path: Path) -> Results:
     """Read a cells.jsonl, or a folder with one and, perhaps, a comparison.csv; or a JSON file of
     pytest-benchmark, or a folder of such files of one commit, each of which is a round.

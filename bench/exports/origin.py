@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.history.checkout import last_change
+from spbench.bench.history.run_record import SHORT_HASH
 from spbench.bench.sweep.results import Row
-
-#: hexadecimal digits of a commit where people read it
-SHORT_COMMIT = 12
 
 _DIRTY = "-dirty"
 
@@ -40,7 +39,7 @@ class Origin:
     @property
     def shown_commit(self) -> str:
         """The commit for people."""
-        return f"{self.commit[:SHORT_COMMIT]}{_DIRTY if self.dirty else ''}" if self.commit else "unknown"
+        return f"{self.commit[:SHORT_HASH]}{_DIRTY if self.dirty else ''}" if self.commit else "unknown"
 
 
 def origin_of(row: Row, results: Path, commit: str = "") -> Origin:
@@ -70,12 +69,6 @@ def full_commit(commit: str, near: Path) -> str:
     """The whole hash of a commit if the checkout around ``near``, or around the working folder, has it; else
     the digits that were given."""
     return _asked((near, Path()), "rev-parse", "--verify", "-q", f"{commit}^{{commit}}") or commit
-
-
-@cache
-def last_change(path: Path) -> str:
-    """The commit that changed a file or folder last; "" if git does not track it."""
-    return _asked((path,), "log", "-1", "--format=%H", "--", str(path.resolve()))
 
 
 @cache

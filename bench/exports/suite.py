@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spbench.bench.comparison.metrics import Reading, readings
 from spbench.bench.comparison.regressions import Judgement, judge
-from spbench.bench.comparison.result_files import Results, read_results
+from spbench.bench.comparison.result_files import Results, read_results, suite_of
 from spbench.bench.errors import UserError
 from spbench.bench.exports.origin import Origin, origin_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row
@@ -76,9 +76,9 @@ def read_suites(
     """
     places: dict[str, Path] = {}
     for path in paths:
-        if other := places.get(_name(path)):
-            raise UserError(f"{other} and {path} are both called {_name(path)!r}; rename one of them")
-        places[_name(path)] = path
+        if other := places.get(suite_of(path)):
+            raise UserError(f"{other} and {path} are both called {suite_of(path)!r}; rename one of them")
+        places[suite_of(path)] = path
     suites = []
     for name, path in places.items():
         held_against = base and read_results(_base_of(name, base, alone=len(places) == 1))
@@ -97,10 +97,3 @@ def _base_of(name: str, base: Path, *, alone: bool) -> Path:
 
 def _is_results(path: Path) -> bool:
     return (path / RESULTS_FILE).is_file()
-
-
-def _name(path: Path) -> str:
-    resolved = path.resolve()
-    if resolved.is_dir():
-        return resolved.name
-    return resolved.parent.name if resolved.name == RESULTS_FILE else resolved.stem

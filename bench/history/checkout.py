@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.run_record import SHORT_HASH, Commit, utc
+from spbench.bench.history.run_record import Commit, utc
 
 _LIMIT_S = 30
 
@@ -73,9 +74,11 @@ def _git(repository: Path, *arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+@cache
 def last_change(path: Path) -> str:
-    """The first digits of the commit that changed a file or a folder last; "" where no git knows of it."""
+    """The hash of the commit that changed a file or a folder last; "" where no git knows of it."""
+    place = path.resolve()
     try:
-        return _git(path.parent, "log", "-1", f"--abbrev={SHORT_HASH}", "--format=%h", "--", path.name)
+        return _git(place.parent, "log", "-1", "--format=%H", "--", place.name)
     except UserError:
         return ""

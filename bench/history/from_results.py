@@ -10,7 +10,7 @@ from typing import Any
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.comparison.metrics import has_exact_engine, readings
-from spbench.bench.comparison.result_files import read_results
+from spbench.bench.comparison.result_files import read_results, suite_of
 from spbench.bench.comparison.same_code import check_same_code, commit_of
 from spbench.bench.errors import UserError
 from spbench.bench.history.checkout import commit_in
@@ -91,11 +91,7 @@ def _cell_record(row: Row) -> CellRecord:
 
 
 def _suite(path: Path, given: str | None) -> str:
-    if given is None:
-        place = path.resolve()
-        given = place.name if place.is_dir() else place.stem
-        if given == "cells":
-            given = place.parent.name
+    given = suite_of(path) if given is None else given
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*(_[A-Za-z0-9.-]+)*", given):
         raise UserError(f"suite {given!r}: give --suite a name of letters, digits, '.', '-' and '_'")
     return given

@@ -13,6 +13,7 @@ from spbench.bench.comparison.regressions import Difference, Judgement, judge
 from spbench.bench.comparison.result_files import Results, read_results
 from spbench.bench.errors import UserError
 from spbench.bench.history.checkout import last_change
+from spbench.bench.history.run_record import SHORT_HASH
 from spbench.bench.sweep.results import RESULTS_FILE
 
 Line = dict[str, Any]
@@ -78,7 +79,7 @@ def _gate(base: Path, new: Path) -> Gate:
 
 
 def _commits(results: Results) -> list[str]:
-    return _said(results.commits) or _said([last_change(results.path)])
+    return _said(results.commits) or _said([last_change(results.path)[:SHORT_HASH]])
 
 
 def _said(names: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import Page as Tab
 
+DESKTOP = {"width": 1280, "height": 900}
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 #: milliseconds until a page must have drawn its charts, on a machine that does other work too
 DRAWN_MS = 120_000

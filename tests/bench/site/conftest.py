@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser
 
 from spbench.bench.comparison.papers import ALL, scenarios_of
 from spbench.bench.site import gathered as gathering
@@ -15,8 +16,23 @@ from spbench.bench.site.build import Site, build
 from spbench.bench.site.gathered import Gathered, gather
 from spbench.bench.site.pages import strategies as pages_of_strategies
 from spbench.impls.strategies.lasp import Lasp
+from tests.bench.site.chromium import DESKTOP, Visit, chromium, visit
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium."""
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Visit]:
+    """A desktop's window in the light scheme."""
+    with visit(browser, viewport=DESKTOP, color_scheme="light") as found:
+        yield found
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,27 +11,13 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from spbench.bench.site.build import Site
-from tests.bench.site.chromium import Visit, chromium, visit
+from tests.bench.site.chromium import DESKTOP, Visit, visit
 
 pytestmark = pytest.mark.slow
 
 #: what stands for data in a drawing
 MARKS = ".role-mark:is(.mark-symbol, .mark-rect, .mark-line, .mark-rule) :is(path, line)"
-PHONE, DESKTOP = {"width": 375, "height": 800}, {"width": 1280, "height": 900}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A headless Chromium."""
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Visit]:
-    """A desktop's window in the light scheme."""
-    with visit(browser, viewport=DESKTOP, color_scheme="light") as found:
-        yield found
+PHONE = {"width": 375, "height": 800}
 
 
 def pages_of(site: Site) -> list[str]:

@@ -5,31 +5,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser
 
 from spbench.bench.site.build import Site
-from tests.bench.site.chromium import Visit, chromium, visit
+from tests.bench.site.chromium import Visit
 from tests.plugins.additions import as_plugins
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A headless Chromium."""
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Visit]:
-    """A desktop's window in the light scheme."""
-    with visit(browser, viewport={"width": 1280, "height": 900}, color_scheme="light") as found:
-        yield found
 
 
 def test_a_layer_can_be_zoomed_and_says_what_its_bars_are(tab: Visit, site: Site) -> None:
