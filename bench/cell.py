@@ -61,8 +61,9 @@ class TrainingOptions(BaseModel):
 
     ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`Inference`.
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
-    parts of a replica's batch that are run one after another. Further keys are the options of the backend;
-    what is not one of them, the configuration refuses.
+    parts of a replica's batch that are run one after another. ``virtual_stages``: how many runs of layers a
+    rank of the pipeline holds; several with the schedule "interleaved" and only there. Further keys are the
+    options of the backend; what is not one of them, the configuration refuses.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -72,7 +73,16 @@ class TrainingOptions(BaseModel):
     backend: str = DEFAULT_BACKEND
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: PositiveInt = 1
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    virtual_stages: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _check_virtual_stages(self) -> TrainingOptions:
+        if self.virtual_stages > 1 and self.schedule != "interleaved":
+            raise ValueError("virtual_stages is for schedule: interleaved; leave it out, or set that")
+        if self.virtual_stages == 1 and self.schedule == "interleaved":
+            raise ValueError("schedule: interleaved needs virtual_stages: 2 or more")
+        return self
 
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:
