@@ -191,7 +191,7 @@ class PublishedTable(Answer):
         return f"{self.table}: {column}, {', '.join([*where, *self.quantities[column].words(place)])}"
 
     def _labelled(self, row: PublishedRow, quantity: QuantityColumn, place: Place) -> str:
-        """The table's name, with the words of the row and the rank and step of the number, if they have any."""
+        """The table's name, with the words of the row and the rank and step of the number, if any."""
         words = [row.text[column] for column in self.named_by] + quantity.words(place)
         return f"{self.table}: {', '.join(words)}" if words else self.table
 

@@ -45,14 +45,27 @@ CONTENT: dict[str, Any] = {
             "repeated": True,
             "quantities": {
                 "peak_first": {
-                    "field": "peak_memory_bytes", "unit": GIB, "published_unit": 1,
-                    "rank": "last", "step": "first", "as": "peak_memory_gib",
+                    "field": "peak_memory_bytes",
+                    "unit": GIB,
+                    "published_unit": 1,
+                    "rank": "last",
+                    "step": "first",
+                    "as": "peak_memory_gib",
                 },
                 "peak_last": {
-                    "field": "peak_memory_bytes", "unit": GIB, "published_unit": 1,
-                    "rank": "last", "step": "last", "as": "peak_memory_gib",
+                    "field": "peak_memory_bytes",
+                    "unit": GIB,
+                    "published_unit": 1,
+                    "rank": "last",
+                    "step": "last",
+                    "as": "peak_memory_gib",
                 },
-                "by_rank": {"field": "reserved_memory_bytes", "unit": GIB, "published_unit": MIB, "rank": "each"},
+                "by_rank": {
+                    "field": "reserved_memory_bytes",
+                    "unit": GIB,
+                    "published_unit": MIB,
+                    "rank": "each",
+                },
                 "iter_s": {"field": "step_time_s", "unit": 0.001, "published_unit": 1, "as": "step_time_ms"},
             },
         }
