@@ -72,21 +72,21 @@ def _draw_errors(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
 
 
 def _measured_axis(ax: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis with ticks at two or three of 1, 2 and 5 times powers of ten."""
+    """A logarithmic x axis with ticks at powers of ten, and between them if there are few."""
     low, high = 0.8 * min(values), 1.25 * max(values)
     ax.set_xscale("log")
     ax.set_xlim(low, high)
     powers = range(-3, 9)
-    ticks = [m * 10.0**n for n in powers for m in (1, 2, 5) if low <= m * 10.0**n <= high]
-    if len(ticks) > 4:
-        ticks = [10.0**n for n in powers if low <= 10.0**n <= high]
+    steps = (1, 2, 3, 5) if high < 10 * low else (1,)
+    ticks = [m * 10.0**n for n in powers for m in steps if low <= m * 10.0**n <= high]
     set_ticks(ax.xaxis, ticks, tick_texts(ticks))
     ax.xaxis.set_minor_locator(NullLocator())
 
 
 def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -> Drawn:
     """A marker for each number, in the colour of its source, filled if it is predicted."""
-    for (source, role), points in some.groupby(["source", "role"], sort=False):
+    for key, points in some.groupby(["source", "role"], sort=False):
+        source, role = map(str, key)
         filled, _ = _ROLES.get(role, (False, role))
         ax.plot(
             points["published"],

@@ -16,6 +16,8 @@ from spbench.bench.errors import suggestion
 
 #: fields of the entries of :attr:`Measurement.by_class`
 CLASS_QUANTITIES = ("peak_memory_bytes", "reserved_memory_bytes", "allocated_bytes")
+#: of these, what CUDA's allocator counts from the start of the process on, whatever the step
+PEAKS = CLASS_QUANTITIES[:2]
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,13 @@ def _of_rank(
 def _largest_at(
     entries: Sequence[Mapping[str, Any]], step: int | Literal["first", "last"], field: str
 ) -> float | None:
-    """The largest value of a field over the classes, at a step; None where there is none."""
+    """The largest value of a field over the classes, at a step (of a peak: up to that step); None where there
+    is none."""
     steps = sorted({entry["step"] for entry in entries})
     if not steps:
         return None
-    wanted = {"first": steps[0], "last": steps[-1]}.get(str(step), step)
-    return max((entry[field] for entry in entries if entry["step"] == wanted), default=None)
+    wanted = step if isinstance(step, int) else steps[0 if step == "first" else -1]
+    if wanted not in steps:
+        return None
+    first = steps[0] if field in PEAKS else wanted
+    return max(entry[field] for entry in entries if first <= entry["step"] <= wanted)

@@ -131,6 +131,20 @@ def test_the_largest_over_classes_where_no_rank_is_named(tmp_path: Path) -> None
     assert [c.reproduced for c in compared(scenario, by_class=rows)] == [4.0, 4.0]
 
 
+def test_a_peak_is_the_largest_so_far(tmp_path: Path) -> None:
+    """CUDA's allocator goes on counting from step to step; what is left at a step's end is of that step."""
+    rows = [entry(2, 2, 1, 1, 3.0), entry(2, 2, 1, 2, 2.0)]
+    sizes = {"unit": GIB, "published_unit": 1, "rank": "last", "step": "last"}
+    for field, ours in (("peak_memory_bytes", 3.0), ("reserved_memory_bytes", 6.0), ("allocated_bytes", 1.0)):
+        scenario = loaded(tmp_path, quantities={"peak_last": {"field": field, **sizes}})
+        assert compared(scenario, by_class=rows)[0].reproduced == ours
+
+
+def test_a_step_that_was_not_traced_has_no_number(tmp_path: Path) -> None:
+    quantities = {"peak_last": {"field": "allocated_bytes", "step": 3}}
+    assert compared(loaded(tmp_path, quantities=quantities), by_class=CLASSES)[0].reproduced is None
+
+
 def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
     found = compared(loaded(tmp_path), by_class=CLASSES, step_time_s=0.55)
     records = [record("s", one) for one in found]
