@@ -255,6 +255,23 @@ def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return part
 
 
+def reduce_scatter_in_place(whole: Tensor, group: dist.ProcessGroup, *, begin: bool) -> dist.Work | None:
+    """Sum this rank's part, of equal one-dimensional parts, over the ranks, in place; of the other parts
+    nothing is left that means anything. With ``begin`` the sum is there when what is returned has been waited
+    for, else when this returns None."""
+    part = whole.chunk(group.size())[group.rank()]
+    work: dist.Work | None = _reduce_scatter_into(part, whole, group=group, async_op=begin)
+    return work
+
+
+def all_gather_in_place(whole: Tensor, group: dist.ProcessGroup, *, begin: bool) -> dist.Work | None:
+    """Gather equal one-dimensional parts, of which each rank has its own in its place, in place. ``begin``
+    and what is returned are those of :func:`reduce_scatter_in_place`."""
+    part = whole.chunk(group.size())[group.rank()]
+    work: dist.Work | None = _gather_into(whole, part, group=group, async_op=begin)
+    return work
+
+
 def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
     """Add to x, in place, the peer's x, while the peer does the same."""
     received = torch.empty_like(x)
