@@ -1,4 +1,4 @@
-"""Costs of kernels and collectives against values worked out by hand, and that they never fall as bytes grow."""
+"""Costs of kernels and collectives against values worked out by hand; they never fall as bytes grow."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_kernel_takes_at_least_the_floor(flops: float, nbytes: float, seconds:
 
 
 def test_a_floor_and_a_launch_overhead_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="exclude each other: make one of them null"):
+    with pytest.raises(ValueError, match="exclude each other: set one of them to null"):
         changed(cluster(launch=1.0), "device.kernel_floor_s", 2.0)
 
 
@@ -155,9 +155,10 @@ def test_ring_protocols_of_nccl(nbytes: float, expected: float) -> None:
 
 
 def test_small_all_reduces_over_many_nodes_go_by_trees() -> None:
-    """LL: 6.8 us, twice 7 hops in a node and 3 between 8 nodes, where a ring would have 14 hops between."""
+    """LL: 6.8 us, twice 7 hops in a node and 3 between 8 nodes, where a ring has 14 hops between them; 1024
+    bytes reach 90% of half the bandwidth."""
     world = list(range(64))
-    tree = 6.8 + 2 * (7 * 0.6 + 3 * 5.0) + 1024 / (0.5 * 20.4e3)
+    tree = 6.8 + 2 * (7 * 0.6 + 3 * 5.0) + 1024 / (0.9 * 0.5 * 20.4e3)
     assert seconds(nccl(), "all_reduce", 1024, world) == pytest.approx(tree * 1e-6)
     assert seconds(nccl(algorithms=["ring"]), "all_reduce", 1024, world) > tree * 1e-6
     # nothing else goes by trees
