@@ -88,6 +88,8 @@ def weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     accumulate = te_accumulate_mm_ if _by_transformer_engine(weight) else accumulate_mm_
     accumulate(matrix(main), d_rows.mT, rows)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
     placeholder: Tensor = weight.spbench_placeholders.like(weight)  # type: ignore[attr-defined]
     return placeholder
 
