@@ -173,9 +173,9 @@ def _cells(results: Path, papers: Sequence[PaperResults], problems: list[str]) -
 def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
     """A row for each cell of published tables, with the numbers that were compared, in our units."""
     columns = {
-        (table.table, quantity.named or column): quantity
+        (table.table, name): quantity
         for table in scenario.answers(PublishedTable)
-        for column, quantity in table.quantities.items()
+        for name, quantity in table.by_name.items()
         if not quantity.of_classes
     }
     cells = {cell.key: cell for declared in scenario.cells.values() for cell in declared}

@@ -79,6 +79,14 @@ class PublishedTable(Answer):
     repeated: bool = False
     note: str = ""
 
+    @property
+    def by_name(self) -> dict[str, QuantityColumn]:
+        """The first column of each quantity, by the name that it has in comparisons."""
+        found: dict[str, QuantityColumn] = {}
+        for column, quantity in self.quantities.items():
+            found.setdefault(quantity.named or column, quantity)
+        return found
+
     def matches(self, row: PublishedRow, cell: Cell) -> bool:
         """Whether the cell is the one that the row speaks of."""
         wanted = [self.cells, *(words.get(row.text[column], {}) for column, words in self.settings.items())]
