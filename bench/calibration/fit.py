@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.answers.tables import PublishedRow, PublishedTable
+from spbench.bench.comparison.answers.tables import PublishedTable
+from spbench.bench.comparison.quantity_columns import PublishedRow
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.errors import UserError, suggestion

@@ -68,7 +68,7 @@ class Findings:
         if claims:
             yield "claims", [_claim_line(r) for r in claims]
         for (table, quantity, variant), rows in groupby(
-            filter(of_table, mine), lambda r: (r["table"], r["quantity"], r["variant"])
+            filter(of_table, mine), lambda r: (table_of(r), r["quantity"], r["variant"])
         ):
             kept = list(rows)
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
@@ -86,7 +86,7 @@ class Findings:
             groups: dict[tuple[str, str], list[Record]] = {}
             for r in self.records:
                 if r["scenario"] == scenario:
-                    what = f"{r['table']}: {r['quantity']}" if of_table(r) else _kind(r)
+                    what = f"{table_of(r)}: {r['quantity']}" if of_table(r) else _kind(r)
                     groups.setdefault((what, r["variant"]), []).append(r)
             document = self.documents.get(scenario)
             remark = document.not_reproduced if document else ""
@@ -116,13 +116,13 @@ class Findings:
 
 def distinct(records: Sequence[Record]) -> list[Record]:
     """The records of published numbers, each number once: the first of those that have the same source, or
-    that are of the same quantity of the same run."""
+    that are of the same quantity of the same run (and of the same rank, step and measurement of it)."""
     seen: set[object] = set()
     kept = []
     for record in records:
         same: set[object] = {record["source"]}
         if of_table(record):
-            same.add((record["cell"], record["quantity"]))
+            same.add((record["cell"], record["quantity"], label_of(record)))
         if record["published"] is not None and not same & seen:
             kept.append(record)
             seen |= same
@@ -203,6 +203,16 @@ def of_table(record: Record) -> bool:
     return bool(record["status_published"])
 
 
+def table_of(record: Record) -> str:
+    """The name of the published table that a record is of."""
+    return str(record["table"]).partition(": ")[0]
+
+
+def label_of(record: Record) -> str:
+    """What tells a record from others of its cell: measurement, rank and step; "" for most tables."""
+    return str(record["table"]).partition(": ")[2]
+
+
 def _seconds(text: str) -> str:
     seconds = int(text)
     return f"{seconds} s" if seconds < 120 else f"{seconds / 60:.0f} min"
@@ -232,6 +242,7 @@ def _table_lines(records: Sequence[Record]) -> list[Line]:
             "strategy": record["strategy"],
             # sizes, batch and length
             "cell": " ".join(record["cell"].split("/")[2:5]),
+            "measured": label_of(record),
             **_values(record),
             "role": record["role"],
             "note": record["note"],

@@ -84,6 +84,10 @@ class Plan:
     traffic: list[list[Traffic]]
     sizes: Mapping[str, int]
 
+    def class_of(self, rank: int) -> RankClass:
+        """The class that a global rank belongs to."""
+        return next(each for each in self.classes if rank in each.ranks)
+
     def traffic_of(self, rank: int) -> list[Traffic]:
         """The closed form of what a global rank sends."""
         return next(sent for each, sent in zip(self.classes, self.traffic, strict=True) if rank in each.ranks)
@@ -223,6 +227,7 @@ def _check_inference(cell: Cell) -> None:
         (cell.learning is not None, "learning"),
         (cell.sizes.pp > 1, "pipeline stages"),
         (training.micro_batches > 1, "micro-batches"),
+        (training.steps > 1, "steps before it"),
         (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
     ):
         if given:

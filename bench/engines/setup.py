@@ -112,7 +112,7 @@ def record_step(
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Set up and run one step under an entered recorder; returns what further steps need.
+    """Set up and run ``training.steps`` steps under an entered recorder; returns what further steps need.
 
     Args:
         set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
@@ -126,7 +126,10 @@ def record_step(
     training, inputs = set_up(cell, mesh, generator, set_unseen)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
-    training.step(inputs, recorder.phase)
+    for number in range(1, cell.training.steps + 1):
+        with recorder.step(last=number == cell.training.steps):
+            training.step(inputs, recorder.phase)
+    _tag(recorder.memory, training, inputs)  # what the steps have made and still hold, such as moments
     return training, inputs
 
 

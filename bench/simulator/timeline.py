@@ -92,9 +92,10 @@ class Timeline:
     def by_rank(self) -> dict[str, np.ndarray]:
         """What each rank's step is made of, in seconds, by global rank.
 
-        compute: kernels by the roofline. overhead: launches and the step's own. exposed_communication:
-        waiting while the bytes move. bubble: waiting for other ranks to take part, or to end. These four add
-        up to the step time. hidden_communication: bytes move while the rank computes.
+        compute: kernels by the roofline, each at least the cluster's floor. overhead: launches and the step's
+        own. exposed_communication: waiting while the bytes move. bubble: waiting for other ranks to take
+        part, or to end. These four add up to the step time. hidden_communication: bytes move while the rank
+        computes.
         """
         parts = {
             name: np.zeros(self._world.size)
