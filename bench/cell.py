@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -63,8 +64,10 @@ class TrainingOptions(BaseModel):
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
     parts of a replica's batch that are run one after another. ``steps``: how many steps are traced one after
     another: communication and times are those of the last, peaks the largest of all; with ``moments: later``
-    the first step's update makes Adam's moments, so that the second has them throughout. Further keys are the
-    options of the backend; what is not one of them, the configuration refuses.
+    the first step's update makes Adam's moments, so that the second has them throughout.
+    ``cublas_workspace``: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count such as
+    ":4096:8"; None: the cluster's figure. Further keys are the options of the backend; what is not one of
+    them, the configuration refuses.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -75,7 +78,17 @@ class TrainingOptions(BaseModel):
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: PositiveInt = 1
     steps: PositiveInt = 1
+    cublas_workspace: str | None = None
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+    @field_validator("cublas_workspace")
+    @classmethod
+    def _check_workspace(cls, config: str | None) -> str | None:
+        if config is not None and not re.fullmatch(r"(:\d+:\d+)+", config):
+            raise ValueError(
+                f'{config!r} is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT, as ":4096:8"'
+            )
+        return config
 
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:
