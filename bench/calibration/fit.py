@@ -90,7 +90,7 @@ def known_cells(
             continue
         on_trace(cell)
         simulator = trace_classes(cell, events=True).simulator()
-        tokens = model_preset(cell.model, cell.model_options).tokens(*cell.shape)
+        tokens = model_preset(*cell.model_arguments).tokens(*cell.shape)
         work = cell.shape[0] if by_sample else tokens
         known.append(Known(row, cell, work / throughput, simulator))
     return known
