@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spbench.impls.kernels.reused_buffer import ReusedBuffer
 from spbench.impls.keyed_steps import Key, keyed_steps
 
 # renamed in torch 2.13
@@ -254,6 +255,23 @@ def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return part
 
 
+def reduce_scatter_in_place(whole: Tensor, group: dist.ProcessGroup, *, begin: bool) -> dist.Work | None:
+    """Sum this rank's part, of equal one-dimensional parts, over the ranks, in place; of the other parts
+    nothing is left that means anything. With ``begin`` the sum is there when what is returned has been waited
+    for, else when this returns None."""
+    part = whole.chunk(group.size())[group.rank()]
+    work: dist.Work | None = _reduce_scatter_into(part, whole, group=group, async_op=begin)
+    return work
+
+
+def all_gather_in_place(whole: Tensor, group: dist.ProcessGroup, *, begin: bool) -> dist.Work | None:
+    """Gather equal one-dimensional parts, of which each rank has its own in its place, in place. ``begin``
+    and what is returned are those of :func:`reduce_scatter_in_place`."""
+    part = whole.chunk(group.size())[group.rank()]
+    work: dist.Work | None = _gather_into(whole, part, group=group, async_op=begin)
+    return work
+
+
 def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
     """Add to x, in place, the peer's x, while the peer does the same."""
     received = torch.empty_like(x)
@@ -268,10 +286,14 @@ def all_gather_flat(part: Tensor, group: dist.ProcessGroup, into: Tensor | None 
     return whole
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work]:
-    """Start to gather x [...] of all ranks; returns [N, ...], which is there after the other's ``wait()``."""
+def start_all_gather(
+    x: Tensor, group: dist.ProcessGroup | None, buffer: ReusedBuffer | None = None
+) -> tuple[Tensor, dist.Work]:
+    """Start to gather x [...] of all ranks; returns [N, ...], which is there after the other's ``wait()``, in
+    memory that ``buffer`` lends, or that is made."""
     assert group is not None, "one rank has nothing to gather"
-    whole = x.new_empty(group.size(), *x.shape)
+    shape = (group.size(), *x.shape)
+    whole = x.new_empty(shape) if buffer is None else buffer.take(shape, x)
     return whole, _gather_into(whole.flatten(), x.flatten(), group=group, async_op=True)
 
 

@@ -7,7 +7,7 @@ layers; the first and the last hold a copy each of the tied word embedding and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -89,14 +89,28 @@ class Composition:
         all_reduce(gradients, self.place.group(*axes))
         all_reduce(gradients, self.dp_group)
 
-    def add_tied(self, module: nn.Module) -> None:
-        """Add up the gradients of the two copies of the tied embedding, on both stages that hold one;
-        there is none where ``module.tied`` is None, for the head has weights of its own."""
-        if self.stage.tied and (weight := module.tied) is not None:
+    def tied(self, module: nn.Module) -> nn.Parameter | None:
+        """This rank's copy of the tied embedding, of which the first and the last stage hold one each. None
+        on the stages between, with one stage, and where the head has weights of its own."""
+        weight = module.tied if self.stage.tied else None
+        assert weight is None or isinstance(weight, nn.Parameter)
+        return weight
+
+    def add_tied(
+        self,
+        module: nn.Module,
+        gradient: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
+    ) -> None:
+        """Add up the gradients of the two copies of the tied embedding, in place on both stages that hold it.
+
+        Args:
+            gradient: returns where a parameter's gradient is held.
+        """
+        if (weight := self.tied(module)) is not None:
+            held = gradient(weight)
             assert self.pp_group is not None
-            assert isinstance(weight, nn.Parameter)
-            assert weight.grad is not None
-            add_from_peer(weight.grad, self.pp_group, self.stage.count - 1 - self.stage.index)
+            assert held is not None
+            add_from_peer(held, self.pp_group, self.stage.count - 1 - self.stage.index)
 
 
 def by_partial_axes(
@@ -110,13 +124,20 @@ def by_partial_axes(
 
 
 def composed_traffic(
-    sites: list[Site], strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
+    sites: list[Site],
+    strategy: Strategy,
+    stage: Stage,
+    micro_batches: int,
+    element_bytes: int,
+    gradient_bytes: int,
 ) -> Iterator[Traffic]:
     """Closed form of what a rank of a stage sends in a step, without what a backend sends to sum gradients
     (:meth:`Backend.traffic`).
 
     Args:
         sites: what one micro-batch asks of this stage, and (parameters, flags) the step itself.
+        element_bytes: of an element of what layers make.
+        gradient_bytes: of an element of the gradients that the backend holds.
     """
     for t in strategy.traffic(sites, element_bytes):
         once = t.phase in ("gradient_sync", "optimizer")
@@ -130,7 +151,7 @@ def composed_traffic(
                 yield Traffic("backward", "to the stage before", "send", micro_batches, payload, ("pp",))
             yield from _gathers(site, strategy, stage, micro_batches, element_bytes)
         elif site.kind == "tied_embedding" and stage.tied:
-            payload = strategy.held_elements(site) * element_bytes
+            payload = strategy.held_elements(site) * gradient_bytes
             yield Traffic("gradient_sync", "tied embedding", "send", 1, payload, ("pp",))
         elif site.kind == "overflow_flag":
             yield Traffic("optimizer", "overflow over stages", "all_reduce", 1, 4, ("pp",))

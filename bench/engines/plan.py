@@ -18,8 +18,9 @@ from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.backends.registry import backend_class
-from spbench.impls.composition import ONE_STAGE, Stage, composed_traffic
+from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
 from spbench.impls.models.model import Model, model_preset
+from spbench.impls.options import set_options
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.traffic import Traffic
@@ -172,13 +173,16 @@ def plan(cell: Cell) -> Plan:
         )
     traffic = []
     classes = rank_classes(cell)
+    options = set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
+    gradient_bytes = backend.gradient_dtype(precision, options).itemsize
     for each in classes:
         asked, role = sites(each.stage), planned_strategy(cell, each.coordinates)
+        around = Composition(Place.of_rank(cell.mesh_sizes, each.first))
         sums = planned_sums(asked, role, cell.sizes.dp)
         build = partial(_without_values, model, role, seq_len, each.stage)
         entries = [
-            *composed_traffic(asked, role, each.stage, micro_batches, width),
-            *backend.traffic(PlannedStep(sums, micro_batches, precision, role, build)),
+            *composed_traffic(asked, role, each.stage, micro_batches, width, gradient_bytes),
+            *backend.traffic(PlannedStep(sums, micro_batches, precision, role, around, build, options)),
         ]
         if forward_only:
             entries = [t for t in entries if t.phase == "forward"]

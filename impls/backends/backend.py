@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -71,14 +72,18 @@ class PlannedStep:
         micro_batches: forward and backward passes in a step.
         precision: of weights, gradients and optimizer.
         strategy: planned, at the place of the rank.
+        around: planned likewise.
         build: makes the rank's module on the meta device, for backends that pad each parameter.
+        options: of the backend.
     """
 
     summed: Sequence[Summed]
     micro_batches: int
     precision: Precision
     strategy: Strategy
+    around: Composition
     build: Callable[[], nn.Module]
+    options: Options
 
     @property
     def element_bytes(self) -> int:
@@ -203,6 +208,11 @@ class Backend(ABC):
     def weight_parts(self) -> dict[str, HeldPart]:
         """Between steps: what this rank holds of each parameter."""
         return {name: HeldPart(p.detach().flatten()) for p, name in self.names.items()}
+
+    @classmethod
+    def gradient_dtype(cls, precision: Precision, options: Any) -> torch.dtype:
+        """Of the gradients that it holds and sums, with options of ``options_type``."""
+        return precision.parameters
 
     @classmethod
     @abstractmethod

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from spbench.impls.kernels.dropout_attention import dropout_flash_attention
+from spbench.impls.kernels.flash_attention import whole_flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
-from spbench.impls.kernels.softmax import masked_softmax
+from spbench.impls.kernels.reused_buffer import ReusedBuffer
+from spbench.impls.kernels.softmax import causal_softmax, masked_softmax
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 
@@ -73,8 +75,49 @@ class AttentionHooks:
         part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
         Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
         """
-        grouped = k.shape[1] < q.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return whole_flash_attention(q, k, v, causal=True)
+
+    @left_within
+    def whole_causal_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        scores: str | None,
+        into: ReusedBuffer | None,
+    ) -> Tensor:
+        """As :meth:`causal_attention` where this rank has all positions, with dropout of probabilities, or by
+        way of all scores.
+
+        Args:
+            scores: None: no tensor holds them (flash attention); "fused" or "plain": they are made, with the
+                softmax of :func:`causal_softmax`; k and v then have as many heads as q.
+            into: lends the memory that Megatron-LM gives the product of queries and keys to add to, and
+                keeps.
+        """
+        axes = self.outermost.attention_axes
+        if scores is None:
+            seed = self.random.next_seed(axes)
+            return dropout_flash_attention(q, k, v, dropout, seed)
+        *heads, length, size = q.shape
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        products = (
+            torch.bmm(flat[0], flat[1].mT).mul_(size**-0.5)
+            if into is None
+            else torch.baddbmm(
+                into.take((flat[0].shape[0], length, length), q),
+                flat[0],
+                flat[1].mT,
+                beta=0,
+                alpha=size**-0.5,
+            )
+        )
+        probabilities = causal_softmax(products.unflatten(0, heads), fused=scores == "fused")
+        del products
+        probabilities = self.random.dropout(probabilities, dropout, axes)
+        return torch.bmm(probabilities.flatten(0, 1), flat[2]).unflatten(0, heads)
 
     @left_within
     def linear_attention(

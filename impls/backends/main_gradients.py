@@ -1,0 +1,227 @@
+"""Main gradients: contiguous buffers into which backward's gradients are added, as Megatron-Core's
+DistributedDataParallel has them (core/distributed/param_and_grad_buffer.py).
+
+A buffer is made once and never freed. When autograd has made a parameter's gradient, it is added to the
+parameter's part of the buffer and freed, so that of the gradients in the weights' precision there is one at a
+time. Buckets of the buffer are summed over the group, or sharded: reduce-scattered in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
+from spbench.impls.collectives import (
+    all_gather_in_place,
+    all_reduce,
+    all_reduce_async,
+    reduce_scatter_in_place,
+)
+from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
+
+
+class GradientBucket:
+    """A bucket of a :class:`GradientBuffer`.
+
+    Attributes:
+        parameters: in the order in which they lie.
+        gradients, weights: its elements of the buffers [n]; ``weights`` is None where these are not sharded.
+        own: where the part that this rank holds starts and ends in the bucket.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        gradients: Tensor,
+        weights: Tensor | None,
+        group: dist.ProcessGroup | None,
+    ):
+        self.parameters = parameters
+        self.gradients, self.weights, self.group = gradients, weights, group
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        start, end = layout.shard(rank, size) if weights is not None else (layout.start, layout.end)
+        self.own = start - layout.start, end - layout.start
+        self.starts = dict(zip(parameters, (s - layout.start for s in layout.starts), strict=True))
+        self.missing: set[nn.Parameter] = set()
+        self.work: dist.Work | None = None
+
+    def held(self, p: nn.Parameter) -> slice:
+        """The elements of the flattened parameter that lie in this rank's part; an empty slice for none."""
+        first, last = (edge - self.starts[p] for edge in self.own)
+        return slice(min(max(first, 0), p.numel()), min(max(last, 0), p.numel()))
+
+    def of(self, whole: Tensor, p: nn.Parameter, elements: slice) -> Tensor:
+        """Those elements of a parameter, in a tensor of the bucket's elements [n]."""
+        return whole[self.starts[p] + elements.start : self.starts[p] + elements.stop]
+
+    def reduce(self, *, overlapped: bool) -> None:
+        """Sum the gradients over the group, in place: all of them, or where they are sharded those of this
+        rank's part. Where ``overlapped``, only begin to; :meth:`wait` ends it."""
+        if self.group is None:
+            return
+        if self.weights is not None:
+            self.work = reduce_scatter_in_place(self.gradients, self.group, begin=overlapped)
+        elif overlapped:
+            self.work = all_reduce_async(self.gradients, self.group)
+        else:
+            all_reduce(self.gradients, self.group)
+
+    def gather(self, *, overlapped: bool) -> None:
+        """Gather the weights of all ranks' parts, in place; ``overlapped`` as in :meth:`reduce`."""
+        if self.group is not None and self.weights is not None:
+            self.work = all_gather_in_place(self.weights, self.group, begin=overlapped)
+
+    def wait(self) -> None:
+        """End what was begun."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+class GradientBuffer:
+    """The main gradients of the parameters that are summed over one group, and where they are sharded the
+    weights too, which then are views of one contiguous buffer.
+
+    Args:
+        group: the ranks; None: one alone.
+        dtype: of the gradients.
+        alone: parameters that have a bucket of their own in a sharded buffer.
+        full_at: see :func:`laid_out`.
+        sharding: None: nothing is sharded.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        alone: set[nn.Parameter],
+        full_at: int | None,
+        sharding: Sharding | None,
+    ):
+        layouts = laid_out(
+            [p.numel() for p in parameters], [p in alone for p in parameters], full_at, sharding
+        )
+        elements = layouts[-1].end
+        some = parameters[0]
+        self.weights = None if sharding is None else some.detach().new_zeros(elements)
+        self.gradients = some.detach().new_zeros(elements, dtype=dtype)
+        self.buckets = [self._bucket(layout, parameters, group) for layout in layouts]
+        #: the main gradient of each parameter, a view of its shape
+        self.views = {
+            p: bucket.of(bucket.gradients, p, slice(0, p.numel())).view_as(p)
+            for bucket in self.buckets
+            for p in bucket.parameters
+        }
+        if self.weights is not None:
+            self._take_weights()
+
+    def _bucket(
+        self, layout: BucketLayout, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
+    ) -> GradientBucket:
+        elements = slice(layout.start, layout.end)
+        weights = None if self.weights is None else self.weights[elements]
+        members = [parameters[i] for i in layout.members]
+        return GradientBucket(layout, members, self.gradients[elements], weights, group)
+
+    def _take_weights(self) -> None:
+        """Move the weights into the buffer."""
+        for bucket in self.buckets:
+            assert bucket.weights is not None
+            for p in bucket.parameters:
+                view = bucket.of(bucket.weights, p, slice(0, p.numel())).view_as(p)
+                view.copy_(p.detach())
+                p.data = view
+
+
+class MainGradients:
+    """Fills buffers as backward makes gradients, and sums them.
+
+    Args:
+        micro_batches: backwards in a step.
+        overlapped: sum a bucket as soon as the last backward has made all its gradients; the buckets of a
+            buffer one after another. Else all are summed at the end.
+        fused: give each matrix its main gradient as the attribute ``main_grad``. A linear layer that adds its
+            gradient to that itself sets the parameter's ``grad_added_to_main_grad``; what autograd is given
+            in its place is dropped.
+        added_anyway: parameters of which autograd adds up the gradients of several uses, so that what it has
+            made is added to the main gradient also where one of the uses has added its own. In the place of
+            that, layers give autograd zeros where the parameter's ``zero_out_wgrad`` is set.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[GradientBuffer],
+        micro_batches: int,
+        *,
+        overlapped: bool,
+        fused: bool,
+        added_anyway: set[nn.Parameter],
+    ):
+        self.buffers, self.micro_batches, self.overlapped = buffers, micro_batches, overlapped
+        self.added_anyway = added_anyway
+        self.views = {p: view for buffer in buffers for p, view in buffer.views.items()}
+        self.place = {
+            p: (buffer, bucket) for buffer in buffers for bucket in buffer.buckets for p in bucket.parameters
+        }
+        self.backwards: Counter[nn.Parameter] = Counter()
+        self.sent: Counter[GradientBuffer] = Counter()
+        # weakly, for Python does not see as garbage what a hook of a tensor holds, process groups among it
+        arrived = WeakMethod(self._arrived)
+        placeholders = Placeholders()
+        for p, view in self.views.items():
+            if fused and p.ndim > 1:
+                fuse_accumulation(p, view, placeholders)
+                p.zero_out_wgrad = p in added_anyway  # type: ignore[attr-defined]
+            p.register_post_accumulate_grad_hook(lambda p: _called(arrived, p))
+        self.zero()
+
+    def zero(self) -> None:
+        """Before a step."""
+        self.backwards.clear()
+        self.sent.clear()
+        for buffer in self.buffers:
+            buffer.gradients.zero_()
+            for bucket in buffer.buckets:
+                bucket.missing = set(bucket.parameters)
+        for p in self.views:
+            p.grad = None
+            p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def finish(self) -> None:
+        """After the last backward: sum, or wait for the sums."""
+        buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        assert not any(bucket.missing for bucket in buckets), "backward made no gradient for some parameters"
+        for bucket in buckets:
+            if not self.overlapped:
+                bucket.reduce(overlapped=False)
+            bucket.wait()
+
+    def _arrived(self, p: nn.Parameter) -> None:
+        if p.grad is not None and (not p.grad_added_to_main_grad or p in self.added_anyway):  # type: ignore[attr-defined]
+            self.views[p].add_(p.grad)
+        p.grad = None
+        p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        self.backwards[p] += 1
+        if self.backwards[p] < self.micro_batches:
+            return
+        buffer, bucket = self.place[p]
+        bucket.missing.remove(p)
+        while self.overlapped and self.sent[buffer] < len(buffer.buckets):
+            ready = buffer.buckets[self.sent[buffer]]
+            if ready.missing:
+                return
+            ready.reduce(overlapped=True)
+            self.sent[buffer] += 1
+
+
+def _called(method: WeakMethod[Callable[[nn.Parameter], None]], p: nn.Parameter) -> None:
+    if (bound := method()) is not None:
+        bound(p)

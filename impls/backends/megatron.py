@@ -1,0 +1,233 @@
+"""Data parallelism and the optimizer as Megatron-Core's DistributedDataParallel and (distributed) optimizer
+hold them (core/distributed and core/optimizer of NVIDIA/Megatron-LM, commit d98e8a64).
+
+In half precision: weights of 2 bytes a parameter and contiguous float32 main gradients of 4 (see
+:class:`MainGradients`), which live for ever; then either, on every rank, float32 main weights of 4 and Adam's
+moments of 8, a tensor each for every parameter (18 bytes a parameter in all); or with the distributed
+optimizer (Rajbhandari et al., arXiv 1910.02054, section 5) main weights and moments of the rank's part alone
+(6 + 12/N bytes), the weights being views of one contiguous buffer. Adam's gradients are views of the main
+gradients. In float32 and float64 everything is in that precision, and the optimizer updates the weights in
+place.
+
+Options and the flags of Megatron-LM's that they are: ``distributed_optimizer``, --use-distributed-optimizer;
+``overlap_grad_reduce``, --overlap-grad-reduce; ``overlap_param_gather``, --overlap-param-gather;
+``gradient_accumulation_fusion: false``, --no-gradient-accumulation-fusion; ``bucket_size``,
+--ddp-bucket-size; ``pad_buckets_for_high_nccl_busbw``, --ddp-pad-buckets-for-high-nccl-busbw;
+``accumulate_allreduce_grads_in_fp32: false``, --grad-reduce-in-bf16 with --bf16, and what Megatron-LM does
+with --fp16 unless --accumulate-allreduce-grads-in-fp32 is given.
+
+What differs: losses here are shares of one sum, so gradients are summed and not divided by the replicas;
+gradients are neither clipped nor checked, which keeps no memory; a parameter whose gradient is summed over
+further axes (norms under sequence parallelism, over tp) is in a buffer of its own for that group, while
+Megatron-Core sums over dp in the one buffer and over tp after that; buckets are sent early from the first
+step on, where Megatron-Core learns in a first step which gradients there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
+from spbench.impls.backends.buffer_layout import Sharding, laid_out
+from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
+from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.composition import Composition, by_partial_axes
+from spbench.impls.options import Options
+from spbench.impls.precision import Precision
+from spbench.impls.traffic import Traffic
+
+#: elements of a bucket by default: at least so many, and so many a replica
+LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA = 40_000_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class MegatronOptions(Options):
+    """What may be chosen about :class:`Megatron`; :mod:`impls.backends.megatron` has Megatron-LM's flags.
+
+    Attributes:
+        distributed_optimizer: share main weights and moments out among the ranks of a group.
+        overlap_grad_reduce: sum gradients bucket by bucket in the last micro-batch's backward.
+        gradient_accumulation_fusion: linear layers add gradients to the main gradients themselves.
+        bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
+            Megatron-Core's.
+        pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
+        accumulate_allreduce_grads_in_fp32: main gradients are float32; else they are as the weights.
+    """
+
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    gradient_accumulation_fusion: bool = True
+    bucket_size: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = True
+
+    def full_at(self, around: Composition) -> int | None:
+        """Elements at which a bucket is full on this rank; None: there is one. The pipeline's later stages
+        have one, for their sums are not on its critical path."""
+        if not self.overlap_grad_reduce or not around.stage.first:
+            return None
+        return self.bucket_size or max(LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA * around.replicas)
+
+    def sharding(self, ranks: int) -> Sharding | None:
+        """Of a buffer over so many ranks."""
+        return Sharding(ranks, self.pad_buckets_for_high_nccl_busbw) if self.distributed_optimizer else None
+
+
+@dataclass(frozen=True)
+class _MainWeight:
+    """What the optimizer updates of a parameter.
+
+    Attributes:
+        elements: which, of the flattened parameter.
+        values: these, as a tensor of their own, or a view of the weights where they are ``shared``.
+        gradient: of these; a view of the main gradients.
+    """
+
+    bucket: GradientBucket
+    parameter: nn.Parameter
+    elements: slice
+    values: Tensor
+    gradient: Tensor
+    shared: bool
+
+    @property
+    def model_values(self) -> Tensor:
+        """These elements of the weights."""
+        return self.parameter.detach().flatten()[self.elements]
+
+
+class Megatron(Backend):
+    """bf16 weights with float32 main gradients, and all or a part of the optimizer on every rank."""
+
+    name = "megatron"
+    options_type = MegatronOptions
+    options: MegatronOptions
+
+    def prepare(self) -> Optimizer:
+        dtype = self.gradient_dtype(self.precision, self.options)
+        tied = self.around.tied(self.module)
+        self.buffers = [self._buffer(group, parameters, dtype, tied) for group, parameters in self.summed()]
+        # of a tied embedding on one stage autograd adds up the gradients of its uses
+        twice = getattr(self.module, "tied", None) if tied is None else None
+        self.gradients = MainGradients(
+            self.buffers,
+            self.settings.micro_batches,
+            overlapped=self.options.overlap_grad_reduce,
+            fused=self.options.gradient_accumulation_fusion,
+            added_anyway={p for p in self.names if p is twice},
+        )
+        self.mains = [
+            main
+            for buffer in self.buffers
+            for bucket in buffer.buckets
+            for p in bucket.parameters
+            if (main := self._main_weight(bucket, p)).values.numel()
+        ]
+        groups = [bucket.group for buffer in self.buffers for bucket in buffer.buckets[:1]]
+        return self.make_optimizer(
+            [main.values for main in self.mains],
+            masters=False,
+            shard_groups=groups if self.options.distributed_optimizer else (),
+        )
+
+    def _buffer(
+        self,
+        group: dist.ProcessGroup | None,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        tied: nn.Parameter | None,
+    ) -> GradientBuffer:
+        sharding = self.options.sharding(1 if group is None else group.size())
+        alone = set() if tied is None else {tied}
+        return GradientBuffer(group, parameters, dtype, alone, self.options.full_at(self.around), sharding)
+
+    def _main_weight(self, bucket: GradientBucket, p: nn.Parameter) -> _MainWeight:
+        elements = bucket.held(p)
+        weights = p.detach().flatten()[elements]
+        half = p.dtype in (torch.float16, torch.bfloat16)
+        gradient = bucket.of(bucket.gradients, p, elements)
+        return _MainWeight(bucket, p, elements, weights.float() if half else weights, gradient, not half)
+
+    def zero(self) -> None:
+        for main in self.mains:
+            main.values.grad = None
+        self.gradients.zero()
+
+    def synchronize(self) -> None:
+        self.gradients.finish()
+        self.around.add_tied(self.module, lambda weight: self.gradients.views[weight])
+
+    def step(self) -> None:
+        for main in self.mains:
+            # no copy of what is float32 already
+            main.values.grad = main.gradient.to(main.values.dtype)
+        super().step()
+        for main in self.mains:
+            if not main.shared:
+                main.model_values.copy_(main.values)
+        self._gather()
+
+    def _gather(self) -> None:
+        """Make the weights whole again that ranks have updated in parts."""
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                bucket.gather(overlapped=False)
+
+    def held(self) -> dict[str, list[Tensor]]:
+        copies = [main.values for main in self.mains if not main.shared]
+        return {**super().held(), "optimizer_state": [*copies, *self.optimizer.tensors()]}
+
+    def held_gradients(self) -> list[Tensor]:
+        return [buffer.gradients for buffer in self.buffers]
+
+    def gradient_parts(self) -> dict[str, HeldPart]:
+        return {self.names[m.parameter]: HeldPart(m.gradient, m.elements.start) for m in self.mains}
+
+    def weight_parts(self) -> dict[str, HeldPart]:
+        return {self.names[m.parameter]: HeldPart(m.model_values, m.elements.start) for m in self.mains}
+
+    @classmethod
+    def gradient_dtype(cls, precision: Precision, options: Any) -> torch.dtype:
+        half = precision.parameters.itemsize == 2
+        in_fp32 = half and options.accumulate_allreduce_grads_in_fp32
+        return torch.float32 if in_fp32 else precision.parameters
+
+    @classmethod
+    def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
+        options = step.options
+        assert isinstance(options, MegatronOptions)
+        width = cls.gradient_dtype(step.precision, options).itemsize
+        phase = "backward" if options.overlap_grad_reduce else "gradient_sync"
+        lengths = _sharded_lengths(step, options) if options.distributed_optimizer else {}
+        for summed in step.summed:
+            axes = summed.group_axes
+            if not options.distributed_optimizer:
+                yield Traffic(phase, "main gradients", "all_reduce", 1, summed.elements * width, axes)
+                continue
+            elements = lengths[summed.axes]
+            yield Traffic(phase, "main gradients", "reduce_scatter", 1, elements * width, axes)
+            payload = elements * step.element_bytes
+            yield Traffic("optimizer", "updated weights", "all_gather", 1, payload, axes)
+            if step.precision.loss_scale:
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes)
+
+
+def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> dict[tuple[str, ...], int]:
+    """Elements of each buffer with its padding, by the strategy's axes that it is summed over."""
+    module, sizes = step.build(), {summed.axes: summed.size for summed in step.summed}
+    tied = step.around.tied(module)
+    return {
+        axes: laid_out(
+            [p.numel() for p in parameters],
+            [p is tied for p in parameters],
+            options.full_at(step.around),
+            options.sharding(sizes[axes]),
+        )[-1].end
+        for axes, parameters in by_partial_axes(module.parameters(), step.strategy).items()
+    }
