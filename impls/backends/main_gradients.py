@@ -9,7 +9,8 @@ time. Buckets of the buffer are summed over the group, or sharded: reduce-scatte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -222,6 +223,6 @@ class MainGradients:
             self.sent[buffer] += 1
 
 
-def _called(method: WeakMethod[Callable[[nn.Parameter], None]], p: nn.Parameter) -> None:
+def _called(method: WeakMethod[Any], p: nn.Parameter) -> None:
     if (bound := method()) is not None:
         bound(p)

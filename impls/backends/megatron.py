@@ -37,6 +37,7 @@ from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.buffer_layout import Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.options import Options
 from spbench.impls.precision import Precision
@@ -53,6 +54,7 @@ class MegatronOptions(Options):
     Attributes:
         distributed_optimizer: share main weights and moments out among the ranks of a group.
         overlap_grad_reduce: sum gradients bucket by bucket in the last micro-batch's backward.
+        overlap_param_gather: gather updated weights bucket by bucket in the next step's forward.
         gradient_accumulation_fusion: linear layers add gradients to the main gradients themselves.
         bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
             Megatron-Core's.
@@ -62,10 +64,17 @@ class MegatronOptions(Options):
 
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     gradient_accumulation_fusion: bool = True
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
+
+    def __post_init__(self) -> None:
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
+        if self.bucket_size is not None and self.bucket_size < 1:
+            raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
 
     def full_at(self, around: Composition) -> int | None:
         """Elements at which a bucket is full on this rank; None: there is one. The pipeline's later stages
@@ -122,13 +131,16 @@ class Megatron(Backend):
             fused=self.options.gradient_accumulation_fusion,
             added_anyway={p for p in self.names if p is twice},
         )
-        self.mains = [
-            main
+        overlapped = self.options.overlap_param_gather
+        self.gathered = GatheredInForward([self.module] if overlapped else [], self.buffers)
+        mains = [
+            self._main_weight(bucket, p)
             for buffer in self.buffers
             for bucket in buffer.buckets
             for p in bucket.parameters
-            if (main := self._main_weight(bucket, p)).values.numel()
         ]
+        # of a model that is small for its padding a rank may have nothing; torch's optimizers want a tensor
+        self.mains = [main for main in mains if main.values.numel()] or mains[:1]
         groups = [bucket.group for buffer in self.buffers for bucket in buffer.buckets[:1]]
         return self.make_optimizer(
             [main.values for main in self.mains],
@@ -155,6 +167,7 @@ class Megatron(Backend):
         return _MainWeight(bucket, p, elements, weights.float() if half else weights, gradient, not half)
 
     def zero(self) -> None:
+        self.gathered.forget()
         for main in self.mains:
             main.values.grad = None
         self.gradients.zero()
@@ -171,13 +184,10 @@ class Megatron(Backend):
         for main in self.mains:
             if not main.shared:
                 main.model_values.copy_(main.values)
-        self._gather()
-
-    def _gather(self) -> None:
-        """Make the weights whole again that ranks have updated in parts."""
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                bucket.gather(overlapped=False)
+        if not self.options.overlap_param_gather:
+            for buffer in self.buffers:
+                for bucket in buffer.buckets:
+                    bucket.gather(overlapped=False)
 
     def held(self) -> dict[str, list[Tensor]]:
         copies = [main.values for main in self.mains if not main.shared]
@@ -213,7 +223,8 @@ class Megatron(Backend):
             elements = lengths[summed.axes]
             yield Traffic(phase, "main gradients", "reduce_scatter", 1, elements * width, axes)
             payload = elements * step.element_bytes
-            yield Traffic("optimizer", "updated weights", "all_gather", 1, payload, axes)
+            gathered = "forward" if options.overlap_param_gather else "optimizer"
+            yield Traffic(gathered, "updated weights", "all_gather", 1, payload, axes)
             if step.precision.loss_scale:
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes)
 

@@ -30,6 +30,7 @@ from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.registry import backends
+from spbench.impls.collectives import all_reduce
 from spbench.impls.models.model import model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
@@ -109,8 +110,7 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
         count = torch.zeros(shape, dtype=torch.int64)
         if name in parts:
             parts[name].of(count).add_(1)
-        if around.stage.count == 1:  # else other ranks have other parameters
-            dist.all_reduce(count)
+        all_reduce(count, around.place.group("dp", *strategy.nested_axes))  # other stages have others
         errors[f"elements {name}"] = 0.0 if count.min() == count.max() > 0 else float("inf")
     return errors
 

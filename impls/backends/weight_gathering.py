@@ -1,0 +1,81 @@
+"""Weights that ranks have updated in parts, gathered bucket by bucket as the next forward needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+from weakref import WeakMethod
+
+from torch import nn
+
+from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer
+
+
+class GatheredInForward:
+    """Gathers each bucket before a module needs it, and begins with the next bucket of its buffer then.
+
+    Megatron-Core asks before each module for the module's own parameters. Models here use weights of modules
+    that they do not call (a head). So all parameters of each of a model's ``blocks`` are asked for before the
+    block, those registered before the blocks before the model, and the others after the last block. Of a
+    model without blocks all are, before it.
+
+    Args:
+        modules: the models, each a run of layers.
+        buffers: sharded ones of their parameters.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], buffers: Sequence[GradientBuffer]):
+        self.bucket_of = {p: each for buffer in buffers for each in buffer.buckets for p in each.parameters}
+        # from a buffer's last bucket on: parameters lie in reverse
+        self.next = {bucket: after for buffer in buffers for after, bucket in pairwise(buffer.buckets)}
+        self.begun: set[GradientBucket] = set()
+        # weakly, or hooks and what they hold would be a circle
+        gather = WeakMethod(self.gather)
+        for module in modules:
+            for hooked, hook, parameters in _needs(module):
+                hook(hooked, _gathering(gather, parameters))
+
+    def forget(self) -> None:
+        """After an update: what was gathered is old."""
+        self.begun.clear()
+
+    def gather(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make these whole."""
+        for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters):
+            self._begin(bucket)
+            if bucket.work is not None:
+                bucket.wait()
+                if bucket in self.next:
+                    self._begin(self.next[bucket])
+
+    def _begin(self, bucket: GradientBucket) -> None:
+        if bucket not in self.begun:
+            self.begun.add(bucket)
+            bucket.gather(overlapped=True)
+
+
+Hook = Callable[..., None]
+Need = tuple[nn.Module, Callable[[nn.Module, Hook], Any], list[nn.Parameter]]
+
+
+def _needs(module: nn.Module) -> Iterator[Need]:
+    """Where hooks are registered, how, and which parameters must be whole there."""
+    blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
+    within = {p for block in blocks for p in block.parameters()}
+    order = list(module.parameters())
+    first = next((i for i, p in enumerate(order) if p in within), len(order))
+    yield module, nn.Module.register_forward_pre_hook, order[:first]
+    for block in blocks:
+        yield block, nn.Module.register_forward_pre_hook, list(block.parameters())
+    if blocks:
+        after = [p for p in order[first:] if p not in within]
+        yield blocks[-1], nn.Module.register_forward_hook, after
+
+
+def _gathering(gather: WeakMethod[Any], parameters: list[nn.Parameter]) -> Hook:
+    def hook(*_: Any) -> None:
+        if (bound := gather()) is not None:
+            bound(parameters)
+
+    return hook

@@ -1,0 +1,319 @@
+"""The backend ``megatron`` with its options: values, planted faults, closed form, layout, bytes held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.engines.plan import model_parameters, rank_classes
+from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
+from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
+from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
+from spbench.impls.backends.megatron import Megatron, MegatronOptions
+from spbench.impls.models.model import model_preset
+from spbench.impls.precision import PRECISIONS
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.nesting import nesting
+from spbench.impls.training.step import Training
+from tests.bench.verification import megatron_faults as faults
+from tests.impls.backends.test_backends import HEAVY, LIMIT, STEPS, cell, errors_of_rank, on_a_real_rank, seen
+
+SHARDED = {"distributed_optimizer": True}
+#: buckets of a few hundred elements, so that the tiny models have several
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 700}
+GATHERED_LATE = {**SHARDED, **BUCKETS, "overlap_param_gather": True}
+
+
+def megatron(
+    strategy: str = "lasp", micro_batches: int = 2, options: dict[str, Any] | None = None, **changed: Any
+) -> Cell:
+    training = {"backend": "megatron", "micro_batches": micro_batches, **(options or {})}
+    return cell("megatron", strategy, **{"training": training, **changed})
+
+
+# -- values -----------------------------------------------------------------------------------------------
+
+VALUES = [
+    ("lasp", {"dp": 2, "sp": 2}, SHARDED),
+    ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE),
+    pytest.param("lasp", {"sp": 2, "dp": 2}, BUCKETS, marks=pytest.mark.slow),
+    ("tensor_parallel", {"dp": 2, "tp": 2}, GATHERED_LATE),
+    pytest.param("megatron_sp", {"dp": 2, "tp": 2}, GATHERED_LATE, marks=pytest.mark.slow),
+    pytest.param(
+        "single", {"dp": 3}, {**SHARDED, "pad_buckets_for_high_nccl_busbw": True}, marks=pytest.mark.slow
+    ),
+    pytest.param("single", {"dp": 2, "pp": 2}, SHARDED, marks=pytest.mark.slow),
+    ("single", {"dp": 2, "pp": 2}, GATHERED_LATE),
+    pytest.param("single", {"dp": 2, "pp": 2}, BUCKETS, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "options"), VALUES)
+def test_gradients_and_updates_are_those_of_one_device(
+    pool: RankPool, strategy: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    asked = megatron(strategy, 2, options, sizes=sizes, mesh=[*sizes])
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, Megatron):
+        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
+
+
+PIPELINE = {"dp": 2, "pp": 2}
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "sizes", "options", "where"),
+    [
+        (faults.GradientsNotSummed, "lasp", {"dp": 2, "sp": 2}, {}, "gradient 0"),
+        (faults.GradientsNotSummed, "lasp", {"dp": 2, "sp": 2}, SHARDED, "gradient 0"),
+        (faults.LastMicroBatchAlone, "single", {"dp": 2}, {}, "gradient 0"),
+        (faults.SentBeforeTheLastMicroBatch, "single", {"dp": 2}, BUCKETS, "gradient 0"),
+        (faults.UpdatedFromTheNextElement, "single", {"dp": 2}, SHARDED, "weight 0"),
+        (faults.WeightsNotGathered, "single", {"dp": 2}, SHARDED, "gradient 1"),
+        (faults.WeightsNotGatheredInForward, "single", {"dp": 2}, GATHERED_LATE, "gradient 1"),
+        (faults.TiedEmbeddingNotSummed, "single", PIPELINE, SHARDED, "gradient 0"),
+    ],
+)
+def test_planted_faults_are_seen(
+    pool: RankPool,
+    fault: type[Backend],
+    strategy: str,
+    sizes: dict[str, int],
+    options: dict[str, Any],
+    where: str,
+) -> None:
+    """The fault first shows ``where`` it was planted: what was computed before that is right."""
+    asked = megatron(strategy, 2, options, sizes=sizes)
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, fault):
+        wrong = {name.rsplit(" ", 1)[0] for name, error in errors.items() if error > LIMIT}
+        in_order = [f"{what} {step}" for step in range(STEPS) for what in ("gradient", "weight")]
+        assert next(name for name in in_order if name in wrong) == where
+        assert max(error for name, error in errors.items() if name.startswith(where)) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("options", [{}, SHARDED, GATHERED_LATE], ids=["whole", "sharded", "late"])
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "model"),
+    [
+        ("tensor_parallel", {"tp": 4}, "bert-tiny"),
+        ("megatron_sp+ring_attention", {"tp": 2, "sp": 2}, "causal-transformer-tiny-gqa"),
+        ("lasp", {"sp": 4}, "tnl-tiny"),
+        ("dsp", {"sp": 2}, "st-dit-tiny"),
+    ],
+)
+def test_the_checker_is_green(
+    pool: RankPool, strategy: str, sizes: dict[str, int], model: str, options: dict[str, Any], dtype: str
+) -> None:
+    part = [*model_preset(model).parts()][-1]
+    case = Case(
+        nesting(strategy), model_preset(model), part, dtype, backend="megatron", backend_options=options
+    )
+    assert verify_case(pool, case, sizes).status == "green"
+
+
+# -- bytes sent and held ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "options", "precision"),
+    [
+        ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE, "bf16"),
+        pytest.param("lasp", {"sp": 2, "dp": 2}, SHARDED, "fp16", marks=pytest.mark.slow),
+        pytest.param("lasp", {"dp": 3}, SHARDED, "fp32", marks=pytest.mark.slow),
+        ("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16"),
+        pytest.param("single", {"pp": 2, "dp": 2}, GATHERED_LATE, "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_closed_form_virtual_and_real_ranks_send_the_same(
+    pool: RankPool, strategy: str, sizes: dict[str, int], options: dict[str, Any], precision: str
+) -> None:
+    asked = megatron(strategy, 2, options, sizes=sizes, mesh=[*sizes], precision=precision)
+    really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
+    assert all(counts and not difference for counts, difference in really)
+    for each in rank_classes(asked):
+        virtually = seen(virtual.trace(asked, each.first))
+        assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
+
+
+def test_phases_of_communication() -> None:
+    """Overlapped sums are sent in backward, weights gathered in forward; else both after backward."""
+    for options, phases in (
+        (SHARDED, ("gradient_sync", "optimizer")),
+        (GATHERED_LATE, ("backward", "forward")),
+    ):
+        asked = megatron("single", 1, options, sizes={"dp": 2}, batch=2, precision="bf16")
+        rows = virtual.trace(asked).communication.rows()
+        found = {row["collective"]: row["phase"] for row in rows}
+        assert (found["reduce_scatter"], found["all_gather"]) == phases
+
+
+@pytest.mark.parametrize(("options", "state"), [({}, 12.0), (SHARDED, 12 / 8)])
+def test_bytes_a_parameter(options: dict[str, Any], state: float) -> None:
+    """18 bytes a parameter, or 6 + 12/N; of the moments made in the first step none is there at its peak."""
+    sizes = {"dp": 8}
+    for moments, share in (("kept", 1.0), ("later", 1 / 3)):
+        asked = megatron(
+            "lasp",
+            1,
+            {**options, "moments": moments, "gradient_accumulation_fusion": False},
+            sizes=sizes,
+            batch=8,
+            precision="bf16",
+            model_options=HEAVY,
+        )
+        held, elements = VirtualEngine().measure(asked).peak_held, model_parameters(asked)
+        assert held["parameters"] == pytest.approx(2 * elements, rel=0.001)
+        assert held["gradients"] == pytest.approx(4 * elements, rel=0.001)
+        assert held["optimizer_state"] == pytest.approx(state * share * elements, rel=0.03)
+
+
+def test_hidden_communication_of_an_overlapped_step() -> None:
+    asked = [
+        megatron(
+            "lasp",
+            1,
+            o,
+            sizes={"dp": 8},
+            batch=8,
+            precision="bf16",
+            cluster="dgx-a100",
+            model_options={**HEAVY, "layers": 8},
+        )
+        for o in (SHARDED, {**GATHERED_LATE, "bucket_size": 400_000})
+    ]
+    plain, overlapped = (VirtualEngine().measure(each) for each in asked)
+    assert plain.breakdown["hidden_communication_s"] == 0
+    assert overlapped.breakdown["hidden_communication_s"] > 0
+
+
+# -- layout -----------------------------------------------------------------------------------------------
+
+
+def test_an_unsharded_buffer_has_no_padding() -> None:
+    assert laid_out([100, 30, 50], [False] * 3, None, None) == [BucketLayout(0, 180, (2, 1, 0), (0, 50, 80))]
+    buckets = laid_out([100, 30, 50], [False] * 3, 60, None)
+    assert [(b.start, b.end, b.members) for b in buckets] == [(0, 80, (2, 1)), (80, 180, (0,))]
+
+
+def test_a_sharded_buffer_is_padded() -> None:
+    """Starts of parameters to multiples of 64 elements, ends of buckets to those of the ranks and of 128."""
+    [bucket] = laid_out([100, 30, 50], [False] * 3, None, Sharding(3))
+    assert (bucket.starts, bucket.end) == ((0, 64, 128), 384)
+    assert bucket.shard(1, 3) == (128, 256)
+    assert laid_out([100], [False], None, Sharding(8, high_bandwidth=True))[0].end == 2**16
+
+
+def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
+    """At the buffer's end on the first stage, at its beginning on the last, and cut alike."""
+    for elements, alone in (([500, 30], [True, False]), ([30, 500], [False, True])):
+        buckets = laid_out(elements, alone, None, Sharding(4))
+        assert [b.members for b in buckets] == [(1,), (0,)]
+        tied = buckets[1 - alone.index(True)]
+        assert (tied.end - tied.start, tied.starts[0] - tied.start) == (512, 0)
+    assert len(laid_out([500, 30], [True, False], None, None)) == 1
+
+
+# -- fused accumulation -----------------------------------------------------------------------------------
+
+
+class _AddsItsOwn(torch.autograd.Function):
+    """x W^T, whose backward adds W's gradient to ``W.main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        ctx.weight.main_grad += gradient.T @ x
+        ctx.weight.grad_added_to_main_grad = True
+        made = torch.zeros_like if ctx.weight.zero_out_wgrad else torch.empty_like
+        return gradient @ weight, made(weight).fill_(0 if ctx.weight.zero_out_wgrad else torch.nan)
+
+
+@pytest.mark.parametrize("cls", [MainGradients, faults.FlagIgnored])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_layers_add_themselves_is_added_once(cls: type[MainGradients], tied: bool) -> None:
+    table = nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
+    head = table if tied else nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
+    parameters = list({table: None, head: None})
+    buffer = GradientBuffer(None, parameters, torch.float64, set(), None, None)
+    added_anyway = {table} if tied else set()
+    gradients = cls([buffer], 2, overlapped=False, fused=True, added_anyway=added_anyway)
+    tokens = torch.tensor([0, 3, 3])
+    expected = [torch.zeros_like(p) for p in parameters]
+    for scale in (1.0, 2.0):
+        loss = (scale * F.linear(F.embedding(tokens, table), head)).pow(2).sum()
+        for total, made in zip(expected, torch.autograd.grad(loss, parameters), strict=True):
+            total += made
+        (scale * _AddsItsOwn.apply(F.embedding(tokens, table), head)).pow(2).sum().backward()
+    gradients.finish()
+    right = all(torch.allclose(buffer.views[p], e) for p, e in zip(parameters, expected, strict=True))
+    # of a tied weight, what autograd was given for the head is zero, and adding it is right
+    assert right == (cls is MainGradients or tied)
+    assert all(p.grad is None for p in parameters)
+
+
+def test_without_fusion_layers_are_given_nothing() -> None:
+    for fused in (True, False):
+        module = nn.Linear(3, 2)
+        Training(
+            module,
+            Strategy(),
+            PRECISIONS["fp32"],
+            backend="megatron",
+            backend_options={"gradient_accumulation_fusion": fused},
+        )
+        assert hasattr(module.weight, "main_grad") == fused
+        assert not hasattr(module.bias, "main_grad")
+
+
+def test_half_precision_weights_follow_float32_ones() -> None:
+    """An update too small for bfloat16 is not lost."""
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    training = Training(
+        module,
+        Strategy(),
+        PRECISIONS["bf16"],
+        backend="megatron",
+        backend_options=SHARDED,
+        learning_rate=2**-10,
+    )
+    for _ in range(4):
+        training.backend.zero()
+        module(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        training.backend.synchronize()
+        training.backend.step()
+    assert module.weight.item() == pytest.approx(1 - 4 * 2**-10, abs=2**-9)
+    assert module.weight.item() < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"overlap_param_gather": True},
+            "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce",
+        ),
+        ({"bucket_size": 0}, "bucket_size is a number of elements from 1 on, not 0"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MegatronOptions(**options)
