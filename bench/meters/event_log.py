@@ -6,6 +6,7 @@ It times nothing. :mod:`bench.simulator.simulate` turns what it wrote down into 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -248,7 +249,7 @@ class EventLog(Meter):
             a, b = args[recipe.product], args[recipe.product + 1]
             *_, m, k = a.shape
             n = b.shape[-1]
-            batch = a.shape[0] if a.ndim == 3 else 1
+            batch = prod(a.shape[:-2])
             flops, shape, category = 2 * batch * m * n * k, (batch, m, n, k), MATRIX_PRODUCT
             made = result if isinstance(result, Tensor) else args[0]  # added to in place
             strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(made)

@@ -33,6 +33,7 @@ from spbench.impls.collectives import (
 from spbench.impls.kernels.projection import (
     bias_gradient,
     input_gradient,
+    library_of,
     multiply,
     project,
     weight_gradient,
@@ -257,7 +258,9 @@ class MegatronSP(GridChunks, TensorParallel):
         """x [B, L/N, H] -> [B, L, F/N], or so along the dim of a grid that is cut."""
         if self.size == 1:
             return project(x, weight, bias)
-        return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group, None)
+        # Megatron-LM's own layers gather into its global memory buffer
+        buffer = self.buffer if library_of(weight) == "megatron-local" else None
+        return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group, buffer)
 
     def leave(self, x: Tensor) -> Tensor:
         """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or so along the dim

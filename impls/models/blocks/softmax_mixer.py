@@ -74,7 +74,7 @@ class SoftmaxAttention:
             found.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
         if model.qk_norm:
             found.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
-        kind = "whole_causal_attention" if self.needs_all_positions else "causal_attention"
+        kind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         return [*found, Site(kind, 1, {"B": batch, "L": seq_len} | heads, again)]
 
@@ -100,7 +100,9 @@ class SoftmaxAttentionMixer(nn.Module):
     def forward(self, x: Tensor, places: Places) -> Tensor:
         q, k, v = self._projected(x)
         q, k = self._turned(q, k, places)
-        q, k, v = q.flatten(1, -3), k.contiguous(), v.contiguous()
+        q = q.flatten(1, -3)
+        if self.kind.kernel != "unfused":
+            q, k, v = (x.contiguous() for x in (q, k, v))
         if self.model.recompute == "selective":
             o = recomputed(self._attend, self.strategy.random, q, k, v)
         else:
@@ -121,14 +123,14 @@ class SoftmaxAttentionMixer(nn.Module):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = None if self.kind.kernel != "unfused" else "fused" if self.model.fused else "plain"
         local = self.model.library == "megatron-local"
-        return self.strategy.whole_causal_attention(
+        return self.strategy.whole_attention(
             q, k, v, dropout=self.kind.dropout, scores=scores, into=self.strategy.buffer if local else None
         )
 
     def _turned(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         base, size = self.kind.rotary_base, self.model.head_size
         if base is None:
-            return q.contiguous(), k
+            return q, k
         if self.model.fused:
             angles = places.angles(size, base)
             return fused_rotary(q, angles), fused_rotary(k, angles)
