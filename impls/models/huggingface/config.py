@@ -5,7 +5,7 @@ A family is a class derived from :class:`Config` in a module of this package. Ev
 - a field of the class, from which the model's options follow;
 - one of ``fixed``, whose other values would change the architecture in a way that the model does not have;
 - one of :data:`IGNORED` or of the class's ``ignored``, which change neither shapes nor costs;
-- null, which is as if it were left out.
+- null, which is as if it were left out, but for fields of the class that null is a value of.
 
 Anything else is refused by name, since a field that is silently passed over may be the one that matters.
 """
@@ -87,11 +87,13 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _what_counts(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        given = {field: value for field, value in content.items() if value is not None}
         counting = {}
-        for field, value in given.items():
+        for field, value in content.items():
             if field in cls.model_fields:
-                counting[field] = value
+                if value is not None or cls.model_fields[field].default is not None:
+                    counting[field] = value
+            elif value is None:
+                continue
             elif field in cls.fixed:
                 if value not in cls.fixed[field]:
                     known = " or ".join(map(_shown, cls.fixed[field]))

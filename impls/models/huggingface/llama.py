@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 from pydantic import PositiveFloat, PositiveInt
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.huggingface.config import not_covered
 from spbench.impls.models.huggingface.rotary import RotaryConfig
 
 
 class LlamaConfig(RotaryConfig):
-    """Pre-norm layers of grouped-query attention with RoPE and a gated MLP, with RMS norms."""
+    """Pre-norm layers of grouped-query attention with RoPE and a gated MLP; RMS norms, no biases."""
 
     name: ClassVar[str] = "llama"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -35,21 +34,19 @@ class LlamaConfig(RotaryConfig):
 
     def model(self) -> CausalTransformerModel:
         heads = self.num_attention_heads
-        if self.head_dim is not None and self.head_dim * heads != self.hidden_size:
-            raise not_covered("head_dim", self.head_dim, "heads times it must be hidden_size")
-        if self.partial_rotary_factor != 1:
-            raise not_covered("partial_rotary_factor", self.partial_rotary_factor, "RoPE turns whole heads")
         kv_heads = self.num_key_value_heads
         return CausalTransformerModel(
             layers=self.num_hidden_layers,
             hidden=self.hidden_size,
             heads=heads,
             kv_heads=None if kv_heads == heads else kv_heads,
+            head_dim=None if self.head_dim == self.hidden_size / heads else self.head_dim,
             inner=self.intermediate_size,
             vocabulary=self.vocab_size,
             tied=self.tie_word_embeddings,
             norm_epsilon=self.rms_norm_eps,
             rotary_base=self.rope_theta,
+            rotary_share=self.partial_rotary_factor,
             **self.attention_options(),
         )
 

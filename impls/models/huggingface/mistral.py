@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import PositiveInt, field_validator
+from pydantic import PositiveInt
 
+from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.huggingface.config import not_covered
 from spbench.impls.models.huggingface.llama import LlamaConfig
 
 
 class MistralConfig(LlamaConfig):
-    """As Llama's, with eight heads of keys and values where it does not say how many."""
+    """As Llama's; a file that does not say so has 8 heads of keys and values, and a window."""
 
     name: ClassVar[str] = "mistral"
 
     num_key_value_heads: PositiveInt | None = 8
-    sliding_window: PositiveInt | None = None
+    sliding_window: PositiveInt | None = 4096
 
-    @field_validator("sliding_window")
-    @classmethod
-    def _none(cls, window: int | None) -> int | None:
-        if window is not None:
+    def model(self) -> CausalTransformerModel:
+        if window := self.sliding_window:
             why = f"attention here is over all positions, the same up to {window} of them; set it to null"
             raise not_covered("sliding_window", window, why)
-        return window
+        return super().model()

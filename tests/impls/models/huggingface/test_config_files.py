@@ -20,7 +20,12 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "mistral-7b-v0.2": 7_241_732_096,
+    "qwen2-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-0.6b": 596_049_920,
+    "gpt2": 124_439_808,
+    "gpt-neox-20b": 20_554_567_680,
+    "bert-base-uncased": 110_106_428,
 }
 
 
@@ -56,7 +61,7 @@ def test_there_is_a_published_model_of_each_family() -> None:
         ("llama3-8b", {"rope_scaling": {"type": "longrope"}}, 'field rope_scaling.rope_type = "longrope"'),
         ("llama3-8b", {"attention_dropout": 0.1}, "field attention_dropout = 0.1 is not covered"),
         ("llama3-8b", {"hidden_size": "4096"}, 'field hidden_size = "4096": it must be a valid integer'),
-        ("llama3-8b", {"hidden_size": None}, "field hidden_size is missing"),
+        ("llama3-8b", {"hidden_size": None}, "field hidden_size = null: it must be a valid integer"),
         ("llama3-8b", {"num_key_value_heads": 5}, "kv_heads 5 does not divide heads 32"),
         ("llama3-8b", {"model_type": "mixtral"}, 'field model_type = "mixtral" is not covered: the families'),
         ("llama3-8b", {"model_type": None}, "field model_type = null is not covered: the families"),
