@@ -40,8 +40,8 @@ class Device(StrictModel):
             what it leaves is counted; null: they reach what matrix products do.
         attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
             null counts as none.
-        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it, since
-            it takes multiprocessors and memory bandwidth; null counts as none.
+        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
+            since it takes multiprocessors and memory bandwidth; null counts as none.
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
