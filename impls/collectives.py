@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spbench.impls.kernels.reused_buffer import ReusedBuffer
 from spbench.impls.keyed_steps import Key, keyed_steps
 
 # renamed in torch 2.13
@@ -285,10 +286,14 @@ def all_gather_flat(part: Tensor, group: dist.ProcessGroup, into: Tensor | None 
     return whole
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work]:
-    """Start to gather x [...] of all ranks; returns [N, ...], which is there after the other's ``wait()``."""
+def start_all_gather(
+    x: Tensor, group: dist.ProcessGroup | None, buffer: ReusedBuffer | None = None
+) -> tuple[Tensor, dist.Work]:
+    """Start to gather x [...] of all ranks; returns [N, ...], which is there after the other's ``wait()``, in
+    memory that ``buffer`` lends, or that is made."""
     assert group is not None, "one rank has nothing to gather"
-    whole = x.new_empty(group.size(), *x.shape)
+    shape = (group.size(), *x.shape)
+    whole = x.new_empty(shape) if buffer is None else buffer.take(shape, x)
     return whole, _gather_into(whole.flatten(), x.flatten(), group=group, async_op=True)
 
 

@@ -6,6 +6,7 @@ It times nothing. :mod:`bench.simulator.simulate` turns what it wrote down into 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -33,7 +34,17 @@ _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float
 _OTHER = len(PRECISION_NAMES) - 1
 
 #: matrix products -> position of their first operand; the second follows it
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmm_": 1, "baddbmm_": 1}
+_PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "baddbmm": 1,
+    "addmm_": 1,
+    "baddbmm_": 1,
+    "te_mm": 0,
+    "te_accumulate_mm_": 1,
+    "accumulate_mm_": 1,
+}
 #: operators that move no data, beside views: they make room, or pass a tensor on
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
@@ -238,9 +249,11 @@ class EventLog(Meter):
             a, b = args[recipe.product], args[recipe.product + 1]
             *_, m, k = a.shape
             n = b.shape[-1]
-            batch = a.shape[0] if a.ndim == 3 else 1
+            batch = prod(a.shape[:-2])
             flops, shape, category = 2 * batch * m * n * k, (batch, m, n, k), MATRIX_PRODUCT
-            strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(result)
+            made = result if isinstance(result, Tensor) else args[0]  # added to in place
+            strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(made)
+            precision = _PRECISION.get(a.dtype, _OTHER)
         elif recipe.formula is not None:
             flops = recipe.formula(*args, **(kwargs or {}), out_val=result)
         self.builder.rows.append(

@@ -24,6 +24,7 @@ from spbench.impls.collectives import (
     all_reduce_async,
     reduce_scatter_in_place,
 )
+from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
 
 
 class GradientBucket:
@@ -175,9 +176,10 @@ class MainGradients:
         self.sent: Counter[GradientBuffer] = Counter()
         # weakly, for Python does not see as garbage what a hook of a tensor holds, process groups among it
         arrived = WeakMethod(self._arrived)
+        placeholders = Placeholders()
         for p, view in self.views.items():
             if fused and p.ndim > 1:
-                p.main_grad = view  # type: ignore[attr-defined]
+                fuse_accumulation(p, view, placeholders)
                 p.zero_out_wgrad = p in added_anyway  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(lambda p: _called(arrived, p))
         self.zero()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.collectives import all_reduce
+from spbench.impls.collectives import all_gather_flat, all_reduce
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -51,3 +51,71 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.Pro
     else:
         logits = logits.clone()
     return _VocabParallelCrossEntropy.apply(logits, labels, group)
+
+
+@torch.library.custom_op("spbench::cross_entropy_gradient_", mutates_args={"logits"})
+def _gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -> Tensor:
+    """Loss [B, L] from the ``statistics`` [N, 3, B, L] of all parts of the vocabulary (largest logit, sum of
+    exponentials, the label's logit or 0); makes of the logits [B, L, V/N], in place, its gradient with regard
+    to them."""
+    top = statistics[:, 0].amax(0)
+    total = (statistics[:, 1] * (statistics[:, 0] - top).exp()).sum(0)
+    loss = total.log() + top - statistics[:, 2].sum(0)
+    softmax = (logits.to(statistics.dtype) - top.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
+    hit, local = _hit(labels, first, logits.shape[-1])
+    softmax.scatter_add_(-1, local.unsqueeze(-1), hit.to(softmax.dtype).neg_().unsqueeze(-1))
+    logits.copy_(softmax)
+    return loss
+
+
+@_gradient_.register_fake
+def _(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -> Tensor:
+    return statistics.new_empty(labels.shape)
+
+
+@torch.library.custom_op("spbench::cross_entropy_statistics", mutates_args=())
+def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    """[3, B, L] of one part of the vocabulary, in at least float32; see :func:`_gradient_`."""
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = precise.amax(-1)
+    total = (precise - top.unsqueeze(-1)).exp_().sum(-1)
+    hit, local = _hit(labels, first, logits.shape[-1])
+    return torch.stack((top, total, precise.gather(-1, local.unsqueeze(-1)).squeeze(-1) * hit))
+
+
+@_statistics.register_fake
+def _(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    return logits.new_empty(3, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _hit(labels: Tensor, first: int, part: int) -> tuple[Tensor, Tensor]:
+    """Which labels lie in the part of the vocabulary from ``first`` on, and their rows of it (0 for
+    others)."""
+    hit = (labels >= first) & (labels < first + part)
+    return hit, (labels - first) * hit
+
+
+class _CrossEntropyInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        first = 0 if group is None else group.rank() * logits.shape[-1]
+        own = _statistics(logits, labels, first)
+        # one message, where Megatron-LM's own cross entropy sends three
+        parts = own if group is None else all_gather_flat(own.flatten(), group)
+        loss: Tensor = _gradient_(logits, parts.view(-1, *own.shape), labels, first)
+        ctx.save_for_backward(logits)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (d_logits,) = ctx.saved_tensors
+        return d_logits.mul_(gradient.unsqueeze(-1)), None, None
+
+
+def cross_entropy_in_place(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Per-token loss [B, L] in at least float32 from this rank's part of the logits [B, L, V/N] and whole
+    labels [B, L], as TransformerEngine's parallel_cross_entropy: forward makes the gradient in the memory and
+    the precision of the logits, which must be read by nothing else; no copy of them is made. Backward can run
+    once only."""
+    loss: Tensor = _CrossEntropyInPlace.apply(logits, labels, group)
+    return loss

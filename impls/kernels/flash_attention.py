@@ -260,3 +260,26 @@ def _backward_flops(
     d_o: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any
 ) -> int:
     return backward_flops(q, k, v, rest[-1])
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        o, lse = flash_attention(q, k, v, q.shape[-1] ** -0.5, causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.causal = causal
+        result: Tensor = o
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, *others = ctx.saved_tensors
+        scale = q.shape[-1] ** -0.5
+        return (*flash_attention_backward(d_o, q, *others, scale, ctx.causal), None)
+
+
+def whole_flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Softmax attention to all keys at once, scores scaled by A**-0.5: o [B, Z, M, A], in memory [B, M, Z,
+    A], so that [B, M, H] of it is a view; keeps q, k, v, o and lse."""
+    result: Tensor = _FlashAttention.apply(q, k, v, causal)
+    return result

@@ -11,21 +11,24 @@ from torch import Tensor
 MASKED_SCORE = -10000.0
 
 
-def _plain(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _plain(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
     scores = scores * scale
     if mask is not None:
         scores = scores.masked_fill(mask, MASKED_SCORE)
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(later, -torch.inf)
     return torch.softmax(scores, -1)
 
 
 @torch.library.custom_op("spbench::masked_softmax", mutates_args=())
-def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    return _plain(working, mask, scale).to(scores.dtype)
+    return _plain(working, mask, scale, causal).to(scores.dtype)
 
 
 @_masked_softmax.register_fake
-def _(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     return scores.new_empty(scores.shape)  # contiguous, whatever the scores are
 
 
@@ -43,19 +46,19 @@ def _(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
 
 class _MaskedSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        probabilities = _masked_softmax(scores, mask, scale)
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+        probabilities = _masked_softmax(scores, mask, scale, causal)
         ctx.save_for_backward(probabilities)
         ctx.scale = scale
         return probabilities
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         # the gradient that arrives is this function's alone (a matrix product or a dropout made it),
         # so the result overwrites it, as the CUDA kernel does
         gradient = gradient.contiguous()
         _masked_softmax_backward_(gradient, ctx.saved_tensors[0], ctx.scale)
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
@@ -93,7 +96,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, way: str) 
     """
     batch, heads, queries, keys = scores.shape
     if way == "fused" or (way == "megatron" and megatron_fuses(batch * heads, queries, keys)):
-        return _MaskedSoftmax.apply(scores, mask, scale)
+        return _MaskedSoftmax.apply(scores, mask, scale, False)
     working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
     if way == "plain":
         return _plain(working, mask, scale).to(scores.dtype)
@@ -101,3 +104,15 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, way: str) 
     if mask is not None:
         working = working.masked_fill_(mask, MASKED_SCORE)
     return _SoftmaxKeepingInput.apply(working).to(scores.dtype)
+
+
+def softmax_of_scores(scores: Tensor, mask: Tensor | None, *, fused: bool) -> Tensor:
+    """softmax over the last dim of scaled scores [B, Z, L, L] under a mask (True: not attended), or, without
+    one, the causal mask, under which query i sees keys j <= i. Fused (Megatron-LM's scaled_masked_softmax and
+    scaled_upper_triang_masked_softmax) only the result is kept; else torch's own operators keep more."""
+    causal = mask is None
+    if fused:
+        result: Tensor = _MaskedSoftmax.apply(scores, mask, 1.0, causal)
+        return result
+    working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+    return _plain(working, mask, 1.0, causal).to(scores.dtype)

@@ -66,13 +66,17 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         "fused_bias_gelu": False,
         "fused_cross_entropy": False,
         "checkpointing": False,
+        "library": "torch",
     }
 
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
         always: list[Mapping[str, Any]] = [{"checkpointing": True}, plain]
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
-        return always if self.linformer else [*always, {"mask_shape": "square"}, {"heads": 3}]
+        if self.linformer:
+            return always
+        pre_norm = {"pre_norm": True, "library": "transformer-engine"}
+        return [*always, {"mask_shape": "square"}, {"heads": 3}, pre_norm]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return Bert(self, strategy, seq_len, stage)
@@ -109,7 +113,10 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         found = [Site("linear_in", 2 * layers, inner, again), Site("linear_out", 2 * layers, inner, again)]
         if self.linformer is None:
             mask = {"mask_rows": seq_len if self.mask_shape == "square" else 1}
-            found.append(Site("attention", layers, heads | mask, again))
+            if self.library == "torch":
+                found.append(Site("attention", layers, heads | mask, again))
+            else:
+                found.append(Site("whole_attention", layers, heads, again))
         else:
             found.append(Site("project_sequence", 2 * layers, heads | {"K": self.linformer}, again))
         found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=True)
@@ -128,6 +135,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         vocabulary = (rows * h if stage.first or stage.last else 0) + (rows if stage.last else 0)
         if stage.last:
             elements += (h * h + h + 2 * h) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
+            elements += 2 * h if self.pre_norm else 0
         return {
             "elements": elements + vocabulary,
             "split": split + vocabulary,
@@ -210,6 +218,7 @@ class Bert(nn.Module):
             self.embeddings = nn.ModuleDict({"words": _words(model, strategy)})
         self.blocks = nn.ModuleDict({str(i): EncoderBlock(model, strategy, seq_len) for i in layers})
         if stage.last:
+            self.norm: nn.Module = LayerNorm(model.hidden) if model.pre_norm else nn.Identity()
             self.head = MaskedLanguageHead(model, strategy)
             self.pooler = Linear(model.hidden, model.hidden)
             self.order = Linear(model.hidden, 2)
@@ -237,6 +246,7 @@ class Bert(nn.Module):
         return {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
 
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        x = self.norm(x)
         token_loss = self.head(x, inputs["labels"], self.tied)
         first, share = self.strategy.first_token(x)
         order = self.order(torch.tanh(self.pooler(first))).to(token_loss.dtype)

@@ -1,15 +1,28 @@
 """A causal transformer with softmax attention, as Llama (arXiv 2302.13971): RoPE, RMS norms, SwiGLU.
 
 With ``kv_heads`` it has the grouped queries of Llama 3 (arXiv 2407.21783), with ``qk_norm`` too those of
-Qwen3 (arXiv 2505.09388).
+Qwen3 (arXiv 2505.09388); with layer norms, biases, learned positions and dropout it is GPT-3
+(:mod:`impls.models.gpt`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
-from spbench.impls.models.blocks.mixers import SoftmaxAttention
+from spbench.impls.models.blocks.softmax_mixer import KERNELS, SoftmaxAttention
+from spbench.impls.options import check_choices
+
+#: of an MLP: its activation, and whether a second projection gates it
+MLPS = {
+    "swiglu": ("silu", True),
+    "geglu": ("gelu", True),
+    "gelu": ("tanh_gelu", False),
+    "erf_gelu": ("gelu", False),
+    "relu": ("relu", False),
+}
 
 
 @dataclass(frozen=True)
@@ -17,13 +30,79 @@ class CausalTransformerModel(DecoderModel):
     """The options of a causal transformer with softmax attention in every layer.
 
     Attributes:
+        norm: "rms", or "layer" (with a bias).
+        mlp: a key of MLPS; "gelu" is the tanh approximation.
+        biases: of all projections but the head; with a gated MLP there are none.
+        qkv_bias: of the projection to queries, keys and values alone (Qwen2, arXiv 2407.10671).
+        position: "rotary", "learned" or "none".
+        max_positions: rows of the table of learned positions.
         rotary_base: of RoPE's angles.
+        dropout: of the embedding, and of what is added to the hidden states.
+        attention_dropout: of attention's probabilities.
+        attention: its kernel, one of :data:`KERNELS`.
+        loader_mask: hold a boolean mask [B, 1, L, L] while forward runs, as Megatron-LM's data loader makes
+            one (unless --no-create-attention-mask-in-dataloader), though no kernel of a causal model reads
+            it.
     """
 
+    norm: str = "rms"  # type: ignore[misc]  # options here, constants of other decoders
+    mlp: str = "swiglu"
+    biases: bool = False  # type: ignore[misc]
+    qkv_bias: bool = False
+    position: str = "rotary"
+    max_positions: int = 2048
     rotary_base: float = 10_000.0
+    dropout: float = 0.0  # type: ignore[misc]
+    attention_dropout: float = 0.0
+    attention: str = "flash"
+    loader_mask: bool = False  # type: ignore[misc]
+
+    plain_options: ClassVar[Mapping[str, Any]] = {
+        **DecoderModel.plain_options,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention": "flash",
+    }
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self,
+            {
+                "norm": ("rms", "layer"),
+                "mlp": MLPS,
+                "position": ("rotary", "learned", "none"),
+                "attention": KERNELS,
+            },
+        )
+        if self.biases and self.gated_mlp:
+            raise ValueError(
+                f"biases need an MLP without a gate, not {self.mlp}; qkv_bias is for attention alone"
+            )
+        super().__post_init__()
+
+    @property
+    def gated_mlp(self) -> bool:  # type: ignore[override]
+        return MLPS[self.mlp][1]
+
+    @property
+    def activation(self) -> str:  # type: ignore[override]
+        return MLPS[self.mlp][0]
+
+    @property
+    def learned_positions(self) -> int | None:  # type: ignore[override]
+        return self.max_positions if self.position == "learned" else None
 
     def mixing(self, layer: int) -> SoftmaxAttention:
-        return SoftmaxAttention(self.rotary_base)
+        base = self.rotary_base if self.position == "rotary" else None
+        bias = self.biases or self.qkv_bias
+        return SoftmaxAttention(base, bias, self.attention_dropout, self.attention)
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        return [
+            *super().variants(),
+            {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"},
+            {"library": "megatron-local", "attention": "unfused", "recompute": "full", "recompute_layers": 2},
+        ]
 
 
 PRESETS = {
@@ -36,6 +115,27 @@ PRESETS = {
         heads=32,
         kv_heads=8,
         inner=14336,
+        vocabulary=128256,
+        rotary_base=500_000.0,
+        norm_epsilon=1e-5,
+    ),
+    # the same, table 3
+    "llama3-70b": CausalTransformerModel(
+        layers=80,
+        hidden=8192,
+        heads=64,
+        kv_heads=8,
+        inner=28672,
+        vocabulary=128256,
+        rotary_base=500_000.0,
+        norm_epsilon=1e-5,
+    ),
+    "llama3-405b": CausalTransformerModel(
+        layers=126,
+        hidden=16384,
+        heads=128,
+        kv_heads=8,
+        inner=53248,
         vocabulary=128256,
         rotary_base=500_000.0,
         norm_epsilon=1e-5,

@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from spbench.impls.kernels.dropout_attention import dropout_flash_attention
+from spbench.impls.kernels.flash_attention import whole_flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
-from spbench.impls.kernels.softmax import masked_softmax
+from spbench.impls.kernels.matrix_products import strided_product
+from spbench.impls.kernels.reused_buffer import ReusedBuffer
+from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 
@@ -73,8 +76,41 @@ class AttentionHooks:
         part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
         Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
         """
-        grouped = k.shape[1] < q.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return whole_flash_attention(q, k, v, causal=True)
+
+    @left_within
+    def whole_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        scores: str | None = None,
+        into: ReusedBuffer | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Softmax attention where this rank has all positions of its heads, with dropout of probabilities, or
+        by
+        way of all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
+
+        Args:
+            scores: None: no tensor holds them (causal flash attention); "fused" or "plain": they are made,
+                with the softmax of :func:`softmax_of_scores`; k and v then have as many heads as q.
+            into: of scores, lends memory that Megatron-LM hands to the product of queries and keys, and
+                keeps.
+            mask: of scores, True where a key must not be attended [B, 1, 1 or L, L]; None: the causal mask.
+        """
+        axes = self.outermost.attention_axes
+        if scores is None:
+            return dropout_flash_attention(q, k, v, dropout, self.random.next_seed(axes))
+        if into is not None:
+            # without a factor for what is there, it is not read
+            into.take((*q.shape[:3], k.shape[2]), q)
+        products = strided_product(q, k.mT, q.shape[-1] ** -0.5)
+        probabilities = softmax_of_scores(products, mask, fused=scores == "fused")
+        del products
+        return strided_product(self.random.dropout(probabilities, dropout, axes), v)
 
     @left_within
     def linear_attention(

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.axes import ALONE, Place, union
-from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_parallel_cross_entropy
+from spbench.impls.kernels.projection import project
+from spbench.impls.kernels.reused_buffer import ReusedBuffer
 from spbench.impls.layout import (
     MEETINGS,
     SequenceDim,
@@ -106,6 +108,8 @@ class Strategy(AttentionHooks, ParameterHooks, PlanningHooks):
         self.size, self.rank = place.size(*self.axes), place.rank(*self.axes)
         self.group: dist.ProcessGroup | None = place.group(*self.axes)
         self.random = DropoutRandom(seed, place) if within is None else within.random
+        #: memory that layers of this rank lend each other, as Megatron-LM's global memory buffer
+        self.buffer: ReusedBuffer = ReusedBuffer() if within is None else within.buffer
         self._around: weakref.ref[Strategy] | None = None
         if within is not None:
             # no cycle, in which process groups would outlive what uses them until Python looks for garbage
@@ -187,12 +191,12 @@ class Strategy(AttentionHooks, ParameterHooks, PlanningHooks):
 
     @left_within
     def grouped_query_linear_in(
-        self, in_features: int, head_size: int, heads: int, kv_heads: int
+        self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False
     ) -> GroupedQueryLinear:
-        """The projection that opens grouped-query attention, without bias: [..., in_features] -> queries
-        [..., G, Z/G, A], keys and values [..., G, A], of all ``heads`` and ``kv_heads`` or of a part of them;
-        ``kv_heads`` divides ``heads``."""
-        return GroupedQueryLinear(in_features, head_size, heads, kv_heads)
+        """The projection that opens grouped-query attention: [..., in_features] -> queries [..., G, Z/G, A],
+        keys and values [..., G, A], of all ``heads`` and ``kv_heads`` or of a part of them; ``kv_heads``
+        divides ``heads``."""
+        return GroupedQueryLinear(in_features, head_size, heads, kv_heads, bias=bias)
 
     @left_within
     def shared_by_heads(self, weight: Tensor) -> Tensor:
@@ -240,7 +244,13 @@ class Strategy(AttentionHooks, ParameterHooks, PlanningHooks):
     @left_within
     def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Scores [B, L, V or a part of it] of x [B, L, H] against a :meth:`vocabulary_parameter` [V, H]."""
-        return F.linear(x, weight, bias)
+        return project(x, weight, bias)
+
+    @left_within
+    def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """As :meth:`cross_entropy`, in the memory of the logits, which nothing else may read; see
+        :func:`impls.kernels.cross_entropy.cross_entropy_in_place`."""
+        return cross_entropy_in_place(logits, labels, None)
 
     @left_within
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:

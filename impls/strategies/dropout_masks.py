@@ -42,11 +42,15 @@ class DropoutRandom:
             axes: of the mesh, over whose ranks x is spread, so that each has a mask of its own; without any
                 the mask is the same on all ranks.
         """
-        rank = self.place.rank(*axes) + 1 if axes else 0
-        generator = torch.Generator(device=x.device)
-        generator.manual_seed(zlib.crc32(repr((self.seed, self.step, self.number, rank)).encode()))
-        self.number += 1
+        generator = torch.Generator(device=x.device).manual_seed(self.next_seed(axes))
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+
+    def next_seed(self, axes: Sequence[str]) -> int:
+        """The seed of the next numbered dropout; ``axes`` as in :meth:`mask`."""
+        rank = self.place.rank(*axes) + 1 if axes else 0
+        seed = zlib.crc32(repr((self.seed, self.step, self.number, rank)).encode())
+        self.number += 1
+        return seed
 
     def dropout(self, x: Tensor, p: float, axes: Sequence[str]) -> Tensor:
         """Zero elements of x with probability p, scale the others by 1 / (1 - p); keeps a byte an element.

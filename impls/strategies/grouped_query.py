@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.collectives import copy_rows_to_group
+from spbench.impls.kernels.projection import project
 from spbench.impls.layout import Shard, mark_shard
 
 if TYPE_CHECKING:
@@ -26,16 +26,20 @@ if TYPE_CHECKING:
 class GroupedQueryLinear(nn.Module):
     """x [..., H] -> queries [..., G, Z/G, A], keys and values [..., G, A], as one matrix product.
 
-    There is no bias. The weight is [G, (Z/G + 2) A, H].
+    The weight is [G, (Z/G + 2) A, H], the bias, if there is one, [G, (Z/G + 2) A].
     """
 
-    def __init__(self, in_features: int, head_size: int, heads: int, kv_heads: int):
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False):
         super().__init__()
         self.head_size = head_size
-        self.weight = nn.Parameter(torch.empty(kv_heads, (heads // kv_heads + 2) * head_size, in_features))
+        rows = kv_heads, (heads // kv_heads + 2) * head_size
+        self.weight = nn.Parameter(torch.empty(*rows, in_features))
+        self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.separate(F.linear(x, self.weight.flatten(0, 1)))
+        return self.separate(project(x, self.weight, self.bias))
 
     def separate(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, from all of them side by side [..., (Z + 2 G) A]."""
@@ -46,22 +50,23 @@ class GroupedQueryLinear(nn.Module):
 
 @dataclass(frozen=True)
 class SharedGroupShard(Shard):
-    """Of a weight [G, (Z/G + 2) A, H] where ``parts`` ranks are ``replicas`` for each group: this rank's
-    share of the queries of one group, whose key and value (together ``shared`` rows) all replicas hold."""
+    """Of a weight [G, (Z/G + 2) A, H] or its bias where ``parts`` ranks are ``replicas`` for each group: this
+    rank's share of the queries of one group, whose key and value (together ``shared`` rows) all replicas
+    hold."""
 
     replicas: int = 1
     shared: int = 0
 
     def of(self, full: Tensor) -> Tensor:
-        """This rank's part of the full tensor, [1, (Z/N + 2) A, H] (a copy)."""
+        """This rank's part of the full tensor, [1, (Z/N + 2) A, H] or without H (a copy)."""
         group, place = divmod(self.index, self.replicas)
         rows = full[group]
         queries = rows[: -self.shared].chunk(self.replicas)[place]
         return torch.cat((queries, rows[-self.shared :])).unsqueeze(0)
 
     def full_shape(self, local: torch.Size) -> list[int]:
-        _, rows, columns = local
-        return [self.parts // self.replicas, (rows - self.shared) * self.replicas + self.shared, columns]
+        _, rows, *columns = local
+        return [self.parts // self.replicas, (rows - self.shared) * self.replicas + self.shared, *columns]
 
 
 class ColumnParallelGroupedQuery(GroupedQueryLinear):
@@ -72,16 +77,34 @@ class ColumnParallelGroupedQuery(GroupedQueryLinear):
     each holds its key and value, [..., 1, A], whose gradients they sum.
     """
 
-    def __init__(self, in_features: int, head_size: int, heads: int, kv_heads: int, tp: TensorParallel):
+    def __init__(
+        self,
+        in_features: int,
+        head_size: int,
+        heads: int,
+        kv_heads: int,
+        tp: TensorParallel,
+        *,
+        bias: bool = False,
+    ):
         (axis,), replicas = tp.axes, tp.replicas(kv_heads)
-        super().__init__(in_features, head_size, heads // tp.size, kv_heads * replicas // tp.size)
+        super().__init__(in_features, head_size, heads // tp.size, kv_heads * replicas // tp.size, bias=bias)
         self.tp, self.replica_group = tp, tp.place.subgroup(axis, replicas)
         whole = Shard(axis, 0, tp.rank, tp.size)
         shared = SharedGroupShard(axis, 0, tp.rank, tp.size, replicas, 2 * head_size)
-        mark_shard(self.weight, whole if replicas == 1 else shared)
+        for parameter in self.parameters():
+            mark_shard(parameter, whole if replicas == 1 else shared)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = self._summed(self.weight)
+        assert weight is not None
+        return self.separate(self.tp.enter(x, weight, self._summed(self.bias)))
+
+    def _summed(self, parameter: nn.Parameter | None) -> Tensor | None:
+        """The parameter, the gradient of whose key's and value's rows is summed over the ranks that hold
+        them."""
+        if parameter is None or self.replica_group is None:
+            return parameter
         # where there are replicas there is one group, so that the rows of its key and value are the last ones
         rows = slice(-2 * self.head_size, None)
-        weight = copy_rows_to_group(self.weight.flatten(0, 1), rows, self.replica_group)
-        return self.separate(self.tp.enter(x, weight, None))
+        return copy_rows_to_group(parameter.flatten(0, 1), rows, self.replica_group)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from spbench.impls.kernels.projection import project
 
 
 class Linear(nn.Module):
@@ -19,10 +20,10 @@ class Linear(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """x W^T alone."""
-        return F.linear(x, self.weight)
+        return project(x, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return project(x, self.weight, self.bias)
 
 
 class GroupedLinear(nn.Module):
@@ -36,8 +37,12 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.separate(F.linear(x, self.weight.flatten(0, 1)))
+        return self.together(x).unbind(-2)
 
-    def separate(self, y: Tensor) -> tuple[Tensor, ...]:
-        """The projections [..., out_features] of each group, from all of them side by side."""
-        return y.unflatten(-1, self.weight.shape[:2]).unbind(-2)
+    def together(self, x: Tensor) -> Tensor:
+        """All projections side by side [..., groups, out_features]."""
+        return self.project(x).unflatten(-1, self.weight.shape[:2])
+
+    def project(self, x: Tensor) -> Tensor:
+        """x times the weights of all groups."""
+        return project(x, self.weight)

@@ -7,20 +7,22 @@ one; backward does the reverse. An all-reduce is a reduce-scatter and an all-gat
 sent, but for one more all-gather in backward: a rank keeps only its own positions of a block's input, and
 gathers the others again for the gradient of the weight.
 
-The heads and features of a block are split; the vocabulary is not: embedding, head and loss act on this
-rank's positions, which makes as many logits as splitting them over the vocabulary, and no message. All
-weights that are not split see some of the positions only, so their gradients are summed over the ranks.
+The heads and features of a block are split; the vocabulary is not, unless an option says so: embedding, head
+and loss act on this rank's positions, which makes as many logits as splitting them over the vocabulary, and
+no message. All weights that are not split see some of the positions only, so their gradients are summed over
+the ranks. With a split vocabulary the ids and labels of all positions are gathered, 8 bytes each, which
+Megatron-LM's data loader gives to every rank whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from spbench.impls.collectives import (
     joined,
@@ -28,41 +30,105 @@ from spbench.impls.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from spbench.impls.kernels.projection import (
+    bias_gradient,
+    input_gradient,
+    library_of,
+    multiply,
+    project,
+    weight_gradient,
+)
+from spbench.impls.kernels.reused_buffer import ReusedBuffer
+from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy, union
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.linear import Linear
-from spbench.impls.strategies.sequence_chunks import GridChunks
-from spbench.impls.strategies.tensor_parallel import ColumnParallelLinear, TensorParallel
+from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, chunk_of
+from spbench.impls.strategies.tensor_parallel import (
+    ColumnParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
 from spbench.impls.traffic import Traffic
+
+_VOCABULARY_SITES = ("embedding", "vocabulary_logits", "cross_entropy", "cross_entropy_in_place")
 
 
 class GatheredProjection(torch.autograd.Function):
     """x [B, .., L/N, .., H] of all ranks, whose positions lie along ``dim``, weight [F/N, H], bias [F/N] or
-    None -> [B, .., L, .., F/N]."""
+    None -> [B, .., L, .., F/N]. ``buffer`` lends the memory of what is gathered; None: it is made and
+    freed."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group: dist.ProcessGroup
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dim: int,
+        group: dist.ProcessGroup,
+        buffer: ReusedBuffer | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.dim, ctx.group = dim, group
-        parts, arrival = start_all_gather(x, group)
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.dim, ctx.group, ctx.buffer = weight, bias, dim, group, buffer
+        parts, arrival = start_all_gather(x, group, buffer)
         arrival.wait()
-        return F.linear(joined(parts, dim), weight, bias)
+        return multiply(joined(parts, dim), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         # both messages travel while a matrix product runs, as in section 4.2.2
-        parts, arrival = start_all_gather(x, ctx.group)
-        whole_d_x = d_y @ weight
+        parts, arrival = start_all_gather(x, ctx.group, ctx.buffer)
+        whole_d_x = input_gradient(d_y, ctx.weight)
         arrival.wait()
         d_x, departure = start_reduce_scatter(whole_d_x, ctx.dim, ctx.group)
-        d_rows = d_y.flatten(0, -2)
-        d_weight = d_rows.mT @ joined(parts, ctx.dim).flatten(0, -2)
-        d_bias = d_rows.sum(0) if ctx.needs_input_grad[2] else None
+        d_weight = weight_gradient(d_y, joined(parts, ctx.dim), ctx.weight)
+        d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
         departure.wait()
-        return d_x, d_weight, d_bias, None, None
+        return d_x, d_weight, d_bias, None, None, None
+
+
+class _OwnPositions(torch.autograd.Function):
+    """x [B, L], the same on all ranks -> this rank's [B, L/N]; the gradients of all ranks' are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return chunk_of(x, 1, group.rank(), group.size()).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return whole_ids(gradient, ctx.group), None
+
+
+def whole_ids(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[B, L] from the [B, L/N] of all ranks."""
+    parts, arrival = start_all_gather(x, group)
+    arrival.wait()
+    return joined(parts, 1)
+
+
+@dataclass(frozen=True)
+class MegatronSPOptions(GridOptions):
+    """What may be chosen about :class:`MegatronSP`.
+
+    Attributes:
+        vocabulary: "whole": embedding, head and loss act on this rank's positions, each rank with all rows of
+            the vocabulary; "split", as Megatron-LM has it: on all positions, each rank with its rows.
+    """
+
+    vocabulary: str = "whole"
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"vocabulary": ("whole", "split")})
+
+
+class SequenceVocabEmbedding(VocabParallelEmbedding):
+    """Token ids [B, L/N] -> [B, L/N, H], from the rows [V/N, H] that each rank has."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return reduce_scatter(self.own_rows(whole_ids(tokens, self.group)), 1, self.group)
 
 
 class _OfWholeText(ColumnParallelLinear):
@@ -78,10 +144,16 @@ class MegatronSP(GridChunks, TensorParallel):
 
     name = "megatron_sp"
     axes = ("tp",)
+    options_type = MegatronSPOptions
+    options: MegatronSPOptions
     summary = "tensor parallelism, and sequence chunks between its blocks (Megatron-LM)"
     source = "arXiv 2205.05198, section 4.2.2"
     meets = TensorParallel.meets
-    split_dims = {"Z": "attention heads", "F": "features"}
+
+    @property
+    def split_dims(self) -> Mapping[str, str]:  # type: ignore[override]
+        dims = {"Z": "attention heads", "F": "features"}
+        return dims | ({"V": "vocabulary rows"} if self.options.vocabulary == "split" else {})
 
     # inside a block all positions are there, as the strategy within leaves them; so is a weight with a column
     # a position, whose gradient is then a sum over the heads of all ranks, as is that of what heads share
@@ -90,15 +162,47 @@ class MegatronSP(GridChunks, TensorParallel):
     sequence_parameter = Strategy.sequence_parameter
     project_sequence = Strategy.project_sequence
     shared_by_heads = Strategy.shared_by_heads
-    # the vocabulary is whole, and what goes to another stage is a part already
-    embedding = Strategy.embedding
-    vocabulary_parameter = Strategy.vocabulary_parameter
-    vocabulary_parts = Strategy.vocabulary_parts
-    vocabulary_logits = Strategy.vocabulary_logits
-    cross_entropy = Strategy.cross_entropy
+    # what goes to another stage is a part already
     wire_axes = Strategy.wire_axes
     to_wire = Strategy.to_wire
     from_wire = Strategy.from_wire
+
+    @property
+    def _splits_vocabulary(self) -> bool:
+        return self.options.vocabulary == "split" and self.size > 1
+
+    @property
+    def vocabulary_parts(self) -> int:
+        # below this class comes TensorParallel, whose ranks split the vocabulary
+        parts = super().vocabulary_parts
+        return parts if self.options.vocabulary == "split" else parts // self.size
+
+    def embedding(self, vocabulary: int, hidden: int) -> nn.Module:
+        if self._splits_vocabulary:
+            return SequenceVocabEmbedding(vocabulary, hidden, self)
+        return Strategy.embedding(self, vocabulary, hidden)
+
+    def vocabulary_parameter(self, *shape: int) -> nn.Parameter:
+        of = TensorParallel if self._splits_vocabulary else Strategy
+        return of.vocabulary_parameter(self, *shape)
+
+    def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self._splits_vocabulary:
+            # Megatron-LM's own column-parallel layer, which gathers into its global memory buffer
+            return GatheredProjection.apply(x, weight, bias, 1, self.group, self.buffer)
+        return Strategy.vocabulary_logits(self, x, weight, bias)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+        if not self._splits_vocabulary:
+            return Strategy.cross_entropy(self, logits, labels, fused=fused)
+        loss = TensorParallel.cross_entropy(self, logits, whole_ids(labels, self.group), fused=fused)
+        return _OwnPositions.apply(loss, self.group)
+
+    def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if not self._splits_vocabulary:
+            return Strategy.cross_entropy_in_place(self, logits, labels)
+        loss = TensorParallel.cross_entropy_in_place(self, logits, whole_ids(labels, self.group))
+        return _OwnPositions.apply(loss, self.group)
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         TensorParallel.check_sizes(self, sites)
@@ -120,12 +224,32 @@ class MegatronSP(GridChunks, TensorParallel):
                 yield Traffic("backward", "gradient of a block's output", "all_gather", count, hidden)
             elif site.kind == "grouped_query_linear_in":
                 yield from self.replica_traffic(site, element_bytes)
+            elif self.options.vocabulary == "split" and site.kind in _VOCABULARY_SITES:
+                yield from self._vocabulary_traffic(site, element_bytes)
             elif site.kind == "overflow_flag":
                 yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
 
+    def _vocabulary_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
+        d, count = site.dims, site.count
+        tokens, hidden = d["B"] * d["L"], d["B"] * d["L"] * d.get("H", 0) * element_bytes
+        if site.kind == "embedding":
+            yield Traffic("forward", "token ids", "all_gather", count, tokens * 8)
+            yield Traffic("forward", "embedded tokens", "reduce_scatter", count, hidden)
+            yield Traffic("backward", "gradient of embedded tokens", "all_gather", count, hidden)
+        elif site.kind == "vocabulary_logits":
+            for phase in ("forward", "backward"):
+                yield Traffic(phase, "input of the head", "all_gather", count, hidden)
+            yield Traffic("backward", "gradient of the head's input", "reduce_scatter", count, hidden)
+        else:
+            yield Traffic("forward", "labels", "all_gather", count, tokens * 8)
+            precise = tokens * max(4, element_bytes)
+            yield Traffic("backward", "gradient of tokens' losses", "all_gather", count, precise)
+            yield from TensorParallel.communication(self, [site], element_bytes)
+
     def split_over(self, kind: str) -> tuple[str, ...]:
         others = Strategy.split_over(self, kind)
-        return union(self.axes, others) if kind in ("features", "key_value") else others
+        kinds = {"features", "key_value"} | ({"vocabulary"} if self.options.vocabulary == "split" else set())
+        return union(self.axes, others) if kind in kinds else others
 
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         return _OfWholeText(in_features, out_features, self)
@@ -133,8 +257,10 @@ class MegatronSP(GridChunks, TensorParallel):
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [B, L/N, H] -> [B, L, F/N], or so along the dim of a grid that is cut."""
         if self.size == 1:
-            return F.linear(x, weight, bias)
-        return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group)
+            return project(x, weight, bias)
+        # Megatron-LM's own layers gather into its global memory buffer
+        buffer = self.buffer if library_of(weight) == "megatron-local" else None
+        return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group, buffer)
 
     def leave(self, x: Tensor) -> Tensor:
         """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or so along the dim

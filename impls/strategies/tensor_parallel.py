@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_gather_flat, copy_to_group, reduce_from_group
-from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
+from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_parallel_cross_entropy
+from spbench.impls.kernels.projection import project
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
@@ -53,8 +54,8 @@ class ColumnParallelGroupedLinear(GroupedLinear):
         tp.mark(self.weight, dim=1)
         self.tp = tp
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.separate(self.tp.enter(x, self.weight.flatten(0, 1), None))
+    def project(self, x: Tensor) -> Tensor:
+        return self.tp.enter(x, self.weight, None)
 
 
 class RowParallelLinear(Linear):
@@ -81,11 +82,14 @@ class VocabParallelEmbedding(nn.Module):
         self.group = tp.group
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return reduce_from_group(self.own_rows(tokens), self.group)
+
+    def own_rows(self, tokens: Tensor) -> Tensor:
+        """This rank's part of the sum: zero where a token is another rank's."""
         rows = self.weight.shape[0]
         elsewhere = (tokens < self.first) | (tokens >= self.first + rows)
         local = (tokens - self.first).masked_fill_(elsewhere, 0)
-        embedded = F.embedding(local, self.weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
-        return reduce_from_group(embedded, self.group)
+        return F.embedding(local, self.weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 class TensorParallel(Strategy):
@@ -141,6 +145,9 @@ class TensorParallel(Strategy):
         payload, replicas = 2 * d["A"] * d["H"] * element_bytes, self.replicas(d["G"])
         purpose = "gradient of replicated keys' and values' weights"
         yield Traffic("backward", purpose, "all_reduce", site.count, payload, run=replicas)
+        if d.get("bias"):
+            payload //= d["H"]
+            yield Traffic("backward", "and of their biases", "all_reduce", site.count, payload, run=replicas)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):
@@ -162,6 +169,9 @@ class TensorParallel(Strategy):
                 yield Traffic(
                     "backward", "f: gradient of Linformer's projection", "all_reduce", count, weight
                 )
+            elif site.kind == "cross_entropy_in_place":
+                parts = 3 * d["B"] * d["L"] * max(4, element_bytes) * self.size
+                yield Traffic("forward", "cross entropy", "all_gather", count, parts)
             elif site.kind == "cross_entropy":
                 # largest logit, label's logit, sum of exponentials, in at least float32
                 tokens = d["B"] * d["L"] * max(4, element_bytes)
@@ -209,7 +219,7 @@ class TensorParallel(Strategy):
 
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """f, and the column-parallel projection that opens a block: x [B, L, H] -> [B, L, F/N]."""
-        return F.linear(copy_to_group(x, self.group), weight, bias)
+        return project(copy_to_group(x, self.group), weight, bias)
 
     def leave(self, x: Tensor) -> Tensor:
         """g: the output [B, L, H] of a block, from this rank's part of the sum."""
@@ -225,9 +235,9 @@ class TensorParallel(Strategy):
         return ColumnParallelGroupedLinear(in_features, out_features, groups, self)
 
     def grouped_query_linear_in(
-        self, in_features: int, head_size: int, heads: int, kv_heads: int
+        self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False
     ) -> GroupedQueryLinear:
-        return ColumnParallelGroupedQuery(in_features, head_size, heads, kv_heads, self)
+        return ColumnParallelGroupedQuery(in_features, head_size, heads, kv_heads, self, bias=bias)
 
     def shared_by_heads(self, weight: Tensor) -> Tensor:
         # this rank's heads make only their part of its gradient
@@ -266,3 +276,6 @@ class TensorParallel(Strategy):
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
         # split over the vocabulary there is only the fused way
         return vocab_parallel_cross_entropy(logits, labels, self.group)
+
+    def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy_in_place(logits, labels, self.group)

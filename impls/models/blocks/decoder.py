@@ -1,7 +1,8 @@
-"""Pre-norm causal language models without biases, as single-device code.
+"""Pre-norm causal language models, as single-device code.
 
 A layer is x + mixer(norm(x)), then x + mlp(norm(x)); after the last one comes a norm and the head. What
-mixes the tokens of each layer is chosen by a subclass, from :mod:`impls.models.blocks.mixers`.
+mixes the tokens of each layer is chosen by a subclass, from :mod:`impls.models.blocks.mixers` and
+:mod:`impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
 V vocabulary.
@@ -11,24 +12,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.kernels.rms_norm import RMSNorm
-from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention, Places, SoftmaxAttention
+from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer, make_norm
+from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention, Places
 from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
-from spbench.impls.strategies.base import Site, Strategy
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": F.silu, "gelu": F.gelu}
-
+from spbench.impls.strategies.base import Site, Strategy, Unsupported
 
 #: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. A norm makes something of size
 #: one of what is almost zero by chance, as a query's product with a key of 4 features can be; without so
@@ -59,10 +57,20 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     #: of the MLP: whether the activated projection is multiplied by a second one (a gated linear unit)
     gated_mlp: ClassVar[bool] = True
-    #: of the MLP: a key of ACTIVATIONS
+    #: of the MLP: a key of :data:`ACTIVATIONS`
     activation: ClassVar[str] = "silu"
     #: whether norms have a weight
     weighted_norms: ClassVar[bool] = True
+    #: "rms" or "layer", which has a bias too
+    norm: ClassVar[str] = "rms"
+    #: whether projections have biases
+    biases: ClassVar[bool] = False
+    #: of what a mixer or an MLP adds to the hidden states, and of the embedding
+    dropout: ClassVar[float] = 0.0
+    #: rows of a table of learned positions; None: there is none
+    learned_positions: ClassVar[int | None] = None
+    #: whether a mask of all queries and keys is there while forward runs, though no kernel reads it
+    loader_mask: ClassVar[bool] = False
 
     sequence_dims: ClassVar[Mapping[str, int | None]] = {
         "tokens": 1,
@@ -75,6 +83,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "rms_norm": "plain",
         "cross_entropy": "plain",
         "checkpointing": False,
+        "library": "torch",
+        "recompute": "none",
     }
 
     @abstractmethod
@@ -88,7 +98,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")
 
     def variants(self) -> list[Mapping[str, Any]]:
-        plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
+        plain = {k: v for k, v in self.plain_options.items() if k not in ("checkpointing", "recompute")}
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
@@ -116,18 +126,21 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
-        hidden, again = {"B": batch, "L": seq_len, "H": self.hidden}, self.checkpointing
-        found = [
-            Site(kind, len(layers), hidden | {"F": width}, again)
-            for width in (self.hidden, self.inner)
-            for kind in ("linear_in", "linear_out")
-        ]
-        mixers = [site for i in layers for site in self.mixing(i).sites(self, batch, seq_len)]
-        alike: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
-        for site in mixers:
-            alike[site.kind, tuple(site.dims.items())] += site.count
-        found += [Site(kind, count, dict(dims), again) for (kind, dims), count in alike.items()]
+        hidden = {"B": batch, "L": seq_len, "H": self.hidden}
+        alike: Counter[tuple[str, tuple[tuple[str, int], ...], bool]] = Counter()
+        for run, again in self.recomputed_runs(layers):
+            for width in (self.hidden, self.inner):
+                for kind in ("linear_in", "linear_out"):
+                    alike[kind, tuple((hidden | {"F": width}).items()), again] += len(run)
+            for layer in run:
+                for site in self.mixing(layer).sites(self, batch, seq_len, again):
+                    alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
+        found = [Site(kind, n, dict(dims), again) for (kind, dims, again), n in alike.items() if n]
         found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
+        if self.cross_entropy == "in_place":
+            found = [
+                replace(s, kind="cross_entropy_in_place") if s.kind == "cross_entropy" else s for s in found
+            ]
         found.append(Site("parameters", 1, self.parameters(rows, stage)))
         return found
 
@@ -139,11 +152,18 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         mixers: Counter[str] = Counter()
         for i in layers:
             mixers.update(self.mixing(i).parameters(self))
-        norms = h * (2 * len(layers) + stage.last) if self.weighted_norms else 0
+        of_norm = h * (2 if self.norm == "layer" else 1) if self.weighted_norms else 0
+        whole = of_norm * (2 * len(layers) + stage.last)
+        of_mlp = (self.mlp_projections + 1) * h * self.inner
+        if self.biases:
+            whole += 2 * h * len(layers)  # of the projections that close a mixer and an MLP
+            of_mlp += self.inner
+        if stage.first:
+            whole += (self.learned_positions or 0) * h
         tables = stage.first or stage.last if self.tied else stage.first + stage.last
         vocabulary = tables * rows * h
-        split = mixers["split"] + len(layers) * (self.mlp_projections + 1) * h * self.inner + vocabulary
-        counts = {"elements": split + mixers["whole"] + norms, "split": split, "vocabulary": vocabulary}
+        split = mixers["split"] + len(layers) * of_mlp + vocabulary
+        counts = {"elements": split + mixers["whole"] + whole, "split": split, "vocabulary": vocabulary}
         if self.kv_heads is not None and mixers["key_value"]:
             counts |= {"key_value": mixers["key_value"], "kv_heads": self.kv_heads}
         return counts
@@ -161,72 +181,19 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         # of the first layer the attention, of the last the block: they may differ
         return {
             "attention": ModelPart(
-                lambda s, n: LoneDecoderLayer(self.mixing(0).build(self, s), s, n),
+                lambda s, n: LoneDecoderLayer(self.mixing(0).build(self, s), self, s, n),
                 hidden_inputs,
                 {"x": 1},
                 {"y": 1},
             ),
             "block": ModelPart(
-                lambda s, n: LoneDecoderLayer(DecoderBlock(self, s, self.layers - 1), s, n),
+                lambda s, n: LoneDecoderLayer(DecoderBlock(self, s, self.layers - 1), self, s, n),
                 hidden_inputs,
                 {"x": 1},
                 {"y": 1},
             ),
             "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
-
-
-class DecoderMlp(nn.Module):
-    """x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x) without a gate."""
-
-    def __init__(self, model: DecoderModel, strategy: Strategy):
-        super().__init__()
-        self.activation = ACTIVATIONS[model.activation]
-        self.project = strategy.grouped_linear_in(model.hidden, model.inner, model.mlp_projections)
-        self.out = strategy.linear_out(model.inner, model.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, *factors = self.project(x)
-        x = self.activation(x)
-        return self.out.project(x * factors[0] if factors else x)
-
-
-class DecoderBlock(nn.Module):
-    """x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
-
-    def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
-        super().__init__()
-        self.checkpointing, self.random = model.checkpointing, strategy.random
-        self.mixer_norm = _norm(model)
-        self.mixer = model.mixing(layer).build(model, strategy)
-        self.mlp_norm = _norm(model)
-        self.mlp = DecoderMlp(model, strategy)
-
-    def forward(self, x: Tensor, places: Places) -> Tensor:
-        if self.checkpointing:
-            return recomputed(self._block, self.random, x, places)
-        return self._block(x, places)
-
-    def _block(self, x: Tensor, places: Places) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), places)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-def _norm(model: DecoderModel) -> nn.Module:
-    weighted, epsilon, way = model.weighted_norms, model.norm_epsilon, model.rms_norm
-    return RMSNorm(model.hidden, weighted=weighted, eps=epsilon, way=way)
-
-
-class LoneDecoderLayer(nn.Module):
-    """A mixer or a block with inputs of its own, for verification."""
-
-    def __init__(self, layer: nn.Module, strategy: Strategy, seq_len: int):
-        super().__init__()
-        self.layer, self.strategy, self.seq_len = layer, strategy, seq_len
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        x = inputs["x"]
-        return {"y": self.layer(x, Places(self.strategy, self.seq_len, x))}
 
 
 class Decoder(nn.Module):
@@ -244,13 +211,15 @@ class Decoder(nn.Module):
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
         if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)
-        self.blocks = nn.ModuleDict(
-            {str(i): DecoderBlock(model, strategy, i) for i in stage.layers(model.layers)}
-        )
+        self.positions = _learned_positions(model, seq_len) if stage.first else None
+        layers = stage.layers(model.layers)
+        self.blocks = nn.ModuleDict({str(i): DecoderBlock(model, strategy, i) for i in layers})
+        self.runs = [([str(i) for i in run], again) for run, again in model.recomputed_runs(layers)]
         if stage.last:
-            self.norm = _norm(model)
+            self.norm = make_norm(model)
             if not model.tied:
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
+        self._places: Places | None = None
 
     @property
     def tied(self) -> Tensor | None:
@@ -266,17 +235,64 @@ class Decoder(nn.Module):
         return batch, length, self.model.hidden
 
     def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.embedding(inputs["tokens"]) if hidden is None else hidden
+        # held until forward has ended, as what a data loader has made
+        mask = _loader_mask(inputs["tokens"], self.seq_len) if self.model.loader_mask else None
+        x = self._embedded(inputs["tokens"]) if hidden is None else hidden
         del hidden
-        places = Places(self.strategy, self.seq_len, x)
-        for block in self.blocks.values():
-            x = block(x, places)
-        return {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
+        places = self._places_like(x)
+        for names, again in self.runs:
+            if again:
+                x = recomputed(self._run, self.strategy.random, x, places, names)
+            else:
+                x = self._run(x, places, names)
+        found = {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
+        del mask
+        return found
+
+    def _places_like(self, x: Tensor) -> Places:
+        """Made for each forward; libraries make them once."""
+        if not self.model.fused:
+            return Places(self.strategy, self.seq_len, x)
+        if self._places is None:
+            self._places = Places(self.strategy, self.seq_len, x)
+        return self._places
+
+    def _run(self, x: Tensor, places: Places, names: Sequence[str]) -> Tensor:
+        for name in names:
+            x = self.blocks[name](x, places)
+        return x
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            whole = torch.arange(self.seq_len, device=tokens.device)
+            x = x + self.positions(self.strategy.shard(whole, 0))
+        return self.strategy.random.dropout(x, self.model.dropout, self.strategy.position_axes)
 
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight = self.head if (tied := self.tied) is None else tied
-        logits = self.strategy.vocabulary_logits(self.norm(x), weight, None)
-        fused = self.model.cross_entropy == "fused"
-        token_loss = self.strategy.cross_entropy(logits, inputs["labels"], fused=fused)
+        logits, labels = self.strategy.vocabulary_logits(self.norm(x), weight, None), inputs["labels"]
+        if self.model.cross_entropy == "in_place":
+            token_loss = self.strategy.cross_entropy_in_place(logits, labels)
+        else:
+            fused = self.model.cross_entropy == "fused"
+            token_loss = self.strategy.cross_entropy(logits, labels, fused=fused)
         loss = (token_loss * inputs["loss_weights"]).sum()
         return {"loss": loss, "language_loss": loss, "token_loss": token_loss}
+
+
+def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:
+    if model.learned_positions is None:
+        return None
+    if seq_len > model.learned_positions:
+        raise Unsupported(
+            f"the model has {model.learned_positions} learned positions, not the {seq_len} of the sequence",
+            "set max_positions",
+        )
+    return nn.Embedding(model.learned_positions, model.hidden)
+
+
+def _loader_mask(tokens: Tensor, seq_len: int) -> Tensor:
+    """True where a key must not be attended [B, 1, L, L], of whole sequences."""
+    shape = len(tokens), 1, seq_len, seq_len
+    return torch.ones(shape, dtype=torch.bool, device=tokens.device).triu_(1)

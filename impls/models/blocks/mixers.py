@@ -1,4 +1,4 @@
-"""What mixes the tokens in a layer of a causal language model: linear attention or softmax attention.
+"""The options of a decoder's layers, and linear attention as what mixes the tokens in one.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (this
 rank's features of it between projections), Z heads (this rank's), A head size, D size of queries and keys.
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
@@ -31,7 +32,10 @@ _WAYS = {
     "attention_norm": ("hidden", "head"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
     "rms_norm": ("fused", "plain"),
-    "cross_entropy": ("plain", "fused"),
+    "cross_entropy": ("plain", "fused", "in_place"),
+    "library": LIBRARIES,
+    "recompute": ("none", "selective", "full"),
+    "recompute_method": ("uniform", "block"),
 }
 
 
@@ -51,8 +55,16 @@ class DecoderOptions(AttentionHeads):
         norm_epsilon: added to the mean square in every norm.
         rms_norm: "fused" or "plain"; see :func:`rms_norm`.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
-            works in place.
-        checkpointing: recompute each block in backward.
+            makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "in_place"
+            makes none, as TransformerEngine's (--cross-entropy-fusion-impl te).
+        library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
+            and which workspaces exist. Other than torch's, they fuse SwiGLU and RoPE.
+        recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
+            softmax attention, between its projections (arXiv 2205.05198, section 5).
+        recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
+            "block": the first ``recompute_layers`` of each pipeline stage, one by one.
+        recompute_layers: see ``recompute_method``.
+        checkpointing: as ``recompute: full``.
     """
 
     layers: int = 16
@@ -66,13 +78,42 @@ class DecoderOptions(AttentionHeads):
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
     cross_entropy: str = "plain"
+    library: str = "torch"
+    recompute: str = "none"
+    recompute_method: str = "uniform"
+    recompute_layers: int = 1
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, _WAYS)
+        if self.checkpointing and self.recompute != "none":
+            raise ValueError(
+                f"checkpointing is recompute: full; with recompute {self.recompute} leave it out"
+            )
+        if self.recompute_layers < 1:
+            raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether whole layers are recomputed."""
+        return self.checkpointing or self.recompute == "full"
+
+    def recomputed_runs(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
+        """The layers of a stage in the runs in which they are recomputed or not."""
+        if not self.recomputes_layers:
+            return [(layers, False)]
+        n = self.recompute_layers
+        if self.recompute_method == "uniform":
+            return [(layers[i : i + n], True) for i in range(0, len(layers), n)]
+        return [*(([layer], True) for layer in layers[:n]), (layers[n:], False)]
+
+    @property
+    def fused(self) -> bool:
+        """Whether the library fuses what stands between products."""
+        return self.library != "torch"
 
     @property
     def grouped(self) -> bool:
@@ -93,6 +134,7 @@ class Places:
         self.strategy, self.seq_len = strategy, seq_len
         self.dtype, self.device = like.dtype, like.device
         self._rotary: tuple[Tensor, Tensor] | None = None
+        self._angles: Tensor | None = None
 
     @cached_property
     def positions(self) -> Tensor:
@@ -113,11 +155,14 @@ class Places:
             self._rotary = self.turned(base ** (-powers / head_size))
         return self._rotary
 
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE (arXiv 2104.09864): the pairs (i, i + A/2) of x [B, Z, L, A] turned by cos, sin [L, A/2]."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    def angles(self, head_size: int, base: float) -> Tensor:
+        """RoPE's angles [L, A], each twice, in at least float32 as libraries hold them; made once."""
+        if self._angles is None:
+            powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.device)
+            theta = (base ** (-powers / head_size)).to(self.positions.dtype)
+            angle = theta * self.positions.unsqueeze(-1)
+            self._angles = torch.cat((angle, angle), -1)
+        return self._angles
 
 
 @dataclass(frozen=True)
@@ -145,48 +190,18 @@ class LinearAttention:
         return 4 if self.gated else 3
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        """As :meth:`SoftmaxAttention.parameters`."""
+        """As those of :class:`SoftmaxAttention`."""
         angles = model.hidden if self.lrpe else 0
         return {"split": (self.projections + 1) * model.hidden**2 + angles}
 
-    def sites(self, model: DecoderOptions, batch: int, seq_len: int) -> list[Site]:
+    def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
+        """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
         width = (2 if self.lrpe else 1) * model.head_size
-        found = [Site("linear_attention", 1, dims | {"D": width}, model.checkpointing)]
+        found = [Site("linear_attention", 1, dims | {"D": width}, again)]
         if model.attention_norm == "hidden":
-            found.append(Site("feature_norm", 1, dims, model.checkpointing))
+            found.append(Site("feature_norm", 1, dims, again))
         return found
-
-
-@dataclass(frozen=True)
-class SoftmaxAttention:
-    """A layer of causal softmax attention with RoPE of this base."""
-
-    rotary_base: float = 10_000.0
-
-    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
-        return SoftmaxAttentionMixer(self, model, strategy)
-
-    def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        """Counts of the layer's parameters: those that can be ``split`` over features, of these the
-        ``key_value`` ones that grouped heads share, and the ``whole`` ones that every rank holds."""
-        of_queries = 2 * model.hidden**2
-        key_value = 2 * (model.kv_heads or model.heads) * model.head_size * model.hidden
-        return {
-            "split": of_queries + key_value,
-            "key_value": key_value if model.grouped else 0,
-            "whole": 2 * model.head_size if model.qk_norm else 0,
-        }
-
-    def sites(self, model: DecoderOptions, batch: int, seq_len: int) -> list[Site]:
-        heads, again = {"Z": model.heads, "A": model.head_size}, model.checkpointing
-        found = []
-        if model.kv_heads is not None and model.grouped:
-            heads["G"] = model.kv_heads
-            found.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden}, again))
-        if model.qk_norm:
-            found.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
-        return [*found, Site("causal_attention", 1, {"B": batch, "L": seq_len} | heads, again)]
 
 
 class LinearAttentionMixer(nn.Module):
@@ -235,48 +250,6 @@ class LinearAttentionMixer(nn.Module):
         if self.model.attention_norm == "hidden":
             return rms_norm(o.flatten(2), None, epsilon, way=way)
         return rms_norm(o, None, epsilon, way=way).flatten(2)
-
-
-class SoftmaxAttentionMixer(nn.Module):
-    """x [B, L, H] -> [B, L, H]."""
-
-    def __init__(self, kind: SoftmaxAttention, model: DecoderOptions, strategy: Strategy):
-        super().__init__()
-        self.kind, self.model, self.strategy = kind, model, strategy
-        hidden, kv_heads = model.hidden, model.kv_heads
-        self.project: nn.Module
-        if kv_heads is not None and model.grouped:
-            self.project = strategy.grouped_query_linear_in(hidden, model.head_size, model.heads, kv_heads)
-        else:
-            self.project = strategy.grouped_linear_in(hidden, hidden, 3)
-        if model.qk_norm:
-            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
-        self.out = strategy.linear_out(hidden, hidden)
-
-    def forward(self, x: Tensor, places: Places) -> Tensor:
-        q, k, v = self._projected(x)
-        turn = places.rotary(self.model.head_size, self.kind.rotary_base)
-        o = self.strategy.causal_attention(
-            rotated(q, *turn).flatten(1, -3), rotated(k, *turn), v.contiguous()
-        )
-        del q, k, v
-        return self.out.project(o.transpose(1, 2).flatten(2))
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A]."""
-        if self.model.grouped:
-            q, k, v = self.project(x)
-        else:
-            q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
-        if self.model.qk_norm:
-            q, k = self._normalised(q, self.q_norm), self._normalised(k, self.k_norm)
-        q, k, v = (y.movedim(1, -2) for y in (q, k, v))
-        return q, k, v
-
-    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[..., A] -> [..., A]."""
-        weight = self.strategy.shared_by_heads(weight)
-        return rms_norm(x, weight, self.model.norm_epsilon, way=self.model.rms_norm)
 
 
 def _heads(x: Tensor, model: DecoderOptions) -> Tensor:

@@ -1,0 +1,107 @@
+"""Causal flash attention with dropout of its probabilities, whose mask no tensor holds.
+
+FlashAttention (arXiv 2205.14135, appendix B.4) draws the mask from a counter and draws it again in backward,
+so that nothing but the output and the logarithm of the softmax's denominator is kept. Here a seed stands for
+the counter. Shapes: q [B, Z, L, A], k, v [B, G, L, A], G divides Z; lse [B, Z, L] in float32 for half
+precisions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
+from spbench.impls.kernels.linear_attention import state_dtype
+
+
+def _mask(scores: Tensor, p: float, seed: int) -> Tensor:
+    """What probabilities are multiplied with: 0, or 1 / (1 - p)."""
+    generator = torch.Generator(device=scores.device).manual_seed(seed)
+    return torch.empty_like(scores).bernoulli_(1 - p, generator=generator).div_(1 - p)
+
+
+def _whole_heads(q: Tensor, *kv: Tensor) -> list[Tensor]:
+    """Each head of keys and values for every head of queries that it serves, in the precision of sums."""
+    repeats = q.shape[1] // kv[0].shape[1]
+    return [x.to(state_dtype(q.dtype)).repeat_interleave(repeats, 1) for x in kv]
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """Scaled scores [B, Z, L, L], -inf for later keys."""
+    scores = (q.to(keys.dtype) @ keys.mT) * q.shape[-1] ** -0.5
+    return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf)
+
+
+@torch.library.custom_op("spbench::dropout_flash_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]:
+    keys, values = _whole_heads(q, k, v)
+    scores = _scores(q, keys)
+    lse = scores.logsumexp(-1)
+    o = ((scores - lse.unsqueeze(-1)).exp_() * _mask(scores, p, seed)) @ values
+    return o.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]:
+    batch, heads, length, size = q.shape
+    o = q.new_empty(batch, length, heads, size).transpose(1, 2)
+    return o, q.new_empty(batch, heads, length, dtype=state_dtype(q.dtype))
+
+
+@torch.library.custom_op("spbench::dropout_flash_attention_backward", mutates_args=())
+def _backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, p: float, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = _whole_heads(q, k, v)
+    d_out, queries = d_o.to(lse.dtype), q.to(lse.dtype)
+    probabilities = (_scores(q, keys) - lse.unsqueeze(-1)).exp_()
+    mask = _mask(probabilities, p, seed)
+    d_v = (probabilities * mask).mT @ d_out
+    share = (d_out * o.to(lse.dtype)).sum(-1, keepdim=True)
+    d_scores = ((d_out @ values.mT) * mask - share) * probabilities * q.shape[-1] ** -0.5
+    d_q, d_k = d_scores @ keys, d_scores.mT @ queries
+    groups = k.shape[1]
+    d_k, d_v = (x.unflatten(1, (groups, -1)).sum(2).to(k.dtype) for x in (d_k, d_v))
+    return d_q.to(q.dtype).contiguous(), d_k.contiguous(), d_v.contiguous()
+
+
+@_backward.register_fake
+def _(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, p: float, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
+    return d_q, d_k, d_v
+
+
+@register_flop_formula(torch.ops.spbench.dropout_flash_attention)
+def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return forward_flops(q, k, v, True)
+
+
+@register_flop_formula(torch.ops.spbench.dropout_flash_attention_backward)
+def _backward_flops(d_o: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return backward_flops(q, k, v, True)
+
+
+class _DropoutFlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> Tensor:
+        o, lse = _forward(q, k, v, p, seed)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.p, ctx.seed = p, seed
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_backward(d_o, *ctx.saved_tensors, ctx.p, ctx.seed), None, None)
+
+
+def dropout_flash_attention(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> Tensor:
+    """Causal softmax attention, scores scaled by A**-0.5, probabilities dropped with probability p by the
+    mask
+    of that seed: o [B, Z, L, A], in memory [B, L, Z, A]; keeps q, k, v, o and a float32 a query."""
+    return _DropoutFlashAttention.apply(q, k, v, p, seed)

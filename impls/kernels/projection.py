@@ -1,0 +1,128 @@
+"""A projection x W^T + b whose library is chosen, and which can add its weight's gradient to a buffer.
+
+A weight with an attribute ``main_grad`` (float32, its shape; Megatron-LM's name) gets its gradient there, by
+the product that makes it. Autograd is given a tensor without values in place of the gradient, one for each
+shape, which stays, as TransformerEngine does it (get_dummy_wgrad of
+transformer_engine/pytorch/module/base.py, 2.x); ``grad_added_to_main_grad`` of the weight is then true, until
+a hook that has seen it makes it false.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spbench.impls.kernels.matrix_products import accumulate_mm_, te_accumulate_mm_, te_mm
+
+TRANSFORMER_ENGINE = "transformer-engine"
+#: whose layers a model is made of, which decides what is kept for backward and which workspaces exist
+LIBRARIES = ("torch", "megatron-local", TRANSFORMER_ENGINE)
+
+
+class Placeholders:
+    """Gradients without values, one of each shape and dtype, kept by what owns the weights."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def like(self, weight: Tensor) -> Tensor:
+        """A tensor of the weight's shape and dtype, in memory that all such share."""
+        key = weight.shape, weight.dtype
+        if key not in self._made:
+            self._made[key] = torch.empty_like(weight)
+        return self._made[key].detach()
+
+
+def mark_library(module: nn.Module, library: str) -> None:
+    """Record on the weights of a module which of LIBRARIES multiplies with them."""
+    for parameter in module.parameters():
+        parameter.spbench_library = library  # type: ignore[attr-defined]
+
+
+def fuse_accumulation(weight: nn.Parameter, main_grad: Tensor, placeholders: Placeholders) -> None:
+    """From now on the products that make the weight's gradient add it to ``main_grad``, of its shape."""
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    weight.spbench_placeholders = placeholders  # type: ignore[attr-defined]
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether torch multiplies with the weight and autograd accumulates its gradient."""
+    return getattr(weight, "main_grad", None) is None and not _by_transformer_engine(weight)
+
+
+def library_of(weight: Tensor) -> str:
+    """Which of LIBRARIES multiplies with a weight."""
+    library: str = getattr(weight, "spbench_library", "torch")
+    return library
+
+
+def _by_transformer_engine(weight: Tensor) -> bool:
+    return library_of(weight) == TRANSFORMER_ENGINE
+
+
+def matrix(weight: Tensor) -> Tensor:
+    """A weight [..., F, H] as [F of all, H], a view."""
+    return weight if weight.ndim == 2 else weight.flatten(0, -2)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., H] W^T + b -> [..., F], by the weight's library."""
+    if not _by_transformer_engine(weight):
+        return F.linear(x, matrix(weight), None if bias is None else bias.flatten())
+    y = te_mm(x, matrix(weight).mT)
+    return y if bias is None else y.add_(bias.flatten())
+
+
+def input_gradient(d_y: Tensor, weight: Tensor) -> Tensor:
+    """The gradient [..., H] of x, from that of y [..., F]."""
+    product = te_mm if _by_transformer_engine(weight) else torch.matmul
+    return product(d_y, matrix(weight))
+
+
+def weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the weight, of its shape and dtype; if it has a ``main_grad``, that is added to and a
+    placeholder is returned."""
+    d_rows, rows = (t.reshape(-1, t.shape[-1]) for t in (d_y, x))
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        product = te_mm if _by_transformer_engine(weight) else torch.mm
+        return product(d_rows.mT, rows).view(weight.shape)
+    accumulate = te_accumulate_mm_ if _by_transformer_engine(weight) else accumulate_mm_
+    accumulate(matrix(main), d_rows.mT, rows)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    placeholder: Tensor = weight.spbench_placeholders.like(weight)  # type: ignore[attr-defined]
+    return placeholder
+
+
+def bias_gradient(d_y: Tensor, bias: Tensor) -> Tensor:
+    """The gradient of the bias, of its shape."""
+    return d_y.reshape(-1, d_y.shape[-1]).sum(0).view(bias.shape)
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias  # as they are, with what is marked on them
+        return multiply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        d_x = input_gradient(d_y, ctx.weight) if ctx.needs_input_grad[0] else None
+        d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
+        return d_x, weight_gradient(d_y, x, ctx.weight), d_bias
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., H] W^T + b -> [..., F], for a weight [..., F, H] and a bias of as many elements as rows."""
+    if is_plain(weight):
+        return multiply(x, weight, bias)
+    result: Tensor = _Projection.apply(x, weight, bias)
+    return result

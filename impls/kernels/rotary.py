@@ -1,0 +1,43 @@
+"""RoPE (arXiv 2104.09864) as one operator, which keeps the angles alone (TransformerEngine's fused RoPE)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The pairs (i, i + A/2) of x [..., L, A] turned by cos, sin [L, A/2], by torch's own operators."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@torch.library.custom_op("spbench::rotary", mutates_args=())
+def _rotary(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
+    half = angles[..., : angles.shape[-1] // 2]
+    cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
+    return rotated(x, cos, -sin if inverse else sin).contiguous()
+
+
+@_rotary.register_fake
+def _(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
+    return x.new_empty(x.shape)  # contiguous, whatever x is
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(angles)
+        return _rotary(x, angles, False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _rotary(gradient, ctx.saved_tensors[0], True), None
+
+
+def fused_rotary(x: Tensor, angles: Tensor) -> Tensor:
+    """x [..., L, A] turned by the angles [L, A], the two halves of which are equal, in at least float32 as
+    libraries hold them -> a contiguous [..., L, A]."""
+    return _Rotary.apply(x, angles)

@@ -1,0 +1,132 @@
+"""The layers of a pre-norm decoder.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, F features
+of the MLP (this rank's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spbench.impls.kernels.bias_gelu import bias_gelu
+from spbench.impls.kernels.dropout import bias_dropout_add
+from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.kernels.projection import mark_library
+from spbench.impls.kernels.rms_norm import RMSNorm
+from spbench.impls.kernels.swiglu import swiglu
+from spbench.impls.models.blocks.mixers import Places
+from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from spbench.impls.models.blocks.decoder import DecoderModel
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh_gelu": _tanh_gelu,
+    "relu": F.relu,
+}
+
+
+class DecoderMlp(nn.Module):
+    """x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x + b_1) without a gate; the bias of
+    W_out is left to what adds the result to the hidden states."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy):
+        super().__init__()
+        self.activation, self.fused = model.activation, model.fused
+        self.project: nn.Module
+        if model.biases:
+            self.project = strategy.linear_in(model.hidden, model.inner)
+        else:
+            self.project = strategy.grouped_linear_in(model.hidden, model.inner, model.mlp_projections)
+        self.out = strategy.linear_out(model.inner, model.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out.project(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """[B, L, F]."""
+        activation = ACTIVATIONS[self.activation]
+        bias = getattr(self.project, "bias", None)
+        if bias is not None:
+            if self.fused and self.activation == "tanh_gelu":
+                return bias_gelu(self.project.project(x), bias, fused=True)  # type: ignore[operator]
+            return activation(self.project(x))
+        if self.fused and self.activation == "silu" and len(self.project.weight) == 2:  # type: ignore[arg-type]
+            return swiglu(self.project.together(x))  # type: ignore[operator]
+        x, *factors = self.project(x)
+        x = activation(x)
+        return x * factors[0] if factors else x
+
+
+class AddToHidden(nn.Module):
+    """hidden + dropout(x + bias), both [B, L, H], with the bias and the dropout that the model has."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, model: DecoderModel, strategy: Strategy):
+        super().__init__()
+        self.p, self.fused, self.random = model.dropout, model.fused, strategy.random
+        self.axes = strategy.position_axes
+        self.bias = nn.Parameter(torch.zeros(model.hidden)) if model.biases else None
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        if self.fused and self.p and self.bias is not None:
+            mask = self.random.mask(x, self.p, self.axes)
+            return bias_dropout_add(x, self.bias, hidden, mask, self.p)
+        x = x if self.bias is None else x + self.bias
+        return hidden + self.random.dropout(x, self.p, self.axes)
+
+
+class DecoderBlock(nn.Module):
+    """x [B, L, H] -> [B, L, H]."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
+        super().__init__()
+        self.mixer_norm = make_norm(model)
+        self.mixer = model.mixing(layer).build(model, strategy)
+        self.mixer_end = AddToHidden(model, strategy)
+        self.mlp_norm = make_norm(model)
+        self.mlp = DecoderMlp(model, strategy)
+        self.mlp_end = AddToHidden(model, strategy)
+        mark_library(self, model.library)
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        x = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
+        return self.mlp_end(self.mlp(self.mlp_norm(x)), x)
+
+
+def make_norm(model: DecoderModel) -> nn.Module:
+    """The norm of the model, of hidden states [..., H]."""
+    weighted, epsilon = model.weighted_norms, model.norm_epsilon
+    if model.norm == "layer":
+        return LayerNorm(model.hidden, epsilon, weighted=weighted)
+    return RMSNorm(model.hidden, weighted=weighted, eps=epsilon, way=model.rms_norm)
+
+
+class LoneDecoderLayer(nn.Module):
+    """A mixer or a block with inputs of its own, for verification; recomputed in backward if the model is."""
+
+    def __init__(self, layer: nn.Module, model: DecoderModel, strategy: Strategy, seq_len: int):
+        super().__init__()
+        self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        x = inputs["x"]
+        places = Places(self.strategy, self.seq_len, x)
+        if self.model.recomputes_layers:
+            return {"y": recomputed(self.layer, self.strategy.random, x, places)}
+        return {"y": self.layer(x, places)}

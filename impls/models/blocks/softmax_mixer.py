@@ -1,0 +1,154 @@
+"""Softmax attention as what mixes the tokens in a layer of a causal language model.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (this
+rank's features of it between projections), Z heads (this rank's), G heads of keys and values, A head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.kernels.rms_norm import rms_norm
+from spbench.impls.kernels.rotary import fused_rotary, rotated
+from spbench.impls.models.blocks.mixers import DecoderOptions, Places
+from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.options import check_choices
+from spbench.impls.strategies.base import Site, Strategy
+
+KERNELS = ("flash", "cudnn", "unfused")
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention:
+    """A layer of causal softmax attention.
+
+    Attributes:
+        rotary_base: of RoPE's angles; None: no RoPE.
+        bias: whether the projection to queries, keys and values has one.
+        dropout: of probabilities.
+        kernel: "flash", "cudnn" (flash attention too, which takes positions before the batch, so that
+            libraries that lay out hidden states so make no second copy of its output), or "unfused", which
+            makes all scores.
+    """
+
+    rotary_base: float | None = 10_000.0
+    bias: bool = False
+    dropout: float = 0.0
+    kernel: str = "flash"
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"kernel": KERNELS})
+
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        return SoftmaxAttentionMixer(self, model, strategy)
+
+    def by_groups(self, model: DecoderOptions) -> bool:
+        """Whether the projection's rows lie group by group of heads (:class:`GroupedQueryLinear`)."""
+        return self.bias or model.grouped
+
+    @property
+    def needs_all_positions(self) -> bool:
+        """Whether only a rank that has all positions can compute it."""
+        return self.dropout > 0 or self.kernel == "unfused"
+
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        """Counts of the layer's parameters: those that can be ``split`` over features, of these the
+        ``key_value`` ones that grouped heads share, and the ``whole`` ones that every rank holds."""
+        columns = model.hidden + (1 if self.bias else 0)
+        key_value = 2 * (model.kv_heads or model.heads) * model.head_size * columns
+        return {
+            "split": model.hidden * columns + model.hidden**2 + key_value,
+            "key_value": key_value if model.grouped else 0,
+            "whole": 2 * model.head_size if model.qk_norm else 0,
+        }
+
+    def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
+        """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
+        heads, found = {"Z": model.heads, "A": model.head_size}, []
+        if self.by_groups(model):
+            heads["G"] = model.kv_heads or model.heads
+            bias = {"bias": 1} if self.bias else {}
+            found.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
+        if model.qk_norm:
+            found.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
+        kind = "whole_attention" if self.needs_all_positions else "causal_attention"
+        again = again or model.recompute == "selective"
+        return [*found, Site(kind, 1, {"B": batch, "L": seq_len} | heads, again)]
+
+
+class SoftmaxAttentionMixer(nn.Module):
+    """x [B, L, H] -> [B, L, H], without the bias of the projection that closes it."""
+
+    def __init__(self, kind: SoftmaxAttention, model: DecoderOptions, strategy: Strategy):
+        super().__init__()
+        self.kind, self.model, self.strategy = kind, model, strategy
+        hidden, kv_heads = model.hidden, model.kv_heads or model.heads
+        self.project: nn.Module
+        if kind.by_groups(model):
+            self.project = strategy.grouped_query_linear_in(
+                hidden, model.head_size, model.heads, kv_heads, bias=kind.bias
+            )
+        else:
+            self.project = strategy.grouped_linear_in(hidden, hidden, 3)
+        if model.qk_norm:
+            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
+        self.out = strategy.linear_out(hidden, hidden)
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        q, k, v = self._projected(x)
+        q, k = self._turned(q, k, places)
+        q = q.flatten(1, -3)
+        if self.kind.kernel != "unfused":
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        if self.model.recompute == "selective":
+            o = recomputed(self._attend, self.strategy.random, q, k, v)
+        else:
+            o = self._attend(q, k, v)
+        del q, k, v
+        y = o.transpose(1, 2)
+        del o
+        if self.model.fused and self.kind.kernel == "flash" and len(y) > 1:
+            # the libraries' hidden states are [L, B, H]; of what this kernel returns, [B, L, H], they make a
+            # copy
+            y = y.clone(memory_format=torch.contiguous_format)
+        return self.out.project(y.flatten(2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.kind.needs_all_positions:
+            return self.strategy.causal_attention(q, k, v)
+        if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = None if self.kind.kernel != "unfused" else "fused" if self.model.fused else "plain"
+        local = self.model.library == "megatron-local"
+        return self.strategy.whole_attention(
+            q, k, v, dropout=self.kind.dropout, scores=scores, into=self.strategy.buffer if local else None
+        )
+
+    def _turned(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        base, size = self.kind.rotary_base, self.model.head_size
+        if base is None:
+            return q, k
+        if self.model.fused:
+            angles = places.angles(size, base)
+            return fused_rotary(q, angles), fused_rotary(k, angles)
+        turn = places.rotary(size, base)
+        return rotated(q, *turn), rotated(k, *turn)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A]."""
+        if self.kind.by_groups(self.model):
+            q, k, v = self.project(x)
+        else:
+            q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
+        if self.model.qk_norm:
+            q, k = self._normalised(q, self.q_norm), self._normalised(k, self.k_norm)
+        q, k, v = (y.movedim(1, -2) for y in (q, k, v))
+        return q, k, v
+
+    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[..., A] -> [..., A]."""
+        weight = self.strategy.shared_by_heads(weight)
+        return rms_norm(x, weight, self.model.norm_epsilon, way=self.model.rms_norm)
