@@ -18,7 +18,7 @@ SequenceDim = int | tuple[int, ...] | None
 MEETINGS = {
     "attention": "softmax attention under a mask",
     "causal_attention": "causal softmax attention",
-    "whole_causal_attention": "causal softmax attention with dropout, or by way of all scores",
+    "whole_attention": "softmax attention with dropout, or by way of all scores",
     "full_attention": "softmax attention of all to all on a grid",
     "linear_attention": "linear attention",
     "project_sequence": "Linformer's projection",

@@ -10,9 +10,10 @@ from spbench.bench.config.choices import strategy_axes
 from spbench.impls.axes import MESH_AXES, ranks_along
 
 #: what a column may be matched to; and, with a dot and a name, an option of SECTIONS. ``parallel`` is the
-#: ranks along the strategy's own axes, ``world`` all ranks
+#: ranks along the strategy's own axes, ``world`` all ranks, ``micro_batch`` the samples of one of a replica's
 FIELDS = (
-    *("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine", "parallel", "world"),
+    *("model", "strategy", "batch", "micro_batch", "seq_len", "precision", "cluster", "engine"),
+    *("parallel", "world"),
     *MESH_AXES,
 )
 SECTIONS = ("model_options", "strategy_options", "training")
@@ -30,6 +31,9 @@ def field_value(cell: Cell, field: str) -> Any:
         return ranks_along(strategy_axes(cell.strategy), cell.sizes.by_axis)
     if field == "world":
         return cell.sizes.world
+    if field == "micro_batch":
+        parts = cell.sizes.dp * cell.training.micro_batches
+        return None if cell.batch is None else cell.batch / parts
     if field in MESH_AXES:
         return cell.sizes.by_axis[field]
     section, _, option = field.partition(".")

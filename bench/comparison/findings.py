@@ -164,9 +164,10 @@ def role_errors(records: Sequence[Record]) -> list[RoleErrors]:
 
 def errors_by_role(records: Sequence[Record]) -> str:
     """Of each role, how many numbers there are, and the median and the worst absolute error."""
+    digits = _digits(records)
     parts = [
         f"{of.numbers} {of.role}"
-        + ("" if of.worst is None else f", median error {of.median:.1%}, worst {of.worst:.1%}")
+        + ("" if of.worst is None else f", median error {of.median:.{digits}%}, worst {of.worst:.{digits}%}")
         for of in role_errors(records)
     ]
     gaps = [r["reproduced"] for r in records if r["quantity"] == "largest_deviation" and r["reproduced"]]
@@ -218,8 +219,14 @@ def _seconds(text: str) -> str:
     return f"{seconds} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _percent(error: float | None) -> str | None:
-    return None if error is None else f"{error:+.1%}"
+def _percent(error: float | None, digits: int = 1) -> str | None:
+    return None if error is None else f"{error:+.{digits}%}"
+
+
+def _digits(records: Sequence[Record]) -> int:
+    """Digits of errors in percent after the point: repeated measurements of real machines tell smaller ones
+    apart than papers do."""
+    return 2 if any(label_of(record) for record in records if of_table(record)) else 1
 
 
 def _claim_line(record: Record) -> Line:
@@ -255,7 +262,7 @@ def _values(record: Record) -> Line:
     return {
         "published": number_or_status(record["published"], record["status_published"]),
         "ours": number_or_status(record["reproduced"], record["status_reproduced"]),
-        "relative error": _percent(record["relative_error"]),
+        "relative error": _percent(record["relative_error"], _digits([record])),
     }
 
 

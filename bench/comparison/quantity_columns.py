@@ -74,6 +74,7 @@ class QuantityColumn(BaseModel):
         rank: the rank whose number it is; "each": the column has a JSON object by rank, and each is compared.
         step: of the traced steps, counted from 1; with a rank, the last one unless given.
         named: the quantity's name in comparisons, ``as`` in the file; the column's unless given.
+        note: beside every number.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,6 +85,7 @@ class QuantityColumn(BaseModel):
     rank: NonNegativeInt | Literal["last", "each"] | None = None
     step: PositiveInt | Literal["first", "last"] | None = None
     named: str = Field("", alias="as")
+    note: str = ""
 
     @property
     def of_classes(self) -> bool:

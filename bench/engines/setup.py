@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
+from spbench.impls.chunks import rank_module
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
@@ -28,7 +30,7 @@ def set_up(
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
     """Build what a cell runs on this rank, and this rank's inputs, with values from the last two, on the
     mesh's device."""
-    model = model_preset(cell.model, cell.model_options)
+    model = model_preset(*cell.model_arguments)
     training: Training | Inference
     left_out: frozenset[str] = frozenset()
     if cell.training.step == "inference":
@@ -79,12 +81,12 @@ def build_module(
     cls: type[Strategy] | None = None,
 ) -> tuple[nn.Module, Strategy, Composition]:
     """The module alone, with the arguments of :func:`build_training`."""
-    model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
+    model, precision = model_preset(*cell.model_arguments), PRECISIONS[cell.precision]
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
-    around = Composition(place)
+    around = Composition(place, cell.training.virtual_stages)
     with default_dtype(precision.parameters), torch.device(mesh.device_type):
-        module = model.build(strategy, cell.shape[1], around.stage)
+        module = rank_module(partial(model.build, strategy, cell.shape[1]), around)
     if set_weights is not None:
         set_weights(module)
     return module, strategy, around

@@ -54,8 +54,14 @@ def is_plain(weight: Tensor) -> bool:
     return getattr(weight, "main_grad", None) is None and not _by_transformer_engine(weight)
 
 
+def library_of(weight: Tensor) -> str:
+    """Which of LIBRARIES multiplies with a weight."""
+    library: str = getattr(weight, "spbench_library", "torch")
+    return library
+
+
 def _by_transformer_engine(weight: Tensor) -> bool:
-    return getattr(weight, "spbench_library", "torch") == TRANSFORMER_ENGINE
+    return library_of(weight) == TRANSFORMER_ENGINE
 
 
 def matrix(weight: Tensor) -> Tensor:

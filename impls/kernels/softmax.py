@@ -106,12 +106,13 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, way: str) 
     return _SoftmaxKeepingInput.apply(working).to(scores.dtype)
 
 
-def causal_softmax(scores: Tensor, *, fused: bool) -> Tensor:
-    """softmax over the last dim of scores [..., L, L], of which query i sees keys j <= i. Fused
-    (Megatron-LM's scaled_upper_triang_masked_softmax) only the result is kept; else torch's own operators
-    keep more."""
+def softmax_of_scores(scores: Tensor, mask: Tensor | None, *, fused: bool) -> Tensor:
+    """softmax over the last dim of scaled scores [B, Z, L, L] under a mask (True: not attended), or, without
+    one, the causal mask, under which query i sees keys j <= i. Fused (Megatron-LM's scaled_masked_softmax and
+    scaled_upper_triang_masked_softmax) only the result is kept; else torch's own operators keep more."""
+    causal = mask is None
     if fused:
-        result: Tensor = _MaskedSoftmax.apply(scores, None, 1.0, True)
+        result: Tensor = _MaskedSoftmax.apply(scores, mask, 1.0, causal)
         return result
     working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    return _plain(working, None, 1.0, True).to(scores.dtype)
+    return _plain(working, mask, 1.0, causal).to(scores.dtype)

@@ -25,7 +25,7 @@ from spbench.impls.models.blocks.encoder import (
 )
 from spbench.impls.models.blocks.text import masked_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
-from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.linear import Linear
 
 
@@ -37,6 +37,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         vocabulary: rows of the word embedding before padding (30522: BERT's WordPiece vocabulary).
         vocabulary_multiple: the table is padded to a multiple of this times the strategy's parts of it
             (128: Megatron-LM's make-vocab-size-divisible-by).
+        max_positions: rows of the table of learned positions; None: as many as a sequence has.
         embedding_norm: normalise the sum of embeddings, as BERT does and Megatron-LM's BERT does not.
         fused_cross_entropy: use the kernel that keeps and allocates less.
     """
@@ -44,6 +45,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
     vocabulary: int = 30522
     vocabulary_multiple: int = 128
     token_types: int = 2
+    max_positions: int | None = None
     embedding_norm: bool = True
     fused_cross_entropy: bool = True
 
@@ -66,13 +68,17 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         "fused_bias_gelu": False,
         "fused_cross_entropy": False,
         "checkpointing": False,
+        "library": "torch",
     }
 
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
         always: list[Mapping[str, Any]] = [{"checkpointing": True}, plain]
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
-        return always if self.linformer else [*always, {"mask_shape": "square"}, {"heads": 3}]
+        if self.linformer:
+            return always
+        pre_norm = {"pre_norm": True, "library": "transformer-engine"}
+        return [*always, {"mask_shape": "square"}, {"heads": 3}, pre_norm]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return Bert(self, strategy, seq_len, stage)
@@ -109,7 +115,10 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         found = [Site("linear_in", 2 * layers, inner, again), Site("linear_out", 2 * layers, inner, again)]
         if self.linformer is None:
             mask = {"mask_rows": seq_len if self.mask_shape == "square" else 1}
-            found.append(Site("attention", layers, heads | mask, again))
+            if self.library == "torch":
+                found.append(Site("attention", layers, heads | mask, again))
+            else:
+                found.append(Site("whole_attention", layers, heads, again))
         else:
             found.append(Site("project_sequence", 2 * layers, heads | {"K": self.linformer}, again))
         found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=True)
@@ -124,10 +133,13 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         split = layers * (12 * h * h + 7 * h)  # matrices and the biases of those that open a block
         elements = split + layers * (2 * h + 4 * h)  # biases that close a block, two layer norms
         if stage.first:
-            elements += (seq_len + self.token_types) * h + (2 * h if self.embedding_norm else 0)
+            elements += ((self.max_positions or seq_len) + self.token_types) * h + (
+                2 * h if self.embedding_norm else 0
+            )
         vocabulary = (rows * h if stage.first or stage.last else 0) + (rows if stage.last else 0)
         if stage.last:
             elements += (h * h + h + 2 * h) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
+            elements += 2 * h if self.pre_norm else 0
         return {
             "elements": elements + vocabulary,
             "split": split + vocabulary,
@@ -161,7 +173,13 @@ class Embeddings(nn.Module):
         super().__init__()
         self.p, self.random, self.axes = model.dropout, strategy.random, strategy.position_axes
         self.words = _words(model, strategy)
-        self.positions = nn.Embedding(seq_len, model.hidden)
+        rows = model.max_positions or seq_len
+        if seq_len > rows:
+            raise Unsupported(
+                f"the model has {rows} learned positions, not the {seq_len} of the sequence",
+                "set max_positions",
+            )
+        self.positions = nn.Embedding(rows, model.hidden)
         self.types = nn.Embedding(model.token_types, model.hidden)
         self.norm: nn.Module = LayerNorm(model.hidden) if model.embedding_norm else nn.Identity()
 
@@ -210,6 +228,7 @@ class Bert(nn.Module):
             self.embeddings = nn.ModuleDict({"words": _words(model, strategy)})
         self.blocks = nn.ModuleDict({str(i): EncoderBlock(model, strategy, seq_len) for i in layers})
         if stage.last:
+            self.norm: nn.Module = LayerNorm(model.hidden) if model.pre_norm else nn.Identity()
             self.head = MaskedLanguageHead(model, strategy)
             self.pooler = Linear(model.hidden, model.hidden)
             self.order = Linear(model.hidden, 2)
@@ -237,6 +256,7 @@ class Bert(nn.Module):
         return {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
 
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        x = self.norm(x)
         token_loss = self.head(x, inputs["labels"], self.tied)
         first, share = self.strategy.first_token(x)
         order = self.order(torch.tanh(self.pooler(first))).to(token_loss.dtype)

@@ -14,8 +14,9 @@ from torch import Tensor
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import whole_flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
+from spbench.impls.kernels.matrix_products import strided_product
 from spbench.impls.kernels.reused_buffer import ReusedBuffer
-from spbench.impls.kernels.softmax import causal_softmax, masked_softmax
+from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 
@@ -78,46 +79,38 @@ class AttentionHooks:
         return whole_flash_attention(q, k, v, causal=True)
 
     @left_within
-    def whole_causal_attention(
+    def whole_attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *,
         dropout: float,
-        scores: str | None,
-        into: ReusedBuffer | None,
+        scores: str | None = None,
+        into: ReusedBuffer | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """As :meth:`causal_attention` where this rank has all positions, with dropout of probabilities, or by
-        way of all scores.
+        """Softmax attention where this rank has all positions of its heads, with dropout of probabilities, or
+        by
+        way of all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
 
         Args:
-            scores: None: no tensor holds them (flash attention); "fused" or "plain": they are made, with the
-                softmax of :func:`causal_softmax`; k and v then have as many heads as q.
-            into: lends the memory that Megatron-LM gives the product of queries and keys to add to, and
+            scores: None: no tensor holds them (causal flash attention); "fused" or "plain": they are made,
+                with the softmax of :func:`softmax_of_scores`; k and v then have as many heads as q.
+            into: of scores, lends memory that Megatron-LM hands to the product of queries and keys, and
                 keeps.
+            mask: of scores, True where a key must not be attended [B, 1, 1 or L, L]; None: the causal mask.
         """
         axes = self.outermost.attention_axes
         if scores is None:
-            seed = self.random.next_seed(axes)
-            return dropout_flash_attention(q, k, v, dropout, seed)
-        *heads, length, size = q.shape
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
-        products = (
-            torch.bmm(flat[0], flat[1].mT).mul_(size**-0.5)
-            if into is None
-            else torch.baddbmm(
-                into.take((flat[0].shape[0], length, length), q),
-                flat[0],
-                flat[1].mT,
-                beta=0,
-                alpha=size**-0.5,
-            )
-        )
-        probabilities = causal_softmax(products.unflatten(0, heads), fused=scores == "fused")
+            return dropout_flash_attention(q, k, v, dropout, self.random.next_seed(axes))
+        if into is not None:
+            # without a factor for what is there, it is not read
+            into.take((*q.shape[:3], k.shape[2]), q)
+        products = strided_product(q, k.mT, q.shape[-1] ** -0.5)
+        probabilities = softmax_of_scores(products, mask, fused=scores == "fused")
         del products
-        probabilities = self.random.dropout(probabilities, dropout, axes)
-        return torch.bmm(probabilities.flatten(0, 1), flat[2]).unflatten(0, heads)
+        return strided_product(self.random.dropout(probabilities, dropout, axes), v)
 
     @left_within
     def linear_attention(

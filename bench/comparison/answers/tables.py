@@ -157,7 +157,12 @@ class PublishedTable(Answer):
         published, quantity = self.number(row, column, place), self.quantities[column]
         found = results.rows.get(cell.key)
         ours = None if found is None else quantity.ours(found["measurement"], cell, place)
-        notes = [self._settings(row), self.note, *self._notes(row, quantity, place, ours, found)]
+        notes = [
+            self._settings(row),
+            self.note,
+            quantity.note,
+            *self._notes(row, quantity, place, ours, found),
+        ]
         name = quantity.named or column
         return Comparison(
             claim=self.label(row, column, place),

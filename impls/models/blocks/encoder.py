@@ -1,4 +1,4 @@
-"""Post-layer-norm encoder blocks, as BERT has them, as single-device code.
+"""Encoder blocks, with layer norms after each half, as BERT has them, or before it, as single-device code.
 
 The attention can be Linformer's (arXiv 2006.04768): keys and values projected along the sequence to K
 positions, by a matrix each that all heads of a layer share ("headwise sharing", its section 4).
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spbench.impls.kernels.bias_gelu import bias_gelu
 from spbench.impls.kernels.dropout import bias_dropout_add
 from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.kernels.projection import LIBRARIES, mark_library
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
@@ -28,6 +29,7 @@ _WAYS = {
     "mask_shape": ("keys", "square"),
     "softmax": ("fused", "plain", "megatron"),
     "bias_dropout_add": ("fused", "plain", "torchscript"),
+    "library": LIBRARIES,
 }
 
 
@@ -44,6 +46,10 @@ class BlockOptions(AttentionHeads):
         bias_dropout_add: "fused", "plain", or "torchscript", which keeps dropout's input too; see
             :func:`bias_dropout_add`.
         fused_bias_gelu: use the kernel that keeps and allocates less.
+        pre_norm: norms stand before each half of a block, and one after the last block, as in Megatron-Core's
+            BERT.
+        library: whose layers the blocks are made of, one of LIBRARIES. Other than torch's keep queries, keys
+            and values in one piece.
     """
 
     layers: int = 12
@@ -56,10 +62,14 @@ class BlockOptions(AttentionHeads):
     softmax: str = "fused"
     bias_dropout_add: str = "fused"
     fused_bias_gelu: bool = True
+    pre_norm: bool = False
+    library: str = "torch"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, _WAYS)
+        if self.linformer is not None and self.library != "torch":
+            raise ValueError(f"Linformer is torch's own; library {self.library} has none")
         if self.linformer is not None and self.mask_shape != "keys":
             raise ValueError("Linformer attends to projected keys; its mask_shape is 'keys'")
 
@@ -80,6 +90,10 @@ class EncoderAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         # the rows of the weight are ordered head by head, so that a split of rows is a split of heads
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # [B, L, Z, 3, A]
+        if self.model.library != "torch":
+            q, k, v = (part.transpose(1, 2) for part in heads.unbind(-2))
+            y = self.attend_in_place(q, k, v, mask)
+            return self.out.project(y.transpose(1, 2).flatten(2))
         # each [B, Z, L, A]; copies even where the layout would do, for attend writes into them
         layout = torch.contiguous_format
         q, k, v = (part.transpose(1, 2).clone(memory_format=layout) for part in heads.unbind(-2))
@@ -87,6 +101,12 @@ class EncoderAttention(nn.Module):
         y = self.attend(q, k, v, mask)
         del q, k, v
         return self.out.project(y.transpose(1, 2).flatten(2))
+
+    def attend_in_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Of views of one projection, which is kept as it is."""
+        into = self.strategy.buffer if self.model.library == "megatron-local" else None
+        dropout = self.model.dropout
+        return self.strategy.whole_attention(q, k, v, dropout=dropout, scores="fused", into=into, mask=mask)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         how: dict[str, Any] = {"dropout": self.model.dropout, "softmax": self.model.softmax}
@@ -102,13 +122,14 @@ class EncoderAttention(nn.Module):
 
 
 class BiasDropoutAddNorm(nn.Module):
-    """LayerNorm(residual + dropout(x + bias)), the end of both halves of a block."""
+    """LayerNorm(residual + dropout(x + bias)), the end of both halves of a block; without the norm where
+    norms stand before."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy):
         super().__init__()
         self.model, self.random, self.axes = model, strategy.random, strategy.position_axes
         self.bias = nn.Parameter(torch.zeros(model.hidden))
-        self.norm = LayerNorm(model.hidden)
+        self.norm: nn.Module = nn.Identity() if model.pre_norm else LayerNorm(model.hidden)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         p = self.model.dropout
@@ -122,7 +143,7 @@ class BiasDropoutAddNorm(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """A post-layer-norm transformer block: x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
+    """A transformer block: x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
         super().__init__()
@@ -133,14 +154,19 @@ class EncoderBlock(nn.Module):
         self.mlp_in = strategy.linear_in(model.hidden, 4 * model.hidden)
         self.mlp_out = strategy.linear_out(4 * model.hidden, model.hidden)
         self.mlp_end = BiasDropoutAddNorm(model, strategy)
+        before = model.pre_norm
+        self.attention_norm, self.mlp_norm = (
+            LayerNorm(model.hidden) if before else nn.Identity() for _ in range(2)
+        )
+        mark_library(self, model.library)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return recomputed(self._block, self.random, x, mask) if self.checkpointing else self._block(x, mask)
 
     def _block(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = self.attention_end(self.attention(x, mask), x)
+        x = self.attention_end(self.attention(self.attention_norm(x), mask), x)
         assert self.mlp_in.bias is not None
-        inner = bias_gelu(self.mlp_in.project(x), self.mlp_in.bias, fused=self.fused_bias_gelu)
+        inner = bias_gelu(self.mlp_in.project(self.mlp_norm(x)), self.mlp_in.bias, fused=self.fused_bias_gelu)
         return self.mlp_end(self.mlp_out.project(inner), x)
 
 

@@ -118,6 +118,35 @@ def test_a_number_is_of_its_rank_and_step(tmp_path: Path) -> None:
     assert found[2].relative_error == -0.25
 
 
+def test_rows_can_be_told_apart_by_their_micro_batches(tmp_path: Path) -> None:
+    """The cells have micro-batches as a number, 2 of a replica's 8 / 2 samples."""
+    published = "ranks,micro_batch,step_ms\n2,2,100\n2,4,200\n"
+    content = {
+        **CONTENT,
+        "defaults": CONTENT["defaults"] | {"batch": 8},
+        "groups": [
+            {"sizes": {"dp": 2}, "training": {"micro_batches": 2}},
+            {"sizes": {"dp": 2}, "training": {"micro_batches": 1}},
+        ],
+        "tables": [
+            {
+                "table": "t",
+                "published": {"file": "t.csv"},
+                "match": {"ranks": "world", "micro_batch": "micro_batch"},
+                "quantities": {"step_ms": {"field": "step_time_s", "unit": 0.001, "note": "slow"}},
+            }
+        ],
+    }
+    (tmp_path / "t.csv").write_text(published)
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    scenario = load_scenario(str(tmp_path / "s.yaml"))
+    found = compared(scenario, step_time_s=0.15)
+    assert [(c.published, c.reproduced, c.note) for c in found] == [
+        (100.0, 150.0, "slow"),
+        (200.0, None, "slow; was not run"),
+    ]
+
+
 def test_without_its_class_a_number_is_missing(tmp_path: Path) -> None:
     first, *_, last = compared(loaded(tmp_path), peak_memory_bytes=GIB)
     assert (first.reproduced, first.note) == (None, "has no peak_memory_bytes")
