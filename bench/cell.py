@@ -62,12 +62,13 @@ class TrainingOptions(BaseModel):
 
     ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`Inference`.
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
-    parts of a replica's batch that are run one after another. ``steps``: how many steps are traced one after
-    another: communication and times are those of the last, peaks the largest of all; with ``moments: later``
-    the first step's update makes Adam's moments, so that the second has them throughout.
-    ``cublas_workspace``: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count such as
-    ":4096:8"; None: the cluster's figure. Further keys are the options of the backend; what is not one of
-    them, the configuration refuses.
+    parts of a replica's batch that are run one after another. ``virtual_stages``: how many runs of layers a
+    rank of the pipeline holds; several with the schedule "interleaved" and only there. ``steps``: how many
+    steps are traced one after another: communication and times are those of the last, peaks the largest of
+    all; with ``moments: later`` the first step's update makes Adam's moments, so that the second has them
+    throughout. ``cublas_workspace``: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and
+    count such as ":4096:8"; None: the cluster's figure. Further keys are the options of the backend; what is
+    not one of them, the configuration refuses.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -79,7 +80,16 @@ class TrainingOptions(BaseModel):
     micro_batches: PositiveInt = 1
     steps: PositiveInt = 1
     cublas_workspace: str | None = None
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    virtual_stages: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _check_virtual_stages(self) -> TrainingOptions:
+        if self.virtual_stages > 1 and self.schedule != "interleaved":
+            raise ValueError("virtual_stages is for schedule: interleaved; leave it out, or set that")
+        if self.virtual_stages == 1 and self.schedule == "interleaved":
+            raise ValueError("schedule: interleaved needs virtual_stages: 2 or more")
+        return self
 
     @field_validator("cublas_workspace")
     @classmethod
