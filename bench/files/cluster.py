@@ -38,6 +38,10 @@ class Device(StrictModel):
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
         attention_efficiency: share of the peak rate that attention kernels reach, where of a causal mask only
             what it leaves is counted; null: they reach what matrix products do.
+        attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
+            null counts as none.
+        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it, since
+            it takes multiprocessors and memory bandwidth; null counts as none.
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
@@ -53,6 +57,8 @@ class Device(StrictModel):
     peak_flops_per_s: dict[Precision, Figure[PositiveFloat]] = {}
     memory_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
     attention_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
+    attention_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    overlap_loss: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
     launch_overhead_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
     kernel_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
     workspaces: dict[Library, Figure[NonNegativeInt]] = {}

@@ -69,6 +69,7 @@ class Costs:
 
     Attributes:
         step_overhead_s: of a step, beside its kernels and its communication.
+        overlap_loss: seconds of computing lost for each second that a collective runs beside it.
     """
 
     def __init__(self, cluster: Cluster, calibration: Calibration, parameters: int = 0):
@@ -77,6 +78,7 @@ class Costs:
         device = cluster.device
         self.launch_s = device.launch_overhead_s.value or 0.0
         self.floor_s = device.kernel_floor_s.value or 0.0
+        self.overlap_loss = device.overlap_loss.value or 0.0
         self.rates = [
             (figure.value or 0.0) if (figure := device.peak_flops_per_s.get(name)) is not None else 0.0  # type: ignore[call-overload]
             for name in PRECISION_NAMES
@@ -111,7 +113,14 @@ class Costs:
             np.maximum(compute, program.nbytes / self._memory_bandwidth())
             + program.strided * calibration.strided_element_s
         )
-        return np.where(program.kind == KERNEL, np.maximum(seconds, self.floor_s), 0.0)
+        return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
+
+    def _floors(self, program: Program) -> np.ndarray:
+        """The least seconds of each event if it is a kernel. Of the attention category only what computes is
+        attention; a softmax alone is not."""
+        attention = self.cluster.device.attention_floor_s.value or 0.0
+        whole = (program.category == ATTENTION) & (program.flops > 0)
+        return np.where(whole, max(attention, self.floor_s), self.floor_s)
 
     def _rates(self, program: Program) -> np.ndarray:
         """FLOPs a second of each event, by its precision and category; 0: not known."""

@@ -85,6 +85,15 @@ class Steps:
         """The global rank that a peer, by the program's index of it, is for each of ``all_ranks``."""
         return shifted_ranks(self.all_ranks, self.program.peers[peer], self.program.mesh)
 
+    def overlap_losses(self, share: float) -> list[float]:
+        """For each step, the share if it is the first wait for a collective, else 0."""
+        found, waited = [0.0] * len(self), set[int]()
+        for step, (kind, partner) in enumerate(zip(self.kinds, self.partners, strict=True)):
+            if kind == WAIT and self.kinds[partner] == COLLECTIVE and partner not in waited:
+                waited.add(partner)
+                found[step] = share
+        return found
+
     def describe(self, step: int, local: int) -> str:
         """A step in words, with the rank."""
         rank = int(self.ranks[local])

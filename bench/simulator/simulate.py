@@ -3,8 +3,9 @@
 Each rank has a compute stream, which runs its kernels in order and waits where the program waits.
 Communication goes on beside it: a transfer starts when both ends have posted it, and after the one before it
 from the same rank to the same rank; a collective starts when its last member has posted it, and after the
-group's collective before it. All times are thus sums and maxima of costs, so no cost can fall and the step
-take longer.
+group's collective before it. What a rank computes while a collective runs takes longer by a share of the
+collective (``overlap_loss``), which is added where it is waited for. All times are thus sums and maxima of
+costs, so no cost can fall and the step take longer.
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
 on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
@@ -112,6 +113,7 @@ class _Simulation:
             )
             self.kernel_s.append(seconds)
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
+        self.losses = [steps.overlap_losses(costs.overlap_loss) for steps in self.steps]
         self.channels = Channels(world, costs)
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
         #: (step, program) that some ranks, given as a mask, can go on from
@@ -169,6 +171,8 @@ class _Simulation:
                     self._parked.setdefault((number, partner), []).append((at, who[late]))
                     return
                 reached[at, index] = now
+                if loss := self.losses[number][at]:
+                    now = now + loss * (ends - self.start[number][partner][index])
                 now = np.maximum(now, ends)
                 left[at, index] = now
                 continue

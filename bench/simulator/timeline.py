@@ -129,6 +129,8 @@ class Timeline:
         waited = self._left[number][:, places][waits] - reached
         moving = end[partners[waits]] - np.maximum(start[partners[waits]], reached)
         exposed = np.clip(moving, 0.0, waited)
+        if self._costs.overlap_loss:  # after the end of what is waited for, or instead of it
+            exposed = np.maximum(exposed, reached + waited - np.maximum(reached, end[partners[waits]]))
         return _sum(waited), _sum(exposed), _covered(start[posts], end[posts])
 
     @property
