@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -61,10 +62,13 @@ class TrainingOptions(BaseModel):
 
     ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`Inference`.
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
-    parts of a replica's batch that are run one after another. ``steps``: how many steps are traced one after
-    another: communication and times are those of the last, peaks the largest of all; with ``moments: later``
-    the first step's update makes Adam's moments, so that the second has them throughout. Further keys are the
-    options of the backend; what is not one of them, the configuration refuses.
+    parts of a replica's batch that are run one after another. ``virtual_stages``: how many runs of layers a
+    rank of the pipeline holds; several with the schedule "interleaved" and only there. ``steps``: how many
+    steps are traced one after another: communication and times are those of the last, peaks the largest of
+    all; with ``moments: later`` the first step's update makes Adam's moments, so that the second has them
+    throughout. ``cublas_workspace``: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and
+    count such as ":4096:8"; None: the cluster's figure. Further keys are the options of the backend; what is
+    not one of them, the configuration refuses.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -75,7 +79,26 @@ class TrainingOptions(BaseModel):
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: PositiveInt = 1
     steps: PositiveInt = 1
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    cublas_workspace: str | None = None
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    virtual_stages: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _check_virtual_stages(self) -> TrainingOptions:
+        if self.virtual_stages > 1 and self.schedule != "interleaved":
+            raise ValueError("virtual_stages is for schedule: interleaved; leave it out, or set that")
+        if self.virtual_stages == 1 and self.schedule == "interleaved":
+            raise ValueError("schedule: interleaved needs virtual_stages: 2 or more")
+        return self
+
+    @field_validator("cublas_workspace")
+    @classmethod
+    def _check_workspace(cls, config: str | None) -> str | None:
+        if config is not None and not re.fullmatch(r"(:\d+:\d+)+", config):
+            raise ValueError(
+                f'{config!r} is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT, as ":4096:8"'
+            )
+        return config
 
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:

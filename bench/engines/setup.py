@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
+from spbench.impls.chunks import rank_module
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
@@ -82,9 +84,9 @@ def build_module(
     model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
-    around = Composition(place)
+    around = Composition(place, cell.training.virtual_stages)
     with default_dtype(precision.parameters), torch.device(mesh.device_type):
-        module = model.build(strategy, cell.shape[1], around.stage)
+        module = rank_module(partial(model.build, strategy, cell.shape[1]), around)
     if set_weights is not None:
         set_weights(module)
     return module, strategy, around

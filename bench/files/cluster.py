@@ -22,6 +22,7 @@ from spbench.bench.files.yaml_files import find_file, merge, packaged, parse_yam
 PACKAGE = "spbench.scenarios.clusters"
 
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+Library = Literal["cublas", "transformer_engine"]
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
 
@@ -45,6 +46,9 @@ class Device(StrictModel):
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
+        workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first product
+            of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
+            its first product. One that is left out, or null, takes none.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Device(StrictModel):
     overlap_loss: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
     launch_overhead_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
     kernel_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    workspaces: dict[Library, Figure[NonNegativeInt]] = {}
 
     @model_validator(mode="after")
     def _one_way_to_launch(self) -> Self:

@@ -10,7 +10,9 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spbench.bench.meters.meter import Call, Meter
+from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 #: the CUDA caching allocator hands out multiples of this many bytes
 GRANULE = 512
@@ -178,6 +181,15 @@ _FILLED_FROM_OTHERS = frozenset(
 )
 
 
+@cache
+def _library(func: Any) -> str | None:
+    """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
+    name = func._schema.name.split("::")[1]
+    if name in TRANSFORMER_ENGINE_PRODUCTS:
+        return "transformer_engine"
+    return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
+
+
 class MemoryMeter(Meter):
     """Records the storages of the tensors that operators return, from their birth to their death: of those on
     the mesh's device alone (the CPU without a mesh), as values that are drawn elsewhere take none of it."""
@@ -189,6 +201,8 @@ class MemoryMeter(Meter):
         self.log = MemoryLog()
         self.device = "cpu" if mesh is None else mesh.device_type
         self._numbers: dict[int, int] = {}
+        #: the library of each workspace that is there, and whether it is that of autograd's thread
+        self._workspaces: set[tuple[str, bool]] = set()
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def phase(self, name: str) -> None:
@@ -199,6 +213,26 @@ class MemoryMeter(Meter):
         self.log.ends.append(len(self.log.events))
 
     def see(self, call: Call) -> None:
+        self._note_call(call)
+        self.note_workspace(call.func)
+
+    def note_workspace(self, func: Any) -> None:
+        """Note the workspace that the first matrix product of a library allocates, and keeps for ever: torch
+        has one for cuBLAS in each thread, that of the forward pass and that of autograd (where activations
+        are computed again too)."""
+        library = _library(func)
+        if library is None:
+            return
+        thread = library == "cublas" and torch._C._current_graph_task_id() != -1
+        if (library, thread) in self._workspaces:
+            return
+        self._workspaces.add((library, thread))
+        log, number = self.log, len(self.log.sizes)
+        log.sizes.append(0)
+        log.events.append(number + 1)
+        log.workspaces[number], log.tags[number] = library, "workspaces"
+
+    def _note_call(self, call: Call) -> None:
         result, communication = call.result, call.communication
         if communication is not None and not communication.returns_new:
             if call.func._schema.name in _FILLED_FROM_OTHERS:

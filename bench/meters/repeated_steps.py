@@ -150,7 +150,10 @@ class _StorageRecord:
 
     def end_step(self) -> None:
         changes = self.log.events[self._ends[-1].changes :]
-        self._living.end_step((abs(change) - 1, change > 0) for change in changes)
+        lasting = self.log.workspaces  # a library's first product makes one, wherever it is
+        self._living.end_step(
+            (abs(change) - 1, change > 0) for change in changes if abs(change) - 1 not in lasting
+        )
         self._ends.append(self._written())
 
     def repeats(self) -> bool:

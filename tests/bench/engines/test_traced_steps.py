@@ -29,7 +29,7 @@ def cell_of(steps: int = 1, **changes: Any) -> Cell:
         "batch": 4,
         "seq_len": 128,
         "precision": "fp16",
-        "cluster": "dgx-a100",
+        "cluster": "piz-daint-p100",
     }
     training = {"steps": steps, **changes.pop("training", {})}
     return Cell.model_validate(settings | changes | {"training": training})
