@@ -79,8 +79,8 @@ class Known:
 def known_cells(
     scenario: Scenario, table: PublishedTable, quantity: str, on_trace: Callable[[Cell], None]
 ) -> list[Known]:
-    """The cells of a published table that have a step time, or a throughput in tokens or in samples per second,
-    traced on virtual ranks."""
+    """The cells of a published table that have a step time, or a throughput in tokens or in samples per
+    second, traced on virtual ranks."""
     cells = next(iter(scenario.cells.values()))
     known = []
     for row in table.rows(scenario.path.parent):
