@@ -16,8 +16,8 @@ Options and the flags of Megatron-LM's that they are: ``distributed_optimizer``,
 ``accumulate_allreduce_grads_in_fp32: false``, --grad-reduce-in-bf16 with --bf16, and what Megatron-LM does
 with --fp16 unless --accumulate-allreduce-grads-in-fp32 is given.
 
-What differs: losses here are shares of one sum, so gradients are summed and not divided by the replicas;
-gradients are neither clipped nor checked, which keeps no memory; a parameter whose gradient is summed over
+What differs: gradients are neither clipped nor checked for NaN, which keeps no memory and takes a pass over
+them; a parameter whose gradient is summed over
 further axes (norms under sequence parallelism, over tp) is in a buffer of its own for that group, while
 Megatron-Core sums over dp in the one buffer and over tp after that; buckets are sent early from the first
 step on, where Megatron-Core learns in a first step which gradients there are.
