@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import yaml
 
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.config.choices import option_mistakes
+from spbench.impls.backends.registry import backends
+from spbench.impls.models.model import models
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "megatron.md").read_text()
@@ -56,11 +59,10 @@ def test_every_option_exists(section: str, of: str, name: str) -> None:
                 known = colon and re.fullmatch(r'[a-z"][\w:"-]*|\d+', value)
                 found[key] = yaml.safe_load(value) if known else None
     assert len(found) >= 7
-    for key in TrainingOptions.model_fields if of == "training" else ():
-        found.pop(key, None)
-    unknown = [message for _, message in option_mistakes(of, name, found) if message.startswith("unknown")]
-    assert unknown == []
+    options = models()[name] if of == "model_options" else backends()[name].options_type()
+    own = {field.name for field in fields(options)}
+    assert [key for key in found if key not in own | set(TrainingOptions.model_fields)] == []
     for key, value in found.items():
-        if value is not None:
+        if value is not None and key in own:
             # a mistake without a path is of options that go together
             assert [message for path, message in option_mistakes(of, name, {key: value}) if path] == []
