@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -67,10 +66,7 @@ class Findings:
         claims = [r for r in mine if r["role"] != "formula" and not of_table(r)]
         if claims:
             yield "claims", [_claim_line(r) for r in claims]
-        for (table, quantity, variant), rows in groupby(
-            filter(of_table, mine), lambda r: (table_of(r), r["quantity"], r["variant"])
-        ):
-            kept = list(rows)
+        for (table, quantity, variant), kept in by_table(mine).items():
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
             title += f": {errors_by_role(kept)}{_statuses(kept, '; status right in ')}"
             yield title, _table_lines(kept)
@@ -202,6 +198,14 @@ def _kind(record: Record) -> str:
 def of_table(record: Record) -> bool:
     """Whether a record is a row of a published table; claims and formulas carry no published status."""
     return bool(record["status_published"])
+
+
+def by_table(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Record]]:
+    """The records of published tables by table, quantity and variant, in the order of the first of each."""
+    found: dict[tuple[str, str, str], list[Record]] = {}
+    for record in filter(of_table, records):
+        found.setdefault((table_of(record), record["quantity"], record["variant"]), []).append(record)
+    return found
 
 
 def table_of(record: Record) -> str:

@@ -35,6 +35,7 @@ class Device(StrictModel):
         memory_context_bytes: what the CUDA context and its libraries take before the first tensor.
         memory_bandwidth_bytes_per_s: of the card's own memory.
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
+        compute_efficiency: share of the peak rate that matrix products reach; null counts as all of it.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
         attention_efficiency: share of the peak rate that attention kernels reach, where of a causal mask only
             what it leaves is counted; null: they reach what matrix products do.
@@ -55,6 +56,7 @@ class Device(StrictModel):
     memory_context_bytes: Figure[NonNegativeInt]
     memory_bandwidth_bytes_per_s: Figure[PositiveFloat]
     peak_flops_per_s: dict[Precision, Figure[PositiveFloat]] = {}
+    compute_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
     memory_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
     attention_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
     attention_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
@@ -76,8 +78,8 @@ class Calibration(StrictModel):
     """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
 
     Attributes:
-        compute_efficiency: share of the peak rate that matrix products reach, and attention kernels where the
-            device has no figure of its own for them.
+        compute_efficiency: share that matrix products reach of the peak rate, or of the device's figure for
+            it, and attention kernels where the device has none of their own.
         memory_efficiency: share that kernels reach of the memory bandwidth, or of the device's figure for it.
         link_efficiency: share of every link's bandwidth that communication reaches.
         step_overhead_s: added to each step.

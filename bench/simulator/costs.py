@@ -124,9 +124,9 @@ class Costs:
 
     def _rates(self, program: Program) -> np.ndarray:
         """FLOPs a second of each event, by its precision and category; 0: not known."""
-        peak = np.array(self.rates)
-        reached = (peak * self.calibration.compute_efficiency)[program.precision]
-        own = self.cluster.device.attention_efficiency.value
+        peak, device = np.array(self.rates), self.cluster.device
+        efficiency = (device.compute_efficiency.value or 1.0) * self.calibration.compute_efficiency
+        reached, own = (peak * efficiency)[program.precision], device.attention_efficiency.value
         if own is None:
             return reached
         return np.where(program.category == ATTENTION, (peak * own)[program.precision], reached)

@@ -12,7 +12,7 @@ is made when it is received into.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition
+from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.training.stage_run import StageRun
 
 Inputs = Mapping[str, Tensor]
@@ -32,10 +33,14 @@ class Pipeline:
     Args:
         run: of the stage.
         schedule: "1f1b" or "gpipe".
+        counts_backwards: whether what a micro-batch's backward does depends on how many have been, so that a
+            trace must run all of them; see :attr:`Backend.counts_backwards`.
     """
 
-    def __init__(self, run: StageRun, around: Composition, schedule: str = "1f1b"):
-        self.of_stage, self.schedule = run, schedule
+    def __init__(
+        self, run: StageRun, around: Composition, schedule: str = "1f1b", *, counts_backwards: bool = True
+    ):
+        self.of_stage, self.schedule, self.counts_backwards = run, schedule, counts_backwards
         self.stage, self.group = around.stage, around.pp_group
 
     def run(
@@ -55,7 +60,8 @@ class Pipeline:
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         losses = []
         arrived = None  # what came with the exchange after the last backward
-        for i, inputs in enumerate(micro_batches):
+        for i in self._steps(count, ahead):
+            inputs = micro_batches[i]
             with phase("forward"):
                 if i <= ahead:
                     arrived = self._exchange(inputs, receive_forward=True)
@@ -80,6 +86,15 @@ class Pipeline:
                 d_x = stage.backward(*held.popleft(), gradient, scaled)
                 self._exchange(inputs, send_backward=d_x)
         return summed(losses, micro_batches)
+
+    def _steps(self, count: int, ahead: int) -> Iterable[int]:
+        """The micro-batches whose forward is to be run, in order."""
+        if self.counts_backwards:
+            return range(count)
+        # the first backward makes what the others add to, and the last micro-batch has none after it
+        return keyed_steps(
+            count, lambda i: (i < ahead, i == 0, i == ahead, i == count - 1), backward_within=True
+        )
 
     def _exchange(
         self,

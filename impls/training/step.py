@@ -108,6 +108,7 @@ class Training:
                 StageRun(each, stage, strategy, precision.parameters, frees_sent=cls.frees_sent_outputs)
                 for each, stage in zip(chunks_of(module), around.stages, strict=True)
             ],
+            counts_backwards=cls.counts_backwards,
         )
         options = set_options(cls.options_type(), backend_options, f"backend {backend}")
         settings = BackendSettings(micro_batches, moments, learning_rate, options)
@@ -151,8 +152,10 @@ class Training:
         return [{name: part[i] for name, part in parts.items()} for i in range(n)]
 
 
-def _pipeline(schedule: str, around: Composition, runs: Sequence[StageRun]) -> Pipeline | InterleavedPipeline:
-    """What runs the micro-batches through a rank's stages.
+def _pipeline(
+    schedule: str, around: Composition, runs: Sequence[StageRun], *, counts_backwards: bool
+) -> Pipeline | InterleavedPipeline:
+    """What runs the micro-batches through a rank's stages; see :attr:`Backend.counts_backwards`.
 
     Raises:
         ValueError: there is no such schedule, or it is for another number of stages a rank.
@@ -161,4 +164,6 @@ def _pipeline(schedule: str, around: Composition, runs: Sequence[StageRun]) -> P
         raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}, not {schedule!r}")
     if (schedule == "interleaved") != (len(runs) > 1):
         raise ValueError(f"the schedule {schedule} does not run {len(runs)} stages a rank")
-    return Pipeline(runs[0], around, schedule) if len(runs) == 1 else InterleavedPipeline(runs, around)
+    if len(runs) > 1:
+        return InterleavedPipeline(runs, around)
+    return Pipeline(runs[0], around, schedule, counts_backwards=counts_backwards)
