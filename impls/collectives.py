@@ -165,6 +165,13 @@ def ring(
             current = _shift(current, group)
 
 
+def owners_in_turn(group: dist.ProcessGroup) -> Iterator[int]:
+    """The ranks in the order in which their chunks pass by in a :func:`ring`, for what is here already."""
+    size, rank = group.size(), group.rank()
+    for step in keyed_steps(size, _ring_key(size, rank, None)):
+        yield (rank - step) % size
+
+
 def _ring_key(size: int, rank: int, depends_on: OwnerKey | None) -> Key:
     """What a step round the ring depends on: whether it is the first, which has the rank's own block, or the
     last, which sends nothing; whether the owner is a lower rank, as causal masks do; ``depends_on``."""
