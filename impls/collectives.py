@@ -317,6 +317,25 @@ def joined(gathered: Tensor, dim: int) -> Tensor:
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
 
+class _GatherFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        whole, work = start_all_gather(x, group)
+        work.wait()
+        return joined(whole, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
+
+
+def gather_from_group(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    """All-gather forward, along a dim that counts from the front; backward each rank takes its chunk of the
+    gradient, without a message: the whole is used alike on all ranks."""
+    return x if group is None or group.size() == 1 else _GatherFromGroup.apply(x, dim, group)
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
