@@ -2,8 +2,8 @@
 
 What a rank does at a step of a ring depends on little: whether it is the first or the last step, and on which
 side of the rank the block's owner lies. Steps of one key post the same messages and call the same operators
-on tensors of the same shapes. Who trains needs each of them; who only writes down what a rank does
-(:mod:`bench.meters.repeated_steps`) can run a few and write the others down.
+on tensors of the same shapes. So do the micro-batches of a pipeline's steady state. Training needs each step; a
+trace (:mod:`bench.meters.repeated_steps`) can run a few and write the others down.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Key = Callable[[int], Hashable]
-#: takes the number of steps and their keys, and returns the steps that are to be run, in order
-StepChoice = Callable[[int, Key], Iterator[int]]
+#: takes the number of steps, their keys and whether they are backed within the loop, and returns the steps
+#: that are to be run, in order
+StepChoice = Callable[[int, Key, bool], Iterator[int]]
 
 _choice: ContextVar[StepChoice | None] = ContextVar("step choice", default=None)
 
 
-def keyed_steps(size: int, key: Key) -> Iterable[int]:
+def keyed_steps(size: int, key: Key, *, backward_within: bool = False) -> Iterable[int]:
     """The steps 0 to size - 1 of a loop, in order; all of them, unless :func:`choosing_steps` is in effect.
 
     Args:
         size: the number of steps.
         key: of a step, all that its operators, their shapes and its messages depend on.
+        backward_within: each step runs the backward of what this step or an earlier one computed, so that no
+            graph of autograd depends on how many steps are run.
     """
     choice = _choice.get()
-    return range(size) if choice is None else choice(size, key)
+    return range(size) if choice is None else choice(size, key, backward_within)
 
 
 @contextmanager

@@ -97,6 +97,16 @@ class Recorder(TorchDispatchMode):
         yield
 
     @contextmanager
+    def step(self, *, last: bool) -> Iterator[None]:
+        """What happens inside is a traced step; before the ``last``, the memory meter alone sees it."""
+        meters, self.meters = self.meters, self.meters if last else [self.memory]
+        try:
+            yield
+        finally:
+            self.meters = meters
+            self.memory.end_step()
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside is not seen."""
         self._paused = True

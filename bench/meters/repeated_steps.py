@@ -1,20 +1,21 @@
 """Steps of a loop that are alike: a few are run, the others are written down from the last of them.
 
 A ring of N ranks takes N steps a layer, and nearly all of them do the same: they call the same operators on
-the same shapes, post the same messages, and free what an earlier step made. :class:`RepeatedSteps` watches
-what a loop of :mod:`impls.keyed_steps` writes into the meters, step by step. Where the last two steps have
-one key and wrote the same, the last one is written down again for each further step of that key, and the loop
-goes on after them.
+the same shapes, post the same messages, and free what an earlier step made. So do the micro-batches of a
+pipeline stage once it alternates forward and backward. :class:`RepeatedSteps` watches what a loop of
+:mod:`impls.keyed_steps` writes into the meters, step by step. Where the last two steps have one key and wrote
+the same, the last one is written down again for each further step of that key, and the loop goes on after
+them.
 
 "The same" is up to numbering: a step's storages and events follow those of the step before at a distance,
 which is the number of storages and events of one step. Two steps count as the same where
 
-- sizes, tags and counts are equal, births, deaths and rows are equal at that distance, and what dies or is
-  waited for is no older than the first step of the key;
+- sizes, tags and counts are equal, births, deaths, rows and the beginnings of phases are equal at that
+  distance, and what dies or is waited for is no older than the first step of the key;
 - what lives at the end of one lives at the end of the other, at that distance (so a loop that gathers tensors
   is run in full), and so does what is posted and not yet waited for;
-- no phase began, no other loop that began in a step outlived it, and autograd recorded nothing, whose graph
-  would be shorter.
+- no other loop that began in a step outlived it, and autograd recorded nothing, whose graph would be shorter,
+  unless each step runs the backward of an earlier one.
 
 What a step leaves in Python objects alone is not seen, nor what it does by the number of the step. So it is
 trusted that a step depends on its key alone; a test compares the loops of each registered strategy with whole
@@ -51,9 +52,15 @@ class _Record(Protocol):
 
 @dataclass(eq=False)
 class _Loop:
-    """A loop that has begun and not ended. ``whole``: each of its steps must be run."""
+    """A loop that has begun and not ended. ``backward_within``: see :func:`keyed_steps`. ``whole``: each of
+    its steps must be run."""
 
-    whole: bool
+    backward_within: bool
+    whole: bool = False
+
+    def check_graph(self) -> None:
+        """Run each step where autograd records a graph over all of them."""
+        self.whole = self.whole or (torch.is_grad_enabled() and not self.backward_within)
 
 
 class RepeatedSteps:
@@ -64,9 +71,10 @@ class RepeatedSteps:
         self.memory, self.communication, self.events = memory, communication, events
         self._loops: list[_Loop] = []
 
-    def __call__(self, size: int, key: Key) -> Iterator[int]:
-        """The steps to be run of a loop of ``size`` steps, in order."""
-        loop = _Loop(whole=torch.is_grad_enabled())
+    def __call__(self, size: int, key: Key, backward_within: bool) -> Iterator[int]:
+        """The steps to be run of a loop of ``size`` steps, in order; see :func:`keyed_steps`."""
+        loop = _Loop(backward_within)
+        loop.check_graph()
         self._loops.append(loop)
         try:
             step = 0
@@ -91,7 +99,8 @@ class RepeatedSteps:
         began_later = self._loops[self._loops.index(loop) + 1 :]
         for other in began_later:
             other.whole = True
-        loop.whole = loop.whole or bool(began_later) or torch.is_grad_enabled()
+        loop.whole = loop.whole or bool(began_later)
+        loop.check_graph()
         if loop.whole:
             return False
         for record in records:
@@ -150,7 +159,10 @@ class _StorageRecord:
 
     def end_step(self) -> None:
         changes = self.log.events[self._ends[-1].changes :]
-        self._living.end_step((abs(change) - 1, change > 0) for change in changes)
+        lasting = self.log.workspaces  # a library's first product makes one, wherever it is
+        self._living.end_step(
+            (abs(change) - 1, change > 0) for change in changes if abs(change) - 1 not in lasting
+        )
         self._ends.append(self._written())
 
     def repeats(self) -> bool:
@@ -159,8 +171,9 @@ class _StorageRecord:
         first, (a, b, c) = self._ends[0], self._ends[-3:]
         births, before = c.births - b.births, self.log.events[a.changes : b.changes]
         return (
-            first.phases == c.phases
-            and b.births - a.births == births
+            b.births - a.births == births
+            and _marks(self.log.marks[a.phases : b.phases], a.changes)
+            == _marks(self.log.marks[b.phases : c.phases], b.changes)
             and self.log.sizes[a.births : b.births] == self.log.sizes[b.births : c.births]
             and self.log.events[b.changes : c.changes] == _later_changes(before, births)
             and all(abs(change) > first.births for change in before)
@@ -181,10 +194,11 @@ class _StorageRecord:
     def repeat(self, times: int) -> None:
         log, first, (start, end) = self.log, self._ends[0], self._ends[-2:]
         births, tags = end.births - start.births, self._tags(start, end)
-        changes = log.events[start.changes : end.changes]
+        changes, marks = log.events[start.changes : end.changes], log.marks[start.phases : end.phases]
         log.sizes += log.sizes[start.births : end.births] * times
         for number in range(1, times + 1):
             log.events += _later_changes(changes, number * births)
+            log.marks += _marks(marks, -number * len(changes))
         for place, tag in enumerate(tags):
             if tag is not None:
                 again = range(end.births + place, end.births + place + times * births, births)
@@ -197,18 +211,31 @@ def _later_changes(changes: Sequence[int], by: int) -> list[int]:
     return [change + by if change > 0 else change - by for change in changes]
 
 
+def _marks(marks: Sequence[tuple[str, int]], start: int) -> list[tuple[str, int]]:
+    """The phases that began, with their first events counted from ``start``."""
+    return [(phase, first - start) for phase, first in marks]
+
+
 class _EventRecord:
-    """The events of the program; what is posted must be waited for, on the stream that all is issued on."""
+    """The events of the program and its phases; what is posted must be waited for, on the stream that all is
+    issued on."""
 
     def __init__(self, log: EventLog):
-        self.log, self.rows = log, log.builder.rows
+        self.log, self.rows, self.marks = log, log.builder.rows, log.builder.marks
         self._ends = [len(self.rows)]
         self._switches = len(log.builder.switches)
+        self._phases = [len(self.marks)]
         self._posted = _Unfinished()
 
     def end_step(self) -> None:
         self._posted.end_step(self._posts_and_waits(self._ends[-1]))
         self._ends.append(len(self.rows))
+        self._phases.append(len(self.marks))
+
+    def _marks_of_step(self, number: int) -> list[tuple[str, int]]:
+        """The phases that began in the step with that number, counted from its start; -1 is the last."""
+        first, end = self._phases[number - 1 : number + 1 or None]
+        return _marks(self.marks[first:end], self._ends[number - 1])
 
     def _posts_and_waits(self, start: int) -> Iterator[tuple[int, bool]]:
         for event, row in enumerate(self.rows[start:], start):
@@ -225,14 +252,16 @@ class _EventRecord:
         return (
             self.rows[b:c] == _later_rows(before, c - b)
             and all(row[-1] >= first for row in before if row[0] == WAIT)
+            and self._marks_of_step(-1) == self._marks_of_step(-2)
             and self._posted.is_that_of_the_step_before(c - b)
         )
 
     def repeat(self, times: int) -> None:
         first, (start, end) = self._ends[0], self._ends[-2:]
-        rows = self.rows[start:end]
+        rows, marks = self.rows[start:end], self._marks_of_step(-1)
         for number in range(1, times + 1):
             self.rows += _later_rows(rows, number * len(rows))
+            self.marks += _marks(marks, -start - number * len(rows))
         self.log.renumber_posts(first, times * len(rows))
 
 

@@ -122,6 +122,11 @@ class Backend(ABC):
     name: ClassVar[str]
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
+    #: whether what it does in a backward depends on how many of the step's there have been, other than the
+    #: first and the last
+    counts_backwards: ClassVar[bool] = True
+    #: whether a pipeline stage's output is freed when it has been sent
+    frees_sent_outputs: ClassVar[bool] = False
     #: a frozen dataclass of what may be chosen about this backend alone
     options_type: ClassVar[type[Options]] = Options
     options: Options

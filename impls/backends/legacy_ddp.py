@@ -31,6 +31,7 @@ class LegacyDistributedDataParallel(Backend):
     part of, and then over the replicas, of all gradients."""
 
     name = "legacy_ddp"
+    counts_backwards = False
     options_type = LegacyOptions
     options: LegacyOptions
 
