@@ -165,6 +165,13 @@ def ring(
             current = _shift(current, group)
 
 
+def owners_in_turn(group: dist.ProcessGroup) -> Iterator[int]:
+    """The ranks in the order in which their chunks pass by in a :func:`ring`, for what is here already."""
+    size, rank = group.size(), group.rank()
+    for step in keyed_steps(size, _ring_key(size, rank, None)):
+        yield (rank - step) % size
+
+
 def _ring_key(size: int, rank: int, depends_on: OwnerKey | None) -> Key:
     """What a step round the ring depends on: whether it is the first, which has the rank's own block, or the
     last, which sends nothing; whether the owner is a lower rank, as causal masks do; ``depends_on``."""
@@ -308,6 +315,25 @@ def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple
 def joined(gathered: Tensor, dim: int) -> Tensor:
     """The parts [N, ...] of :func:`start_all_gather` one after another along ``dim`` of each."""
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _GatherFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        whole, work = start_all_gather(x, group)
+        work.wait()
+        return joined(whole, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
+
+
+def gather_from_group(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    """All-gather forward, along a dim that counts from the front; backward each rank takes its chunk of the
+    gradient, without a message: the whole is used alike on all ranks."""
+    return x if group is None or group.size() == 1 else _GatherFromGroup.apply(x, dim, group)
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -17,6 +17,7 @@ from spbench.bench.simulator.program import (
     COLLECTIVE,
     COMPUTE_STREAM,
     KERNEL,
+    RECORD,
     RECV,
     SEND,
     WAIT,
@@ -88,13 +89,23 @@ class Steps:
         """The global rank that a peer, by the program's index of it, is for each of ``all_ranks``."""
         return shifted_ranks(self.all_ranks, self.program.peers[peer], self.program.mesh)
 
-    def overlap_losses(self, share: float) -> list[float]:
-        """For each step, the share if it is the first wait for a collective, else 0."""
-        found, waited = [0.0] * len(self), set[int]()
-        for step, (kind, partner) in enumerate(zip(self.kinds, self.partners, strict=True)):
-            if kind == WAIT and self.kinds[partner] == COLLECTIVE and partner not in waited:
-                waited.add(partner)
-                found[step] = share
+    def beside_computing(self, asked: bool) -> list[list[int]]:
+        """For each step, if it is a wait of the compute stream, the collectives that it waits for and no wait
+        before it did; those of another stream by the record of its point. Empty lists if not ``asked``."""
+        found: list[list[int]] = [[] for _ in range(len(self))]
+        #: collectives of each stream that the compute stream has not waited for
+        ahead: dict[int, list[int]] = defaultdict(list)
+        for step, (kind, stream) in enumerate(zip(self.kinds, self.streams, strict=True) if asked else ()):
+            if kind == COLLECTIVE:
+                ahead[stream].append(step)
+            elif kind == WAIT and stream == COMPUTE_STREAM:
+                partner = self.partners[step]
+                posted = ahead[self.streams[partner]]
+                if self.kinds[partner] == RECORD:
+                    found[step] = [each for each in posted if each < partner]
+                elif partner in posted:
+                    found[step] = [partner]
+                posted[:] = [each for each in posted if each not in found[step]]
         return found
 
     def describe(self, step: int, local: int) -> str:

@@ -7,7 +7,7 @@ each other as far as the program's waits let them.
 Communication goes on beside the stream that posts it: a transfer starts when both ends have posted it, and
 after the one before it from the same rank to the same rank; a collective starts when its last member has
 posted it, and after the group's collective before it. What a rank computes while a collective runs takes
-longer by a share of the collective (``overlap_loss``), which is added where its compute stream waits for it.
+longer by a share of the collective (``overlap_loss``), which is added where the compute stream waits for it.
 All times are thus sums and maxima of costs, so no cost can fall and the step take longer.
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
@@ -129,7 +129,7 @@ class _Simulation:
             self.kernel_s.append(seconds)
             self.taken.append(taken[steps.at].tolist())
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
-        self.losses = [steps.overlap_losses(costs.overlap_loss) for steps in self.steps]
+        self.losses = [steps.beside_computing(bool(costs.overlap_loss)) for steps in self.steps]
         self.channels = Channels(world, costs)
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
         #: (step, program) that some ranks, given as a mask, can go on from
@@ -170,7 +170,7 @@ class _Simulation:
         steps, before, posted = self.steps[number], self.before[number], self.posted[number]
         kinds, streams, partners = steps.kinds, steps.streams, steps.partners
         reached, left = self.reached[number], self.left[number]
-        end, ended = self.end[number], self.ended[number]
+        end, ended, losses = self.end[number], self.ended[number], self.losses[number]
         everyone = len(who) == len(steps.ranks)
         index = slice(None) if everyone else who
         clocks = self.clocks[number]
@@ -190,8 +190,9 @@ class _Simulation:
                         self._resume(number, at, who[~late])
                     self._parked.setdefault((number, partner), []).append((at, who[late]))
                     return
-                if loss := self.losses[number][at]:
-                    here = here + loss * (ends - self.start[number][partner][index])
+                if lost := losses[at]:
+                    lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
+                    here = here + self.costs.overlap_loss * lasted
                 left[at, index] = here = np.maximum(here, ends)
                 if stream == COMPUTE_STREAM:
                     now = here

@@ -112,10 +112,9 @@ class Timeline:
         """What each rank's step is made of, in seconds, by global rank.
 
         compute: kernels of the compute stream by the roofline, each at least the cluster's floor. overhead:
-            their launches and the step's own.
-        exposed_communication: waiting while the bytes move, or while another stream copies them. bubble:
-        waiting for other ranks to take part, or to end. These four add up to the step time.
-        hidden_communication: bytes move, or another stream copies, while the rank computes.
+        their launches and the step's own. exposed_communication: waiting while the bytes move, or while
+        another stream copies them. bubble: waiting for other ranks to take part, or to end. These four add up
+        to the step time. hidden_communication: bytes move, or another stream copies, while the rank computes.
         """
         parts = {
             name: np.zeros(self._world.size)
@@ -150,12 +149,14 @@ class Timeline:
         reached, left = self._reached[number][:, places][waits], self._left[number][:, places][waits]
         moving = end[partners[waits]] - np.maximum(start[partners[waits]], reached)
         exposed = np.clip(moving, 0.0, left - reached)
+        ended = np.maximum(reached, end[partners[waits]])
         if self._costs.overlap_loss:  # after the end of what is waited for, or instead of it
-            exposed = np.maximum(exposed, left - np.maximum(reached, end[partners[waits]]))
+            exposed = np.maximum(exposed, left - ended)
         # what was done before a point of another stream was reached, is done by any of the rank's streams
         points = np.flatnonzero(kinds[partners[waits]] == RECORD)
         if len(points):
-            exposed[points] = _covered_within(start[busy], end[busy], reached[points], left[points])
+            covered = _covered_within(start[busy], end[busy], reached[points], ended[points])
+            exposed[points] = covered + left[points] - ended[points]
         return _sum(left - reached), _sum(exposed), _covered(start[busy], end[busy])
 
     @property

@@ -8,7 +8,8 @@ queries, and since masks of any kind become simple. Llama 3 and Megatron-LM plac
 
 Backward, keys and values are gathered again, as keeping them would take N times the memory of a rank's own in
 every layer. Then each rank has a part of the gradients of all keys and values, and these are
-reduce-scattered.
+reduce-scattered; or, as torch's context parallelism has it (rotate method "allgather", torchtitan's default),
+summed from rank to rank of a ring, as in :mod:`impls.strategies.ring_attention`.
 
 There is no linear attention: a state of D x A numbers a head stands for all the keys of a chunk there, and
 gathering these states is LASP-2 (arXiv 2502.07563).
@@ -17,6 +18,8 @@ gathering these states is LASP-2 (arXiv 2502.07563).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +29,12 @@ from torch import Tensor
 from spbench.impls.collectives import reduce_scatter_flat, start_all_gather
 from spbench.impls.kernels.linear_attention import state_dtype
 from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.placements import ALL, PlacedChunks, meeting
+from spbench.impls.strategies.placements import ALL, PLACEMENTS, PlacedChunks, PlacementOptions, meeting
+from spbench.impls.strategies.ring_attention import attention_gradients_round
 from spbench.impls.traffic import Traffic
 
 #: (owners, queries, keys, causal): as :func:`meeting`, of each of several owners
@@ -73,6 +78,11 @@ def _keys_and_values(parts: Tensor, owners: slice, theirs: slice) -> tuple[Tenso
     return k, v
 
 
+def _block_of(parts: Tensor, owner: int) -> Tensor:
+    """Of :func:`gathered` k and v of an owner, [2, B, L/N, Z, A]."""
+    return parts[owner].permute(2, 1, 0, 3, 4)
+
+
 def summed(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's k and v [B, Z, L/N, A], from those of every rank's that each rank has,
     laid out as by :func:`gathered`."""
@@ -81,13 +91,34 @@ def summed(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]
     return d_k, d_v
 
 
+@dataclass(frozen=True)
+class AllGatherKVOptions(PlacementOptions):
+    """What may be chosen about :class:`AllGatherKV`.
+
+    Attributes:
+        gradients: how each rank gets those of its own keys and values: "reduce_scatter", from all ranks at
+            once; "ring", from rank to rank, N messages of 1/N of them.
+    """
+
+    gradients: str = "reduce_scatter"
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"placement": PLACEMENTS, "gradients": ("reduce_scatter", "ring")})
+
+
 class _GatheredAttention(torch.autograd.Function):
     """q [B, Z, L/N, A], k, v [B, Z or fewer, L/N, A] -> [B, Z, L/N, A]; ``placement`` None: every query sees
     every key."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, placement: str | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: dist.ProcessGroup,
+        placement: str | None,
+        gradients: str,
     ) -> Tensor:
         parts = gathered(k, v, group)
 
@@ -99,7 +130,7 @@ class _GatheredAttention(torch.autograd.Function):
 
         o, lse = attend_blocks(q, blocks())
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.group, ctx.placement = group, placement
+        ctx.group, ctx.placement, ctx.gradients = group, placement, gradients
         return o
 
     @staticmethod
@@ -107,6 +138,11 @@ class _GatheredAttention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         group, length = ctx.group, q.shape[2]
         parts, backward = gathered(k, v, group), BlockwiseBackward(d_o, q, o, lse)
+        if ctx.gradients == "ring":
+            d_k, d_v = attention_gradients_round(
+                group, ctx.placement, backward, k, v, partial(_block_of, parts)
+            )
+            return backward.d_q, d_k, d_v, None, None, None
         # In at least float32, as in ring_attention: in half precision a sum over N ranks is rounded up to N -
         # 1 times. Llama 3 sums gradients of what is used several times in float32 (section 3.3.2);
         # Megatron-LM (Transformer Engine) reduce-scatters these in the dtype of activations, half of the
@@ -119,7 +155,7 @@ class _GatheredAttention(torch.autograd.Function):
                 met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
         del parts
         d_k, d_v = summed(gradients, group)
-        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None
+        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None, None
 
 
 class AllGatherKV(PlacedChunks):
@@ -129,11 +165,14 @@ class AllGatherKV(PlacedChunks):
     summary = "sequence chunks; keys and values are all-gathered (Llama 3's context parallelism)"
     source = "arXiv 2407.21783, section 3.3.2"
     meets = frozenset({"attention", "causal_attention", "full_attention"})
+    options_type = AllGatherKVOptions
+    options: AllGatherKVOptions
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
         # The last rank's peak is the largest too, but for one case: of two ranks placed zigzag, rank 0 has
-        # the gradients of all keys of the other at a time, and rank 1 those of half of them.
+        # the gradients of all keys of the other at a time, and rank 1 those of half of them. (Zigzag with
+        # gradients round a ring, that half of a block is missing in the peak of the last of any number.)
         return [[1], [0]] if size == 2 else super().roles(axis, size)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
@@ -145,8 +184,12 @@ class AllGatherKV(PlacedChunks):
             for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
                 yield Traffic(phase, "K and V", "all_gather", site.count, elements * element_bytes)
             precise = elements * max(4, element_bytes)  # in at least float32
-            yield Traffic("backward", "dK and dV", "reduce_scatter", site.count, precise)
+            if self.options.gradients == "reduce_scatter":
+                yield Traffic("backward", "dK and dV", "reduce_scatter", site.count, precise)
+            elif self.size > 1:  # N steps, so that they come home
+                part = precise // self.size
+                yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, part)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
         assert self.group is not None
-        return _GatheredAttention.apply(q, k, v, self.group, placement)
+        return _GatheredAttention.apply(q, k, v, self.group, placement, self.options.gradients)

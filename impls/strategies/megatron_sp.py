@@ -47,6 +47,7 @@ from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, ch
 from spbench.impls.strategies.tensor_parallel import (
     ColumnParallelLinear,
     TensorParallel,
+    TensorParallelOptions,
     VocabParallelEmbedding,
 )
 from spbench.impls.traffic import Traffic
@@ -110,18 +111,22 @@ def whole_ids(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MegatronSPOptions(GridOptions):
+class MegatronSPOptions(TensorParallelOptions, GridOptions):
     """What may be chosen about :class:`MegatronSP`.
 
     Attributes:
         vocabulary: "whole": embedding, head and loss act on this rank's positions, each rank with all rows of
             the vocabulary; "split", as Megatron-LM has it: on all positions, each rank with its rows.
+        loss: of a split vocabulary, as :class:`TensorParallelOptions` has it.
     """
 
     vocabulary: str = "whole"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choices(self, {"vocabulary": ("whole", "split")})
+        if self.loss == "gathered" and self.vocabulary == "whole":
+            raise ValueError("loss gathered: the logits are whole already; use it with vocabulary: split")
 
 
 class SequenceVocabEmbedding(VocabParallelEmbedding):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.collectives import Ring
+from spbench.impls.collectives import Ring, owners_in_turn
 from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
@@ -49,16 +49,24 @@ def _accumulate(sums: Sequence[Tensor], found: BlockGradients, *, first: bool) -
 
 
 def gradients_round(
-    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., BlockGradients | None]
+    group: dist.ProcessGroup,
+    block: Sequence[Tensor],
+    of_block: Callable[..., BlockGradients | None],
+    everywhere: Callable[[int], Sequence[Tensor]] | None = None,
 ) -> Sequence[Tensor]:
     """The gradients of this rank's k and v, to which every rank contributes ``of_block(owner, k, v)``, or
     nothing where that is None; to its own it contributes those of all positions.
 
     ``block`` is (k, v), or the two in one tensor [2, ...], which makes one message a step of two. The sums
-    travel behind the blocks, in at least float32, for they are added to N times.
+    travel behind the blocks, in at least float32, for they are added to N times. ``everywhere`` has the block
+    of each owner where it is here already; then the sums travel alone.
     """
     precise, ring = state_dtype(block[0].dtype), Ring(group)
-    for owner, passing in Ring(group).round(*block):
+    if everywhere is None:
+        blocks = Ring(group).round(*block)
+    else:
+        blocks = ((owner, tuple(everywhere(owner))) for owner in owners_in_turn(group))
+    for owner, passing in blocks:
         found = of_block(owner, *_keys_and_values(passing))
         own = owner == group.rank()
         sums = [x.new_empty(x.shape, dtype=precise) for x in block] if own else ring.finish()
@@ -99,18 +107,33 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         backward = BlockwiseBackward(d_o, q, o, lse)
+        d_k, d_v = attention_gradients_round(ctx.group, ctx.placement, backward, k, v)
+        return backward.d_q, d_k, d_v, None, None
 
-        def of_block(owner: int, *block: Tensor) -> BlockGradients | None:
-            met = meeting(ctx.placement, ctx.group.rank(), owner, q.shape[2])
-            if met is None:
-                return None
-            mine, theirs, causal = met
-            keys, values = (x[:, theirs].transpose(1, 2) for x in block)
-            d_keys, d_values = backward.of_block(mine, keys, values, causal)
-            return d_keys.transpose(1, 2), d_values.transpose(1, 2), (ALL, theirs)
 
-        d_k, d_v = gradients_round(ctx.group, [_travelling(k, v)], of_block)
-        return backward.d_q, d_k.transpose(1, 2), d_v.transpose(1, 2), None, None
+def attention_gradients_round(
+    group: dist.ProcessGroup,
+    placement: str | None,
+    backward: BlockwiseBackward,
+    k: Tensor,
+    v: Tensor,
+    everywhere: Callable[[int], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's k and v [B, G, L/N, A], summed from rank to rank of the ring;
+    ``everywhere`` has both of an owner, [2, B, L/N, G, A], where they do not travel too."""
+
+    def of_block(owner: int, *block: Tensor) -> BlockGradients | None:
+        met = meeting(placement, group.rank(), owner, k.shape[2])
+        if met is None:
+            return None
+        mine, theirs, causal = met
+        keys, values = (x[:, theirs].transpose(1, 2) for x in block)
+        d_keys, d_values = backward.of_block(mine, keys, values, causal)
+        return d_keys.transpose(1, 2), d_values.transpose(1, 2), (ALL, theirs)
+
+    known = None if everywhere is None else lambda owner: [everywhere(owner)]
+    d_k, d_v = gradients_round(group, [_travelling(k, v)], of_block, known)
+    return d_k.transpose(1, 2), d_v.transpose(1, 2)
 
 
 class _RingLinearAttention(torch.autograd.Function):

@@ -5,22 +5,27 @@ all-reduce forward (g, after the row-parallel projection) and one backward (f, b
 column-parallel one). Attention heads are split with the columns. The embedding, the tied head and the
 cross entropy are split over the vocabulary. Layer norms, dropout and everything else of shape
 [B, L, H] are replicated.
+
+The cross entropy of split logits (torch's ``loss_parallel``) takes three small all-reduces. Without it, as
+torch's tensor parallelism is without ``loss_parallel``, every rank gathers the logits of the whole vocabulary
+and computes the loss of all tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.collectives import all_gather_flat, copy_to_group, reduce_from_group
+from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_from_group, reduce_from_group
 from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_parallel_cross_entropy
 from spbench.impls.kernels.projection import project
+from spbench.impls.options import Options, check_choices
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
@@ -92,9 +97,26 @@ class VocabParallelEmbedding(nn.Module):
         return F.embedding(local, self.weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
+@dataclass(frozen=True)
+class TensorParallelOptions(Options):
+    """What may be chosen about :class:`TensorParallel`.
+
+    Attributes:
+        loss: "parallel": the cross entropy is computed from logits that stay split over the vocabulary;
+            "gathered": from logits that every rank has whole.
+    """
+
+    loss: str = "parallel"
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"loss": ("parallel", "gathered")})
+
+
 class TensorParallel(Strategy):
     name = "tensor_parallel"
     axes = ("tp",)
+    options_type: ClassVar[type[Options]] = TensorParallelOptions
+    options: TensorParallelOptions
     summary = "weights split by columns and rows, heads and vocabulary with them (Megatron-LM)"
     source = "arXiv 1909.08053, section 3"
     splits_features = True
@@ -169,6 +191,9 @@ class TensorParallel(Strategy):
                 yield Traffic(
                     "backward", "f: gradient of Linformer's projection", "all_reduce", count, weight
                 )
+            elif site.kind in ("cross_entropy", "cross_entropy_in_place") and self.gathers_logits:
+                logits = d["B"] * d["L"] * d["V"] * element_bytes
+                yield Traffic("forward", "logits", "all_gather", count, logits)
             elif site.kind == "cross_entropy_in_place":
                 parts = 3 * d["B"] * d["L"] * max(4, element_bytes) * self.size
                 yield Traffic("forward", "cross entropy", "all_gather", count, parts)
@@ -273,9 +298,20 @@ class TensorParallel(Strategy):
     def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().vocabulary_logits(copy_to_group(x, self.group), weight, bias)
 
+    @property
+    def gathers_logits(self) -> bool:
+        """Whether the loss is computed from logits that are gathered for it."""
+        return self.options.loss == "gathered" and self.size > 1
+
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+        if self.gathers_logits:
+            whole = gather_from_group(logits, logits.ndim - 1, self.group)
+            return Strategy.cross_entropy(self, whole, labels, fused=fused)
         # split over the vocabulary there is only the fused way
         return vocab_parallel_cross_entropy(logits, labels, self.group)
 
     def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.gathers_logits:
+            whole = gather_from_group(logits, logits.ndim - 1, self.group)
+            return Strategy.cross_entropy_in_place(self, whole, labels)
         return cross_entropy_in_place(logits, labels, self.group)

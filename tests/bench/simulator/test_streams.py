@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
+from spbench.bench.files.cluster import Cluster
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.simulator.program import Program, ProgramBuilder
@@ -87,6 +88,15 @@ def test_copies_take_time_and_order_on_their_stream() -> None:
     ]
     named = {e["args"]["name"] for e in trace_events(found, [0]) if e["name"] == "thread_name"}
     assert named == {"phases", "compute", "stream 1: all_gather", "stream 2: copy_in"}
+
+
+def test_what_is_hidden_costs_computing_time_where_a_device_loses_it() -> None:
+    losing = cluster().model_dump()
+    losing["device"]["overlap_loss"] = {"value": 0.5, "source": "made up"}
+    found = timed([layers((5, 5), 2, ahead=True)], [range(2)], Cluster.model_validate(losing))
+    assert found.step_time_s == 13  # half of the second gather's two seconds, at the wait for it
+    assert found.breakdown["exposed_communication_s"] == 3
+    assert found.breakdown["bubble_s"] == 0
 
 
 def test_waiting_for_a_rank_is_a_bubble_on_any_stream() -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce, reduce_from_group, ring
+from spbench.impls.kernels import cross_entropy
 from spbench.impls.strategies.base import SequenceDim
 from spbench.impls.strategies.linear import Linear
 from spbench.impls.strategies.ring_self_attention import RingOutput, RingScores, RingSelfAttention
@@ -208,6 +210,30 @@ class _Frozen(_RowsNotReduced):
 class ParameterWithoutGradient(TensorParallel):
     def linear_out(self, in_features: int, out_features: int) -> Linear:
         return _Frozen(in_features, out_features, self)
+
+
+class DenominatorNotReduced(TensorParallel):
+    """The cross entropy of split logits with a sum of exponentials of each rank's part alone."""
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+        honest, calls = cross_entropy.all_reduce, iter(range(3))
+
+        def all_but_the_third(x: Tensor, *args: Any) -> Tensor:
+            return x if next(calls) == 2 else honest(x, *args)
+
+        with mock.patch.object(cross_entropy, "all_reduce", all_but_the_third):
+            return super().cross_entropy(logits, labels, fused=fused)
+
+
+class GatheredGradientSummed(TensorParallel):
+    """Gathered logits, the gradient of which is summed over ranks that each have all of it."""
+
+    gathers_logits = True  # type: ignore[assignment]
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient * self.size)
+        return super().cross_entropy(logits, labels, fused=fused)
 
 
 class NextRanksWeights(TensorParallel):

@@ -33,6 +33,8 @@ FAULTS = [
     (faults.RowParallelNotReduced, "attention", ("output y",)),
     (faults.ColumnInputGradientNotReduced, "attention", ("gradient of input x",)),
     (faults.ParameterWithoutGradient, "attention", ("gradient of layer.out.weight",)),
+    (faults.DenominatorNotReduced, "model", ("output", "gradient")),
+    (faults.GatheredGradientSummed, "model", ("gradient",)),
     (faults.NextRanksWeights, "attention", ("output y", "gradient of layer")),
 ]
 
