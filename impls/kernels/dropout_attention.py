@@ -42,7 +42,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> tuple[Tens
     scores = _scores(q, keys)
     lse = scores.logsumexp(-1)
     o = ((scores - lse.unsqueeze(-1)).exp_() * _mask(scores, p, seed)) @ values
-    return o.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
+    return o.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
 @_forward.register_fake
@@ -66,7 +66,7 @@ def _backward(
     d_q, d_k = d_scores @ keys, d_scores.mT @ queries
     groups = k.shape[1]
     d_k, d_v = (x.unflatten(1, (groups, -1)).sum(2).to(k.dtype) for x in (d_k, d_v))
-    return d_q.to(q.dtype), d_k.contiguous(), d_v.contiguous()
+    return d_q.to(q.dtype).contiguous(), d_k.contiguous(), d_v.contiguous()
 
 
 @_backward.register_fake

@@ -21,7 +21,7 @@ TRANSFORMER_ENGINE_PRODUCTS = frozenset({"te_mm", "te_accumulate_mm_"})
 @torch.library.custom_op("spbench::te_mm", mutates_args=())
 def te_mm(a: Tensor, b: Tensor) -> Tensor:
     """a [..., k] times b [k, n] -> [..., n]."""
-    return torch.matmul(a, b)
+    return torch.matmul(a, b).contiguous()
 
 
 @te_mm.register_fake
@@ -57,7 +57,7 @@ def _(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 @torch.library.custom_op("spbench::strided_bmm", mutates_args=())
 def _strided_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return torch.matmul(a, b).mul_(scale)
+    return torch.matmul(a, b).mul_(scale).contiguous()
 
 
 @_strided_bmm.register_fake

@@ -18,7 +18,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotary(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
     half = angles[..., : angles.shape[-1] // 2]
     cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
-    return rotated(x, cos, -sin if inverse else sin)
+    return rotated(x, cos, -sin if inverse else sin).contiguous()
 
 
 @_rotary.register_fake

@@ -12,7 +12,7 @@ from torch import Tensor
 @torch.library.custom_op("spbench::swiglu", mutates_args=())
 def _swiglu(y: Tensor) -> Tensor:
     gate, up = y.unbind(-2)
-    return F.silu(gate) * up
+    return (F.silu(gate) * up).contiguous()
 
 
 @_swiglu.register_fake
@@ -26,7 +26,7 @@ def _swiglu_backward(gradient: Tensor, y: Tensor) -> Tensor:
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     d_gate = gradient * up * (sigmoid + silu * (1 - sigmoid))
-    return torch.stack((d_gate, gradient * silu), -2)
+    return torch.stack((d_gate, gradient * silu), -2).contiguous()
 
 
 @_swiglu_backward.register_fake

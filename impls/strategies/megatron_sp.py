@@ -99,10 +99,10 @@ class _OwnPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
+        return whole_ids(gradient, ctx.group), None
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def whole_ids(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[B, L] from the [B, L/N] of all ranks."""
     parts, arrival = start_all_gather(x, group)
     arrival.wait()
@@ -128,7 +128,7 @@ class SequenceVocabEmbedding(VocabParallelEmbedding):
     """Token ids [B, L/N] -> [B, L/N, H], from the rows [V/N, H] that each rank has."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return reduce_scatter(self.own_rows(_gathered(tokens, self.group)), 1, self.group)
+        return reduce_scatter(self.own_rows(whole_ids(tokens, self.group)), 1, self.group)
 
 
 class _OfWholeText(ColumnParallelLinear):
@@ -195,13 +195,13 @@ class MegatronSP(GridChunks, TensorParallel):
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
         if not self._splits_vocabulary:
             return Strategy.cross_entropy(self, logits, labels, fused=fused)
-        loss = TensorParallel.cross_entropy(self, logits, _gathered(labels, self.group), fused=fused)
+        loss = TensorParallel.cross_entropy(self, logits, whole_ids(labels, self.group), fused=fused)
         return _OwnPositions.apply(loss, self.group)
 
     def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
         if not self._splits_vocabulary:
             return Strategy.cross_entropy_in_place(self, logits, labels)
-        loss = TensorParallel.cross_entropy_in_place(self, logits, _gathered(labels, self.group))
+        loss = TensorParallel.cross_entropy_in_place(self, logits, whole_ids(labels, self.group))
         return _OwnPositions.apply(loss, self.group)
 
     def check_sizes(self, sites: Sequence[Site]) -> None:

@@ -24,9 +24,9 @@ class ReplicasNotSummed(TensorParallel):
     """Each rank keeps the gradient of its own queries for keys and values that others hold too."""
 
     def grouped_query_linear_in(
-        self, in_features: int, head_size: int, heads: int, kv_heads: int
+        self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False
     ) -> GroupedQueryLinear:
-        made = super().grouped_query_linear_in(in_features, head_size, heads, kv_heads)
+        made = super().grouped_query_linear_in(in_features, head_size, heads, kv_heads, bias=bias)
         made.replica_group = None  # type: ignore[assignment]
         return made
 
@@ -35,9 +35,9 @@ class ReplicasSummedOverAllRanks(TensorParallel):
     """One axis too many: over all ranks, of which some hold another key."""
 
     def grouped_query_linear_in(
-        self, in_features: int, head_size: int, heads: int, kv_heads: int
+        self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False
     ) -> GroupedQueryLinear:
-        made = super().grouped_query_linear_in(in_features, head_size, heads, kv_heads)
+        made = super().grouped_query_linear_in(in_features, head_size, heads, kv_heads, bias=bias)
         made.replica_group = self.group  # type: ignore[assignment]
         return made
 

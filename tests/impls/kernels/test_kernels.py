@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from spbench.impls.kernels import dropout_attention, matrix_products, rotary, swiglu  # noqa: F401  # operators
 from spbench.impls.kernels.bias_gelu import bias_gelu
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.kernels.dropout import bias_dropout_add, masked_dropout
@@ -305,8 +306,30 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "linear_attention_input_gradients": (scores, scores, v, v, rates, states, None, d_states, before, 3),
         "rms_norm": (x, row, 1e-6),
         "rms_norm_backward": (y, x, statistics, row),
-        "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5),
+        "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5, False),
         "masked_softmax_backward_": (scores.clone(), scores, 0.5),
+        **_library_arguments(x, y, q, k, lse),
+    }
+
+
+def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the operators of fused libraries; x, y [2, 3, 8], q, k [2, 2, 4, 8], lse [2, 2, 4]."""
+    sums = torch.promote_types(x.dtype, torch.float32)
+    main, matrix, labels = torch.zeros(8, 8, dtype=sums), x[0].mT @ y[0], torch.tensor([[0, 3, 7], [9, 8, 1]])
+    pairs = y.unflatten(-1, (2, 4)).clone()
+    statistics = OPS.cross_entropy_statistics(x, labels, 0).unsqueeze(0)
+    return {
+        "te_mm": (x, matrix),
+        "te_accumulate_mm_": (main, x[0].mT, y[0]),
+        "accumulate_mm_": (main.clone(), x[0].mT, y[0]),
+        "strided_bmm": (q, k.mT, 0.5),
+        "swiglu": (pairs,),
+        "swiglu_backward": (x[..., :4], pairs),
+        "rotary": (q, torch.ones(4, 8, dtype=sums), True),
+        "cross_entropy_statistics": (x, labels, 0),
+        "cross_entropy_gradient_": (x.clone(), statistics, labels, 0),
+        "dropout_flash_attention": (q, k, k, 0.5, 3),
+        "dropout_flash_attention_backward": (q, q, k, k, q, lse, 0.5, 3),
     }
 
 

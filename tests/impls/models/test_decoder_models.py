@@ -15,8 +15,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.kernels.rotary import rotated
 from spbench.impls.models.blocks.decoder import DecoderModel
-from spbench.impls.models.blocks.mixers import LinearAttention, Places, SoftmaxAttention, rotated
+from spbench.impls.models.blocks.mixers import LinearAttention, Places
+from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import SEP, causal_language_batches, corpus
 from spbench.impls.models.linear_llama import LinearLlamaModel
 from spbench.impls.models.model import model_preset, models
@@ -41,8 +43,8 @@ def built(model: DecoderModel, deviation: float = 0.3, seq_len: int = 24) -> nn.
     return module
 
 
-def counted(model: DecoderModel, stage: Stage = ONE_STAGE) -> dict[str, int]:
-    (site,) = (site for site in model.sites(1, 64, 1, stage) if site.kind == "parameters")
+def counted(model: DecoderModel, stage: Stage = ONE_STAGE, parts: int = 1) -> dict[str, int]:
+    (site,) = (site for site in model.sites(1, 64, parts, stage) if site.kind == "parameters")
     return dict(site.dims)
 
 
@@ -55,6 +57,11 @@ def counted(model: DecoderModel, stage: Stage = ONE_STAGE) -> dict[str, int]:
         ("linear-transformer-0.4b", 0.4e9),
         ("causal-transformer-1b", 1.0e9),
         ("llama3-8b", 8.0e9),
+        ("llama3-70b", 70.6e9),
+        ("llama3-405b", 405.9e9),
+        ("gpt3-345m", 0.355e9),
+        ("gpt3-7b", 6.66e9),
+        ("gpt3-175b", 174.6e9),
     ],
 )
 def test_size_is_in_the_name(name: str, published: float) -> None:
@@ -85,8 +92,8 @@ def test_closed_form_of_the_size(name: str, stages: int, tied: bool) -> None:
             part = model.build(TensorParallel.planned(4), 64, stage)
         size = counted(model, stage)
         assert sum(p.numel() for p in whole.parameters()) == size["elements"]
-        held = sum(p.numel() for p in part.parameters())
-        assert held == size["elements"] - size["split"] + size["split"] // 4
+        held, padded = sum(p.numel() for p in part.parameters()), counted(model, stage, 4)
+        assert held == padded["elements"] - padded["split"] + padded["split"] // 4
         tables = [p.numel() for n, p in whole.named_parameters() if n.split(".")[0] in ("embedding", "head")]
         assert sum(tables) == size["vocabulary"]
 
