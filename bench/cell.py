@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -62,8 +63,13 @@ class TrainingOptions(BaseModel):
 
     ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`Inference`.
     ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
-    parts of a replica's batch that are run one after another. Further keys are the options of the backend;
-    what is not one of them, the configuration refuses.
+    parts of a replica's batch that are run one after another. ``virtual_stages``: how many runs of layers a
+    rank of the pipeline holds; several with the schedule "interleaved" and only there. ``steps``: how many
+    steps are traced one after another: communication and times are those of the last, peaks the largest of
+    all; with ``moments: later`` the first step's update makes Adam's moments, so that the second has them
+    throughout. ``cublas_workspace``: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and
+    count such as ":4096:8"; None: the cluster's figure. Further keys are the options of the backend; what is
+    not one of them, the configuration refuses.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -73,7 +79,27 @@ class TrainingOptions(BaseModel):
     backend: str = DEFAULT_BACKEND
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: PositiveInt = 1
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    virtual_stages: PositiveInt = 1
+    steps: PositiveInt = 1
+    cublas_workspace: str | None = None
+
+    @model_validator(mode="after")
+    def _check_virtual_stages(self) -> TrainingOptions:
+        if self.virtual_stages > 1 and self.schedule != "interleaved":
+            raise ValueError("virtual_stages is for schedule: interleaved; leave it out, or set that")
+        if self.virtual_stages == 1 and self.schedule == "interleaved":
+            raise ValueError("schedule: interleaved needs virtual_stages: 2 or more")
+        return self
+
+    @field_validator("cublas_workspace")
+    @classmethod
+    def _check_workspace(cls, config: str | None) -> str | None:
+        if config is not None and not re.fullmatch(r"(:\d+:\d+)+", config):
+            raise ValueError(
+                f'{config!r} is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT, as ":4096:8"'
+            )
+        return config
 
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:
@@ -240,12 +266,19 @@ class Measurement:
     """What an engine measured; None where it cannot know.
 
     Attributes:
-        peak_memory_bytes: largest sum of live bytes over the step, as torch.cuda.max_memory_allocated.
-        reserved_memory_bytes: what a caching allocator reserves for it.
+        peak_memory_bytes: largest sum of live blocks of a caching allocator over the traced steps, as
+            torch.cuda.max_memory_allocated.
+        reserved_memory_bytes: what a caching allocator reserves for them.
         usable_memory_bytes: of the card; a step that needs more is out of memory. None: not limited.
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
-        peak_held: bytes by what held them at the peak.
+        peak_held: bytes by what held them at the peak; a block's slack is of what its tensor is of.
+        by_class: the memory of each class of ranks that run the same program, at each traced step, where the
+            meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of them), ``ranks``
+            (how many), ``stage`` (of the pipeline), ``step`` (from 1), ``status`` ("oom" from the step on
+            that does not fit; its bytes are those on a card without a limit), ``peak_memory_bytes``,
+            ``peak_phase``, ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far),
+            ``allocated_bytes`` (at the end of the step).
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
             stage.
         formula: the closed form of what these send, rows of :meth:`Plan.formula`.
@@ -271,6 +304,7 @@ class Measurement:
     peak_phase: str | None = None
     peak_rank: int = 0
     peak_held: dict[str, int] = field(default_factory=dict)
+    by_class: list[dict[str, Any]] = field(default_factory=list)
     communication: list[dict[str, Any]] = field(default_factory=list)
     formula: list[dict[str, Any]] = field(default_factory=list)
     formula_difference: list[dict[str, Any]] = field(default_factory=list)

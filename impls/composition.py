@@ -63,13 +63,21 @@ class Composition:
 
     Args:
         place: of this rank on the mesh.
+        virtual_stages: how many runs of layers a rank holds. Those of the next rank follow on its own, and
+            its next ones on those of the last rank.
+
+    Attributes:
+        stage: which rank of the pipeline this is.
+        stages: the stages that it holds; with one each, that is :attr:`stage`.
     """
 
-    def __init__(self, place: Place = ALONE):
+    def __init__(self, place: Place = ALONE, virtual_stages: int = 1):
         self.place = place
         self.dp_group, self.pp_group = place.group("dp"), place.group("pp")
         self.replicas, self.replica = place.size("dp"), place.rank("dp")
-        self.stage = Stage(place.rank("pp"), place.size("pp"))
+        ranks, rank = place.size("pp"), place.rank("pp")
+        self.stage = Stage(rank, ranks)
+        self.stages = tuple(Stage(n * ranks + rank, ranks * virtual_stages) for n in range(virtual_stages))
 
     def gradient_group(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
         """The ranks that gradients are summed over in one go: the replicas, and those along ``axes`` of a

@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.answers.tables import PublishedRow, PublishedTable
+from spbench.bench.comparison.answers.tables import PublishedTable
+from spbench.bench.comparison.quantity_columns import PublishedRow, QuantityColumn
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.errors import UserError, suggestion
@@ -78,22 +79,29 @@ class Known:
 def known_cells(
     scenario: Scenario, table: PublishedTable, quantity: str, on_trace: Callable[[Cell], None]
 ) -> list[Known]:
-    """The cells of a published table that have a throughput, in tokens or in samples per second, traced on
-    virtual ranks."""
-    by_sample = table.quantities[quantity].field == "samples_per_s"
+    """The cells of a published table that have a step time, or a throughput in tokens or in samples per
+    second, traced on virtual ranks."""
     cells = next(iter(scenario.cells.values()))
     known = []
     for row in table.rows(scenario.path.parent):
-        throughput = row.value(quantity)
+        published = row.value(quantity)
         cell = next((c for c in cells if table.matches(row, c)), None)
-        if throughput is None or cell is None:
+        if published is None or cell is None:
             continue
         on_trace(cell)
         simulator = trace_classes(cell, events=True).simulator()
-        tokens = model_preset(*cell.model_arguments).tokens(*cell.shape)
-        work = cell.shape[0] if by_sample else tokens
-        known.append(Known(row, cell, work / throughput, simulator))
+        seconds = _published_seconds(cell, table.quantities[quantity], published)
+        known.append(Known(row, cell, seconds, simulator))
     return known
+
+
+def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -> float:
+    """A cell's step time by what was published of it."""
+    if quantity.field == "step_time_s":
+        return published * (quantity.published_unit or quantity.unit)
+    if quantity.field == "samples_per_s":
+        return cell.shape[0] / published
+    return model_preset(*cell.model_arguments).tokens(*cell.shape) / published
 
 
 def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:

@@ -23,7 +23,9 @@ from spbench.bench.calibration.compute_rates import SMALL, compute_rates
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import distributed, virtual
-from spbench.bench.files.cluster import Cluster, Device, Figure, Link, MeasuredRate, Network
+from spbench.bench.files.cluster import Cluster, Device, MeasuredRate
+from spbench.bench.files.figure import Figure
+from spbench.bench.files.links import Link, Network
 from spbench.bench.simulator.program import KERNEL
 from spbench.bench.sweep.machine import cpu_model
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from spbench.bench.commands.progress import SweepProgress, message
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from spbench.bench.cell import Cell
     from spbench.bench.config.compared import Comparison
     from spbench.bench.config.scenario import Scenario
@@ -155,14 +157,35 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
+    drawn = _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
+    if drawn is None:
+        message(f"spbench: warning: no figure drawn, there is no plots.{figure}")
+    return drawn or ([], False)
+
+
+def draw_records(paper: str, records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[list[Path], bool]:
+    """The files of the figure of all of a paper's numbers, and whether drawing failed; none where plots/ has
+    no module of the paper's name.
+
+    Args:
+        records: of `spbench reproduce`.
+    """
+    from pandas import DataFrame
+
+    return _drawn(paper, [], DataFrame([dict(record) for record in records]), folder) or ([], False)
+
+
+def _drawn(
+    figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
+) -> tuple[list[Path], bool] | None:
+    """The files of a figure, and whether drawing failed; None where plots/ has no such module."""
     module = f"spbench.plots.{figure}"
     try:
         draw = importlib.import_module(module).draw
-        return [Path(path) for path in draw(ran.known, as_frame(ran.comparisons), folder)], False
+        return [Path(path) for path in draw(rows, comparison, folder)], False
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
-            message(f"spbench: warning: no figure drawn, there is no plots.{figure}")
-            return [], False
+            return None
         text = " ".join(f"{type(error).__name__}: {error}".split())
         message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")
         return [], True

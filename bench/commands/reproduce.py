@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spbench.bench.commands.command_report import Report, Table
-from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
+from spbench.bench.commands.execution import Ran, draw_figure, draw_records, opened_executor, run_cells
 from spbench.bench.commands.options import executor, fresh, jobs, output_folder, reported
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def command(
     fresh: bool,
     write: bool,
 ) -> Iterator[Report]:
-    """Run every scenario of PAPER (rsa, lasp, dsp, or all) and set each published number beside ours.
+    """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -149,6 +149,9 @@ def _run(
     read = Findings(paper.name, lines[0], lines[1], documents)
     if request.write:
         files += Pages.of(paper.name).write(read)
+    paths, figure_failed = draw_records(paper.name, read.records, request.output / "figures")
+    drawn += paths
+    code = 1 if figure_failed else code
     return _report(paper, scenarios, read, [*files, *drawn], code)
 
 

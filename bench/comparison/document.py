@@ -1,9 +1,10 @@
-"""The generated parts of REPRODUCE.md and results/reproduction/PAPER.md, from the files that `spbench
-reproduce` wrote and from the scenario files.
+"""The generated parts of REPRODUCE.md, README.md and results/reproduction/PAPER.md, from the files that
+`spbench reproduce` wrote and from the scenario files.
 
 A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``. REPRODUCE.md has
 a part named ``verdict`` for each paper; PAPER.md has one for each of its scenarios, under the scenario's
-name. What is outside of the parts is written by hand and left alone.
+name. README.md has a part named ``validation`` of the measurements of real machines. What is outside of the
+parts is written by hand and left alone.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from pathlib import Path
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.comparison.findings import Findings, Line, markdown
+from spbench.bench.comparison.measured_sources import MEASURED
+from spbench.bench.comparison.validation import validation_lines
 from spbench.bench.errors import UserError, suggestion
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
+FIRST_PAGE = Path("README.md")
 DETAILS_FOLDER = Path("results", "reproduction")
 
 VERDICT = "verdict"
+VALIDATION = "validation"
 _PART = re.compile(
     r"(?P<begin>^<!-- spbench reproduce (?P<paper>[\w-]+): (?P<name>[\w-]+) -->\n)"
     r"(?P<text>.*?)(?P<end>^<!-- end -->)",
@@ -31,20 +36,23 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Pages:
-    """The two documents on a paper.
+    """The documents on a paper.
 
     Attributes:
         page: has the verdict.
         details: has a part for each scenario.
+        first: has the table of errors by who measured; None for papers.
     """
 
     page: Path
     details: Path
+    first: Path | None = None
 
     @classmethod
     def of(cls, paper: str) -> Pages:
         """The documents of a paper, below the working directory."""
-        return cls(SUMMARY_PAGE, DETAILS_FOLDER / f"{paper}.md")
+        first = FIRST_PAGE if paper == MEASURED else None
+        return cls(SUMMARY_PAGE, DETAILS_FOLDER / f"{paper}.md", first)
 
     def check(self, paper: str, scenarios: Sequence[str]) -> None:
         """Refuse documents that the parts of a paper cannot be written into.
@@ -54,6 +62,8 @@ class Pages:
         """
         check_parts(self.page, paper, [VERDICT])
         check_parts(self.details, paper, scenarios)
+        if self.first is not None:
+            check_parts(self.first, paper, [VALIDATION])
 
     def rendered(self, found: Findings) -> dict[Path, str]:
         """By path, the text of each document with the parts of the findings' paper written anew.
@@ -62,10 +72,11 @@ class Pages:
             UserError: one cannot be read, or nothing was found of one of its parts.
         """
         link = self.details.as_posix()
-        return {path: rendered(_read(path), found, link) for path in (self.page, self.details)}
+        paths = [self.page, self.details, *([] if self.first is None else [self.first])]
+        return {path: rendered(_read(path), found, link) for path in paths}
 
     def write(self, found: Findings) -> list[Path]:
-        """Write both documents, each whole or not at all, once the text of both is known; returns the paths.
+        """Write the documents, each whole or not at all, once the text of all is known; returns the paths.
 
         Raises:
             UserError: see :meth:`rendered`; or one cannot be written, and is as it was.
@@ -106,7 +117,8 @@ def rendered(text: str, found: Findings, details: str) -> str:
         if match["paper"] != found.paper:
             return match[0]
         name = match["name"]
-        content = markdown(_linked(found, details)) if name == VERDICT else found.part(name)
+        made = {VERDICT: lambda: _linked(found, details), VALIDATION: lambda: validation_lines(found.records)}
+        content = markdown(made[name]()) if name in made else found.part(name)
         return f"{match['begin']}{content}{match['end']}"
 
     return _PART.sub(part, text)

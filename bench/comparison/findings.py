@@ -68,7 +68,7 @@ class Findings:
         if claims:
             yield "claims", [_claim_line(r) for r in claims]
         for (table, quantity, variant), rows in groupby(
-            filter(of_table, mine), lambda r: (r["table"], r["quantity"], r["variant"])
+            filter(of_table, mine), lambda r: (table_of(r), r["quantity"], r["variant"])
         ):
             kept = list(rows)
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
@@ -86,7 +86,7 @@ class Findings:
             groups: dict[tuple[str, str], list[Record]] = {}
             for r in self.records:
                 if r["scenario"] == scenario:
-                    what = f"{r['table']}: {r['quantity']}" if of_table(r) else _kind(r)
+                    what = f"{table_of(r)}: {r['quantity']}" if of_table(r) else _kind(r)
                     groups.setdefault((what, r["variant"]), []).append(r)
             document = self.documents.get(scenario)
             remark = document.not_reproduced if document else ""
@@ -116,13 +116,13 @@ class Findings:
 
 def distinct(records: Sequence[Record]) -> list[Record]:
     """The records of published numbers, each number once: the first of those that have the same source, or
-    that are of the same quantity of the same run."""
+    that are of the same quantity of the same run (and of the same rank, step and measurement of it)."""
     seen: set[object] = set()
     kept = []
     for record in records:
         same: set[object] = {record["source"]}
         if of_table(record):
-            same.add((record["cell"], record["quantity"]))
+            same.add((record["cell"], record["quantity"], label_of(record)))
         if record["published"] is not None and not same & seen:
             kept.append(record)
             seen |= same
@@ -164,9 +164,10 @@ def role_errors(records: Sequence[Record]) -> list[RoleErrors]:
 
 def errors_by_role(records: Sequence[Record]) -> str:
     """Of each role, how many numbers there are, and the median and the worst absolute error."""
+    digits = _digits(records)
     parts = [
         f"{of.numbers} {of.role}"
-        + ("" if of.worst is None else f", median error {of.median:.1%}, worst {of.worst:.1%}")
+        + ("" if of.worst is None else f", median error {of.median:.{digits}%}, worst {of.worst:.{digits}%}")
         for of in role_errors(records)
     ]
     gaps = [r["reproduced"] for r in records if r["quantity"] == "largest_deviation" and r["reproduced"]]
@@ -203,13 +204,29 @@ def of_table(record: Record) -> bool:
     return bool(record["status_published"])
 
 
+def table_of(record: Record) -> str:
+    """The name of the published table that a record is of."""
+    return str(record["table"]).partition(": ")[0]
+
+
+def label_of(record: Record) -> str:
+    """What tells a record from others of its cell: measurement, rank and step; "" for most tables."""
+    return str(record["table"]).partition(": ")[2]
+
+
 def _seconds(text: str) -> str:
     seconds = int(text)
     return f"{seconds} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _percent(error: float | None) -> str | None:
-    return None if error is None else f"{error:+.1%}"
+def _percent(error: float | None, digits: int = 1) -> str | None:
+    return None if error is None else f"{error:+.{digits}%}"
+
+
+def _digits(records: Sequence[Record]) -> int:
+    """Digits of errors in percent after the point: repeated measurements of real machines tell smaller ones
+    apart than papers do."""
+    return 2 if any(label_of(record) for record in records if of_table(record)) else 1
 
 
 def _claim_line(record: Record) -> Line:
@@ -232,6 +249,7 @@ def _table_lines(records: Sequence[Record]) -> list[Line]:
             "strategy": record["strategy"],
             # sizes, batch and length
             "cell": " ".join(record["cell"].split("/")[2:5]),
+            "measured": label_of(record),
             **_values(record),
             "role": record["role"],
             "note": record["note"],
@@ -244,7 +262,7 @@ def _values(record: Record) -> Line:
     return {
         "published": number_or_status(record["published"], record["status_published"]),
         "ours": number_or_status(record["reproduced"], record["status_reproduced"]),
-        "relative error": _percent(record["relative_error"]),
+        "relative error": _percent(record["relative_error"], _digits([record])),
     }
 
 

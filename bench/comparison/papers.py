@@ -1,10 +1,12 @@
-"""The papers that are reproduced: their names, and the scenarios that answer to each."""
+"""The papers that are reproduced, and the measurements of real machines, which count as one: their names,
+and the scenarios that answer to each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from spbench.bench.comparison.measured_sources import MEASURED, measured_sources
 from spbench.bench.comparison.published import published_rows
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.errors import UserError, suggestion
@@ -24,9 +26,11 @@ class Paper:
 
 
 def papers() -> dict[str, Paper]:
-    """The papers of results/papers/papers.csv by name."""
+    """The papers of results/papers/papers.csv by name, then the measurements of results/measured."""
     _, _, rows = published_rows(PAPERS_FILE, Path())
-    return {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
+    found = {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
+    sources = ", ".join(f"{source.measured_by} ({source.commit})" for source in measured_sources())
+    return {**found, MEASURED: Paper(MEASURED, sources, "What real machines measured")}
 
 
 def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:

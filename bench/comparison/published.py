@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files.published_number import PublishedNumber
 
-PACKAGE = "spbench.results.papers"
+#: where published files of the package are: those of papers, and those of measurements on real machines
+PACKAGES = ("spbench.results.papers", "spbench.results.measured")
 
 
 class PublishedPlace(BaseModel):
@@ -75,16 +76,15 @@ def published_rows(file: str, beside: Path) -> tuple[Path, list[str], list[dict[
     Raises:
         UserError: there is no such file, or it cannot be read.
     """
-    path = beside / file
-    if not path.is_file():
-        path = Path(str(files(PACKAGE))) / file
+    folders = [beside, *(Path(str(files(package))) for package in PACKAGES)]
+    path = next((found for folder in folders if (found := folder / file).is_file()), beside / file)
     try:
         with path.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)
             columns = list(reader.fieldnames or ())
             rows = [{name: row[name] or "" for name in columns} for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        known = [p.name for p in Path(str(files(PACKAGE))).glob("*.csv")]
+        known = [p.name for folder in folders[1:] for p in folder.glob("*.csv")]
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read published file {file}: {reason}{suggestion(file, known)}") from error
     return path, columns, rows

@@ -26,7 +26,8 @@ class Comparison:
         reproduced: our number, or None where there is none; the note says why.
         relative_error: reproduced / published - 1.
         numerator, denominator: the keys of the cells that it comes from.
-        table: the published table that it belongs to; "" for a claim.
+        table: the published table that it belongs to, followed by ": " and what tells it from other
+            numbers of its cell, if there are any (a machine, a rank, a step). "" for a claim.
         cell: the cell's key; of a ratio both, with " / " between them.
         quantity: what is compared: a column of the published table, ratio, max_batch, ...
         status_published, status_reproduced: ok, oom or unstated, and ours; "" where there is none.

@@ -22,6 +22,7 @@ from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.timed_steps import remark, timed_steps, with_device_peaks
 from spbench.bench.engines.traces import Trace, add_step_time, merged
+from spbench.bench.engines.workspaces import refuse_workspace_config
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.bench.processes import usable_cores
@@ -54,6 +55,7 @@ class DistributedEngine(Engine):
             Unsupported: the strategy cannot run these sizes; Unavailable: there are too few ranks or GPUs.
             RankError: a rank failed, ran out of memory or did not answer in time.
         """
+        refuse_workspace_config(cell)
         plan(cell)
         by_rank = [found for _, found in sorted(launch(cell, measure_rank).items())]
         result = merged(cell, by_rank)

@@ -34,6 +34,7 @@ from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
+from spbench.bench.engines.workspaces import refuse_workspace_config
 from spbench.bench.files.cluster import load_cluster
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
@@ -67,6 +68,7 @@ class EmulatedEngine(Engine):
                 the cluster's.
             RankError: the process failed or did not answer in time.
         """
+        refuse_workspace_config(cell)
         plan(cell)
         traces = virtual.trace_classes(cell, events=can_time(cell))
         rank = traces.worst().rank if cell.rank is None else cell.rank
@@ -85,6 +87,7 @@ class EmulatedEngine(Engine):
             Unsupported: as :meth:`measure`, or the cluster's memory has no limit.
             RankError: the process failed or did not answer in time.
         """
+        refuse_workspace_config(cell)
         virtually = boundary.largest_that_fits(cell)
         search, rank = Search(cell), virtually.peak_rank if cell.rank is None else cell.rank
         probes: dict[int, Measurement] = {}

@@ -18,6 +18,7 @@ from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.backends.registry import backend_class
+from spbench.impls.chunks import rank_module
 from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.options import set_options
@@ -82,6 +83,10 @@ class Plan:
     classes: list[RankClass]
     traffic: list[list[Traffic]]
     sizes: Mapping[str, int]
+
+    def class_of(self, rank: int) -> RankClass:
+        """The class that a global rank belongs to."""
+        return next(each for each in self.classes if rank in each.ranks)
 
     def traffic_of(self, rank: int) -> list[Traffic]:
         """The closed form of what a global rank sends."""
@@ -157,10 +162,9 @@ def plan(cell: Cell) -> Plan:
     parts = _batch_parts(cell)
 
     def sites(stage: Stage) -> list[Site]:
-        asked = model.sites(batch // parts, seq_len, strategy.vocabulary_parts, stage)
-        return asked + training_sites(precision)
+        return list(model.sites(batch // parts, seq_len, strategy.vocabulary_parts, stage))
 
-    strategy.check(sites(ONE_STAGE))
+    strategy.check(sites(ONE_STAGE) + training_sites(precision))
     forward_only = cell.training.step == "inference"
     if forward_only:
         _check_inference(cell)
@@ -173,15 +177,23 @@ def plan(cell: Cell) -> Plan:
         )
     traffic = []
     classes = rank_classes(cell)
+    _check_schedule(cell)
     options = set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
     gradient_bytes = backend.gradient_dtype(precision, options).itemsize
     for each in classes:
-        asked, role = sites(each.stage), planned_strategy(cell, each.coordinates)
-        around = Composition(Place.of_rank(cell.mesh_sizes, each.first))
-        sums = planned_sums(asked, role, cell.sizes.dp)
-        build = partial(_without_values, model, role, seq_len, each.stage)
+        role = planned_strategy(cell, each.coordinates)
+        around = Composition(Place.of_rank(cell.mesh_sizes, each.first), cell.training.virtual_stages)
+        asked = [sites(stage) for stage in around.stages]
+        asked[0] += training_sites(precision)  # asked for once a step, whatever the stages
+        sums = planned_sums([*itertools.chain(*asked)], role, cell.sizes.dp)
+        build = partial(_without_values, model, role, seq_len, around)
         entries = [
-            *composed_traffic(asked, role, each.stage, micro_batches, width, gradient_bytes),
+            *itertools.chain(
+                *(
+                    composed_traffic(of_stage, role, stage, micro_batches, width, gradient_bytes)
+                    for of_stage, stage in zip(asked, around.stages, strict=True)
+                )
+            ),
             *backend.traffic(PlannedStep(sums, micro_batches, precision, role, around, build, options)),
         ]
         if forward_only:
@@ -215,16 +227,32 @@ def _check_inference(cell: Cell) -> None:
         (cell.learning is not None, "learning"),
         (cell.sizes.pp > 1, "pipeline stages"),
         (training.micro_batches > 1, "micro-batches"),
+        (training.steps > 1, "steps before it"),
         (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
     ):
         if given:
             raise Unsupported(f"an inference step has no {what}", "leave it out")
 
 
-def _without_values(model: Model, strategy: Strategy, seq_len: int, stage: Stage) -> nn.Module:
+def _check_schedule(cell: Cell) -> None:
+    """Raise :class:`Unsupported` for a pipeline that its schedule cannot run."""
+    training, ranks = cell.training, cell.sizes.pp
+    if training.schedule != "interleaved":
+        return
+    if ranks == 1:
+        raise Unsupported("the interleaved schedule is for several pipeline stages", "use pp 2 or more")
+    if training.micro_batches % ranks:
+        below = training.micro_batches // ranks * ranks
+        raise Unsupported(
+            f"the interleaved schedule cannot run {training.micro_batches} micro-batches on pp {ranks}",
+            f"use {' or '.join(str(n) for n in (below, below + ranks) if n)}",
+        )
+
+
+def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Composition) -> nn.Module:
     """The module of a rank, for the shapes of its parameters."""
     with torch.device("meta"):
-        return model.build(strategy, seq_len, stage)
+        return rank_module(partial(model.build, strategy, seq_len), around)
 
 
 def model_parameters(cell: Cell) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
+from spbench.impls.chunks import rank_module
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
@@ -82,9 +84,9 @@ def build_module(
     model, precision = model_preset(*cell.model_arguments), PRECISIONS[cell.precision]
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
-    around = Composition(place)
+    around = Composition(place, cell.training.virtual_stages)
     with default_dtype(precision.parameters), torch.device(mesh.device_type):
-        module = model.build(strategy, cell.shape[1], around.stage)
+        module = rank_module(partial(model.build, strategy, cell.shape[1]), around)
     if set_weights is not None:
         set_weights(module)
     return module, strategy, around
@@ -110,7 +112,7 @@ def record_step(
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Set up and run one step under an entered recorder; returns what further steps need.
+    """Set up and run ``training.steps`` steps under an entered recorder; returns what further steps need.
 
     Args:
         set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
@@ -124,7 +126,10 @@ def record_step(
     training, inputs = set_up(cell, mesh, generator, set_unseen)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
-    training.step(inputs, recorder.phase)
+    for number in range(1, cell.training.steps + 1):
+        with recorder.step(last=number == cell.training.steps):
+            training.step(inputs, recorder.phase)
+    _tag(recorder.memory, training, inputs)  # what the steps have made and still hold, such as moments
     return training, inputs
 
 

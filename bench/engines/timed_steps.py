@@ -67,6 +67,7 @@ def with_device_peaks(metered: Measurement, rank: int, steps: TimedSteps) -> Mea
     metered.ranks = [{"rank": rank, **steps.device}]
     if "peak_memory_bytes" in steps.device:
         metered.ranks[0]["metered_peak_memory_bytes"] = metered.peak_memory_bytes
+        metered.by_class = []
         metered.peak_memory_bytes = steps.device["peak_memory_bytes"]
         metered.reserved_memory_bytes = steps.device["reserved_memory_bytes"]
     return metered

@@ -14,6 +14,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -71,10 +72,16 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
 
 
+def _traced_settings(cell: Cell) -> dict[str, Any]:
+    settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
+    del settings["training"]["cublas_workspace"]  # as a cluster's figures, it is filled in afterwards
+    return settings
+
+
 def trace_key(cell: Cell, rank: int, events: bool) -> str:
     """A digest of all that a trace depends on."""
     content = {
-        "cell": cell.model_dump(mode="json", exclude=set(_NOT_TRACED)),
+        "cell": _traced_settings(cell),
         "rank": rank,
         "events": events,
         "code": code_digest(),

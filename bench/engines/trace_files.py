@@ -39,6 +39,8 @@ def to_bytes(trace: Trace) -> bytes:
         "rank": trace.rank,
         "marks": log.marks,
         "tags": list(log.tags.items()),
+        "ends": log.ends,
+        "workspaces": list(log.workspaces.items()),
         "axes": meter.axes,
         "operations": [[asdict(operation), count] for operation, count in meter.counts.items()],
         "program": None,
@@ -78,6 +80,8 @@ def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
         arrays["events"].tolist(),
         [(name, first) for name, first in rest["marks"]],
         dict(rest["tags"]),
+        rest["ends"],
+        dict(rest["workspaces"]),
     )
     meter = CommunicationMeter(rest["axes"])
     meter.counts.update({Operation(**operation): count for operation, count in rest["operations"]})

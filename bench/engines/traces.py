@@ -9,8 +9,8 @@ from typing import Any
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.plan import RankClass, model_parameters, plan, sending_class
+from spbench.bench.engines.rank_memory import RankMemory
 from spbench.bench.files.cluster import Cluster, load_cluster
-from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
 from spbench.bench.meters.communication import CommunicationMeter
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.meters.recorder import Recorder
@@ -51,30 +51,24 @@ class Trace:
             capacity: bytes of the card that tensors can have; status oom where a caching allocator would need
                 more. None: no limit.
         """
-        planned, peak = plan(self.cell), self.memory.peak()
-        card = replay(self.memory.sizes, self.memory.events, capacity)
+        planned, memory = plan(self.cell), RankMemory.of(self.memory, capacity)
+        peak, ranks = memory.peak, planned.class_of(self.rank)
         measurement = Measurement(
             peak_memory_bytes=peak.nbytes,
-            reserved_memory_bytes=card.peak_reserved,
+            reserved_memory_bytes=memory.reserved_on_card,
             usable_memory_bytes=capacity,
             peak_phase=peak.phase,
             peak_rank=self.rank,
             peak_held=peak.held,
+            by_class=memory.rows(ranks),
             communication=self.communication.rows(),
             formula=planned.formula(self.rank),
             formula_difference=planned.difference(self.communication, self.rank),
             meters={name: dict(found) for name, found in self.found.items()},
         )
-        if card.out_of_memory is not None:
-            measurement.status, measurement.reason = "oom", _no_room(card.out_of_memory)
+        if memory.failure is not None:
+            measurement.status, measurement.reason = "oom", memory.failure.reason(ranks)
         return measurement
-
-
-def _no_room(error: OutOfMemory) -> str:
-    return (
-        f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
-        f"and {error.reserved / MIB:.0f} MiB reserved"
-    )
 
 
 def largest(by_rank: Sequence[Measurement]) -> Measurement:
@@ -90,12 +84,17 @@ def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
     nothing). A rank that sends other bytes than its closed form says makes the status mismatch.
     """
     worst = largest(by_rank)
+    by_class = [entry for m in by_rank for entry in m.by_class if entry["rank"] == m.peak_rank]
     sender = sending_class(cell, worst.peak_rank).first
     sends = next(m for m in by_rank if m.peak_rank == sender)
     differences = [entry for m in by_rank for entry in m.formula_difference]
     return mismatched(
         replace(
-            worst, communication=sends.communication, formula=sends.formula, formula_difference=differences
+            worst,
+            by_class=by_class,
+            communication=sends.communication,
+            formula=sends.formula,
+            formula_difference=differences,
         )
     )
 

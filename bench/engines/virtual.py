@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import ClassTraces, Trace, can_time
+from spbench.bench.engines.workspaces import workspace_bytes
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
@@ -108,16 +110,18 @@ def _plain() -> bool:
 
 
 def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
-    """Run one training step of ``rank`` on fake tensors and return what the meters saw; with ``events`` also
-    the order of operators and communication, which a step time needs.
+    """Run the steps of ``rank`` on fake tensors and return what the meters saw, with the workspaces of the
+    cell's cluster; with ``events`` also the order of operators and communication, which a step time needs.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
     plan(cell)
     if cell.meters or _plain():
-        return _traced(cell, rank, events)
-    return trace_cache.kept(cell, rank, events, lambda: _traced(cell, rank, events))
+        made = _traced(cell, rank, events)
+    else:
+        made = trace_cache.kept(cell, rank, events, lambda: _traced(cell, rank, events))
+    return replace(made, memory=made.memory.with_workspaces(workspace_bytes(cell)))
 
 
 def _traced(cell: Cell, rank: int, events: bool) -> Trace:

@@ -9,50 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files.figure import Figure, StrictModel
 from spbench.bench.files.inferred import InferredSetting
+from spbench.bench.files.links import CollectiveModel, Link, NcclSettings, Network
 from spbench.bench.files.yaml_files import find_file, merge, packaged, parse_yaml, read_file, validate
 
 PACKAGE = "spbench.scenarios.clusters"
 
-Number = TypeVar("Number")
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+Library = Literal["cublas", "transformer_engine"]
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Figure(_Strict, Generic[Number]):
-    """A number, where it comes from, and, where it is not simply read there, how it follows from that.
-
-    Attributes:
-        fitted_on: for a calibrated figure, the published cells that it was fitted on.
-        inferred_from: for one that was chosen by looking at published numbers, these.
-    """
-
-    value: Number | None
-    source: str
-    note: str = ""
-    fitted_on: list[str] = []
-    inferred_from: list[InferredSetting] = []
-
-
-class Device(_Strict):
+class Device(StrictModel):
     """One accelerator.
 
     Attributes:
@@ -60,7 +35,19 @@ class Device(_Strict):
         memory_context_bytes: what the CUDA context and its libraries take before the first tensor.
         memory_bandwidth_bytes_per_s: of the card's own memory.
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
+        memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
+        attention_efficiency: share of the peak rate that attention kernels reach, where of a causal mask only
+            what it leaves is counted; null: they reach what matrix products do.
+        attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
+            null counts as none.
+        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
+            since it takes multiprocessors and memory bandwidth; null counts as none.
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
+        kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
+            launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
+        workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first product
+            of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
+            its first product. One that is left out, or null, takes none.
     """
 
     name: str
@@ -68,40 +55,30 @@ class Device(_Strict):
     memory_context_bytes: Figure[NonNegativeInt]
     memory_bandwidth_bytes_per_s: Figure[PositiveFloat]
     peak_flops_per_s: dict[Precision, Figure[PositiveFloat]] = {}
+    memory_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
+    attention_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
+    attention_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    overlap_loss: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
     launch_overhead_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    kernel_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    workspaces: dict[Library, Figure[NonNegativeInt]] = {}
+
+    @model_validator(mode="after")
+    def _one_way_to_launch(self) -> Self:
+        if self.launch_overhead_s.value and self.kernel_floor_s.value:
+            raise ValueError(
+                "launch_overhead_s and kernel_floor_s exclude each other: set one of them to null"
+            )
+        return self
 
 
-class Link(_Strict):
-    """A link, one way.
-
-    Attributes:
-        latency_s: of the smallest message.
-        bandwidth_bytes_per_s: of large messages.
-    """
-
-    latency_s: Figure[NonNegativeFloat]
-    bandwidth_bytes_per_s: Figure[PositiveFloat]
-
-
-class Network(Link):
-    """The links of a node to the others.
-
-    Attributes:
-        latency_s, bandwidth_bytes_per_s: of one network card.
-        nics_per_node: how many cards the devices of a node share.
-        inferred_from: the published numbers by which ``nics_per_node`` was chosen, if it was.
-    """
-
-    nics_per_node: PositiveInt = 1
-    inferred_from: list[InferredSetting] = []
-
-
-class Calibration(_Strict):
+class Calibration(StrictModel):
     """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
 
     Attributes:
-        compute_efficiency: share of the peak rate that matrix products and attention kernels reach.
-        memory_efficiency: share of the memory bandwidth that kernels reach.
+        compute_efficiency: share of the peak rate that matrix products reach, and attention kernels where the
+            device has no figure of its own for them.
+        memory_efficiency: share that kernels reach of the memory bandwidth, or of the device's figure for it.
         link_efficiency: share of every link's bandwidth that communication reaches.
         step_overhead_s: added to each step.
         parameter_overhead_s: added to each step for each parameter of the model, whole.
@@ -135,7 +112,7 @@ class Calibration(_Strict):
         return self
 
 
-class MeasuredRate(_Strict):
+class MeasuredRate(StrictModel):
     """What one operation of one size took on a machine; see :class:`RatePoint`.
 
     Attributes:
@@ -153,11 +130,14 @@ class MeasuredRate(_Strict):
     bus_bytes_per_s: PositiveFloat | None = None
 
 
-class Cluster(_Strict):
+class Cluster(StrictModel):
     """A kind of machine that cells run on, or are taken to run on.
 
     Attributes:
         name: its file's, without the suffix.
+        collective_model: how collectives are timed: "ring" by latency and bandwidth of each hop,
+            "measured" by the links' ``collectives``, "nccl" by NCCL's own model of its algorithms, which
+            needs ``nccl``.
         measured: rates by size, of which the figures are some; nothing is computed from the others.
     """
 
@@ -168,8 +148,19 @@ class Cluster(_Strict):
     #: between the devices of a node, a device; unknown or missing: they talk through the network
     node_link: Link | None = None
     network: Network
+    collective_model: CollectiveModel = "ring"
+    nccl: NcclSettings | None = None
     calibration: dict[Precision, Calibration] = {}
     measured: list[MeasuredRate] = []
+
+    @model_validator(mode="after")
+    def _collectives_known(self) -> Self:
+        links = [link for link in (self.node_link, self.network) if link is not None]
+        if self.collective_model == "measured" and not any(link.collectives for link in links):
+            raise ValueError("collective_model: measured needs collectives of node_link or network")
+        if self.collective_model == "nccl" and self.nccl is None:
+            raise ValueError("collective_model: nccl needs the settings nccl, with a generation")
+        return self
 
     @property
     def usable_memory_bytes(self) -> int | None:
@@ -191,11 +182,14 @@ class Cluster(_Strict):
         return [*self.network.inferred_from, *(i for _, f in self.figures() for i in f.inferred_from)]
 
 
-def _figures(part: BaseModel | dict[str, Any], path: str) -> Iterator[tuple[str, Figure[Any]]]:
+def _figures(part: Any, path: str) -> Iterator[tuple[str, Figure[Any]]]:
+    """The figures of a part of a cluster file; entries of a list under their number."""
+    if isinstance(part, list):
+        part = {str(number): item for number, item in enumerate(part)}
     for key, value in part.items() if isinstance(part, dict) else part:
         if isinstance(value, Figure):
             yield f"{path}{key}", value
-        elif isinstance(value, BaseModel | dict):
+        elif isinstance(value, BaseModel | dict | list):
             yield from _figures(value, f"{path}{key}.")
 
 

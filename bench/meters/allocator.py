@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from spbench.bench.meters.memory import GRANULE
 
@@ -157,33 +158,54 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of a log on a card.
+    """What became of a log on a card, over the whole log or until it ran out of memory.
 
     Attributes:
-        peak_allocated, peak_reserved: bytes, over the whole log or until it ran out of memory.
-        out_of_memory: where it did, with the request and the state then; None if it fits.
+        peak_allocated, peak_reserved: bytes.
+        blocks: bytes of the block that each storage was given, by its number; 0 for one of no bytes, or that
+            was not reached.
+        reserved: the largest number of bytes reserved before each of the events that were asked for.
+        events: how many were served; all, if it fits.
+        out_of_memory: the request that failed, and the state then; None if it fits.
     """
 
     peak_allocated: int
     peak_reserved: int
-    out_of_memory: OutOfMemory | None
+    blocks: list[int]
+    reserved: list[int]
+    events: int
+    out_of_memory: OutOfMemory | None = None
 
 
-def replay(sizes: Sequence[int], events: Sequence[int], capacity: int | None) -> Replay:
-    """Run a memory log's events (see :class:`MemoryLog`) through the allocator."""
+def replay(
+    sizes: Sequence[int], events: Sequence[int], capacity: int | None, stops: Sequence[int] = ()
+) -> Replay:
+    """Run a memory log's events (see :class:`MemoryLog`) through the allocator.
+
+    Args:
+        sizes: bytes of each storage, by its number.
+        capacity: usable bytes of the card; None: no limit.
+        stops: events, ascending, for :attr:`Replay.reserved`.
+    """
     allocator = CachingAllocator(capacity)
-    addresses: dict[int, int] = {}
-    failure = None
-    for event in events:
-        number = abs(event) - 1
-        if sizes[number] == 0:
-            continue
-        if event > 0:
-            try:
-                addresses[number] = allocator.malloc(sizes[number])
-            except OutOfMemory as error:
-                failure = error
-                break
-        else:
-            allocator.free(addresses.pop(number))
-    return Replay(allocator.peak_allocated, allocator.peak_reserved, failure)
+    addresses, blocks = [0] * len(sizes), [0] * len(sizes)
+    reserved: list[int] = []
+    bounds = [0, *stops, len(events)]
+    for first, end in pairwise(bounds):
+        for at in range(first, end):
+            number = events[at]
+            if number < 0:
+                if blocks[-number - 1]:
+                    allocator.free(addresses[-number - 1])
+            elif size := sizes[number - 1]:
+                before = allocator.allocated
+                try:
+                    addresses[number - 1] = allocator.malloc(size)
+                except OutOfMemory as error:
+                    peaks = allocator.peak_allocated, allocator.peak_reserved
+                    return Replay(*peaks, blocks, reserved, at, error)
+                blocks[number - 1] = allocator.allocated - before
+        reserved.append(allocator.peak_reserved)
+    return Replay(
+        allocator.peak_allocated, allocator.peak_reserved, blocks, reserved[: len(stops)], len(events)
+    )

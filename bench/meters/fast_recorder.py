@@ -142,6 +142,7 @@ class FastRecorder(Recorder):
         kwargs = kwargs or {}
         if (remembered := _MEMORY.get(key)) is not None:
             result = self._build(remembered, args, kwargs)
+            self.memory.note_workspace(func)
             if self.events is not None and self.events.running:
                 self._write_row(key, func, args, kwargs, result)
             return result

@@ -1,14 +1,18 @@
 """The memory meter: every storage's birth and death, and what they add up to.
 
-The meter sees tensors, not an allocator, so it counts the same on fake tensors and on real ones. What a
-card's allocator makes of the same events is :mod:`bench.meters.allocator`.
+The meter sees tensors, not an allocator, so it counts the same on fake tensors and on real ones. The blocks
+that a card's allocator gives out for the same events are those of :mod:`bench.meters.allocator`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spbench.bench.meters.meter import Call, Meter
+from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 #: the CUDA caching allocator hands out multiples of this many bytes
 GRANULE = 512
@@ -28,6 +33,7 @@ CATEGORIES = (
     "inputs",
     "activations",
     "communication_buffers",
+    "workspaces",
     "temporaries",
 )
 
@@ -46,12 +52,24 @@ class MemoryLog:
         events: number + 1 where a storage is born, -(number + 1) where it dies.
         marks: (phase, index of its first event) in order.
         tags: the category of storages that are known from outside.
+        ends: the first event after each traced step, in order; empty: the log is of one step, to its end.
+        workspaces: the libraries' workspaces among the storages, by their names in a cluster's file. Their
+            size is that of the library on a card, see :meth:`with_workspaces`; until then it is 0.
     """
 
     sizes: list[int] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)
     tags: dict[int, str] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+    workspaces: dict[int, str] = field(default_factory=dict)
+
+    def with_workspaces(self, nbytes: Mapping[str, int]) -> MemoryLog:
+        """The same log with workspaces of these sizes by name; one that is not named has none."""
+        sizes = [*self.sizes]
+        for number, name in self.workspaces.items():
+            sizes[number] = nbytes.get(name, 0)
+        return replace(self, sizes=sizes)
 
     def signed_bytes(self, sizes: np.ndarray | None = None) -> np.ndarray:
         """The change of allocated bytes at each event, in whole granules; ``sizes`` replaces the recorded."""
@@ -66,8 +84,21 @@ class MemoryLog:
 
     @property
     def step_start(self) -> int:
-        """The first event of the training step; what came before is set-up."""
+        """The first event of the first traced step; what came before is set-up."""
         return self.marks[0][1] if self.marks else 0
+
+    @property
+    def step_ends(self) -> list[int]:
+        """The first event after each traced step."""
+        return self.ends or [len(self.events)]
+
+    def step_of(self, event: int) -> int:
+        """The number, from 1, of the traced step that an event belongs to; 0: to set-up."""
+        return 0 if event < self.step_start else bisect_right(self.step_ends[:-1], event) + 1
+
+    def phase_of(self, event: int) -> str:
+        """The phase that an event belongs to; "": it is before the first."""
+        return next((name for name, first in reversed(self.marks) if first <= event), "")
 
     def born_before_step(self) -> list[bool]:
         """For each storage, in the order of their numbers: whether it was made before the first phase."""
@@ -75,20 +106,33 @@ class MemoryLog:
         return [number < made for number in range(len(self.sizes))]
 
     def peak(self) -> Peak:
-        """The largest sum of live bytes during the step, when it was, and what held it."""
-        live = np.cumsum(self.signed_bytes())
-        start = self.step_start
-        at = start + int(np.argmax(live[start:]))
-        events = np.asarray(self.events[: at + 1], dtype=np.int64)
-        alive = np.zeros(len(self.sizes), dtype=bool)
-        alive[events[events > 0] - 1] = True
-        alive[-events[events < 0] - 1] = False  # each storage is born once and dies once, after that
-        held = dict.fromkeys(CATEGORIES, 0)
-        categories, nbytes = self._categories(), rounded(np.asarray(self.sizes, dtype=np.int64))
-        for number in np.flatnonzero(alive).tolist():
-            held[categories[number]] += int(nbytes[number])
-        phase = next(name for name, first in reversed(self.marks) if first <= at)
-        return Peak(int(live[at]), phase, held)
+        """The largest sum of live bytes over the traced steps, in whole granules: what an allocator that
+        splits every block would count."""
+        return max(self.peaks(rounded(np.asarray(self.sizes, dtype=np.int64))), key=lambda peak: peak.nbytes)
+
+    def peaks(self, nbytes: Sequence[int] | np.ndarray) -> list[Peak]:
+        """Of each traced step the largest sum of live bytes, when it was, and what held it.
+
+        Args:
+            nbytes: of each storage, by its number, as an allocator counts it.
+        """
+        events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
+        live = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
+        categories, found = np.asarray(self._categories()), []
+        for start, end in pairwise([self.step_start, *self.step_ends]):
+            at = start + int(np.argmax(live[start:end]))
+            until = events[: at + 1]
+            alive = np.zeros(len(self.sizes), dtype=bool)
+            alive[until[until > 0] - 1] = True
+            alive[-until[until < 0] - 1] = False  # each storage is born once and dies once, after that
+            held = dict.fromkeys(CATEGORIES, 0)
+            numbers = np.flatnonzero(alive)
+            for category, of_storage in zip(
+                categories[numbers].tolist(), nbytes[numbers].tolist(), strict=True
+            ):
+                held[category] += of_storage
+            found.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))
+        return found
 
     def _categories(self) -> list[str]:
         """Of each storage: its tag; else activation if forward made it and left it alive; else temporary."""
@@ -106,11 +150,19 @@ class MemoryLog:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak allocated bytes of a step, the phase it falls in, and the bytes of each category then."""
+    """The memory of a step.
+
+    Attributes:
+        nbytes: the largest sum of live bytes.
+        phase: in which it falls.
+        held: bytes of each category then.
+        at_end: live bytes at the end of the step.
+    """
 
     nbytes: int
     phase: str
     held: dict[str, int]
+    at_end: int
 
 
 #: c10d operators whose first argument is filled from other ranks and was made for that
@@ -129,6 +181,15 @@ _FILLED_FROM_OTHERS = frozenset(
 )
 
 
+@cache
+def _library(func: Any) -> str | None:
+    """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
+    name = func._schema.name.split("::")[1]
+    if name in TRANSFORMER_ENGINE_PRODUCTS:
+        return "transformer_engine"
+    return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
+
+
 class MemoryMeter(Meter):
     """Records the storages of the tensors that operators return, from their birth to their death: of those on
     the mesh's device alone (the CPU without a mesh), as values that are drawn elsewhere take none of it."""
@@ -140,12 +201,38 @@ class MemoryMeter(Meter):
         self.log = MemoryLog()
         self.device = "cpu" if mesh is None else mesh.device_type
         self._numbers: dict[int, int] = {}
+        #: the library of each workspace that is there, and whether it is that of autograd's thread
+        self._workspaces: set[tuple[str, bool]] = set()
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def phase(self, name: str) -> None:
         self.log.marks.append((name, len(self.log.events)))
 
+    def end_step(self) -> None:
+        """A traced step has ended."""
+        self.log.ends.append(len(self.log.events))
+
     def see(self, call: Call) -> None:
+        self._note_call(call)
+        self.note_workspace(call.func)
+
+    def note_workspace(self, func: Any) -> None:
+        """Note the workspace that the first matrix product of a library allocates, and keeps for ever: torch
+        has one for cuBLAS in each thread, that of the forward pass and that of autograd (where activations
+        are computed again too)."""
+        library = _library(func)
+        if library is None:
+            return
+        thread = library == "cublas" and torch._C._current_graph_task_id() != -1
+        if (library, thread) in self._workspaces:
+            return
+        self._workspaces.add((library, thread))
+        log, number = self.log, len(self.log.sizes)
+        log.sizes.append(0)
+        log.events.append(number + 1)
+        log.workspaces[number], log.tags[number] = library, "workspaces"
+
+    def _note_call(self, call: Call) -> None:
         result, communication = call.result, call.communication
         if communication is not None and not communication.returns_new:
             if call.func._schema.name in _FILLED_FROM_OTHERS:

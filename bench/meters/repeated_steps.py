@@ -150,7 +150,10 @@ class _StorageRecord:
 
     def end_step(self) -> None:
         changes = self.log.events[self._ends[-1].changes :]
-        self._living.end_step((abs(change) - 1, change > 0) for change in changes)
+        lasting = self.log.workspaces  # a library's first product makes one, wherever it is
+        self._living.end_step(
+            (abs(change) - 1, change > 0) for change in changes if abs(change) - 1 not in lasting
+        )
         self._ends.append(self._written())
 
     def repeats(self) -> bool:
@@ -198,11 +201,12 @@ def _later_changes(changes: Sequence[int], by: int) -> list[int]:
 
 
 class _EventRecord:
-    """The events of the program; what is posted must be waited for."""
+    """The events of the program; what is posted must be waited for, on the stream that all is issued on."""
 
     def __init__(self, log: EventLog):
         self.log, self.rows = log, log.builder.rows
         self._ends = [len(self.rows)]
+        self._switches = len(log.builder.switches)
         self._posted = _Unfinished()
 
     def end_step(self) -> None:
@@ -217,7 +221,7 @@ class _EventRecord:
                 yield event, True
 
     def repeats(self) -> bool:
-        if len(self._ends) < 3:
+        if len(self._ends) < 3 or self._switches != len(self.log.builder.switches):
             return False
         first, (a, b, c) = self._ends[0], self._ends[-3:]
         before = self.rows[a:b]

@@ -1,25 +1,33 @@
 """What a kernel, a transfer and a collective cost on a cluster.
 
-Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead. Communication: latency
-plus bytes over bandwidth, by the ring algorithms (Thakur, Rabenseifner, Gropp 2005; as NCCL uses for large
-messages) and by pairwise exchange for all-to-all. Ranks fill nodes in order. Within a node each device has
-a link of its own; between nodes, those that send at once share the node's network cards. Different
-collectives that overlap in time do not slow each other down.
+Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead, or at least the cluster's
+floor. Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
+Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
+once share the node's network cards. Different collectives that overlap in time do not slow each other down.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from spbench.bench.files.cluster import Calibration, Cluster
-from spbench.bench.simulator.program import KERNEL, PRECISION_NAMES, Program
+from spbench.bench.files.links import CollectiveModel
+from spbench.bench.simulator.group_links import GroupLinks, LinkRate
+from spbench.bench.simulator.measured_collectives import measured_seconds
+from spbench.bench.simulator.nccl import nccl_seconds
+from spbench.bench.simulator.program import ATTENTION, KERNEL, PRECISION_NAMES, Program
+from spbench.bench.simulator.ring_collectives import ring_seconds
 
-#: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each
-_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+#: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
+_COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] = {
+    "ring": ring_seconds,
+    "measured": measured_seconds,
+    "nccl": nccl_seconds,
+}
 
 
 class RatesUnknown(ValueError):
@@ -61,6 +69,7 @@ class Costs:
 
     Attributes:
         step_overhead_s: of a step, beside its kernels and its communication.
+        overlap_loss: seconds of computing lost for each second that a collective runs beside it.
     """
 
     def __init__(self, cluster: Cluster, calibration: Calibration, parameters: int = 0):
@@ -68,14 +77,18 @@ class Costs:
         self.step_overhead_s = calibration.step_overhead_s + parameters * calibration.parameter_overhead_s
         device = cluster.device
         self.launch_s = device.launch_overhead_s.value or 0.0
+        self.floor_s = device.kernel_floor_s.value or 0.0
+        self.overlap_loss = device.overlap_loss.value or 0.0
         self.rates = [
             (figure.value or 0.0) if (figure := device.peak_flops_per_s.get(name)) is not None else 0.0  # type: ignore[call-overload]
             for name in PRECISION_NAMES
         ]
         network, node = cluster.network, cluster.node_link or cluster.network
         # a missing figure is refused by check_rates where it matters; here it only must not be used
-        self.between = (network.latency_s.value or 0.0, self._bandwidth(network.bandwidth_bytes_per_s.value))
-        self.within = (node.latency_s.value or 0.0, self._bandwidth(node.bandwidth_bytes_per_s.value))
+        self.between = LinkRate(
+            network.latency_s.value or 0.0, self._bandwidth(network.bandwidth_bytes_per_s.value)
+        )
+        self.within = LinkRate(node.latency_s.value or 0.0, self._bandwidth(node.bandwidth_bytes_per_s.value))
         self.nics = network.nics_per_node
 
     def _bandwidth(self, value: float | None) -> float:
@@ -87,23 +100,42 @@ class Costs:
 
     def kernels(self, program: Program) -> np.ndarray:
         """Seconds of each event that is a kernel, without launch overhead; 0 for the others."""
-        device, calibration = self.cluster.device, self.calibration
-        rates = np.array(self.rates) * calibration.compute_efficiency
+        calibration = self.calibration
         computing = program.flops > 0
-        rate = rates[program.precision]
+        rate = self._rates(program)
         if np.any(rate[computing] == 0):
             missing = {PRECISION_NAMES[i] for i in np.unique(program.precision[computing & (rate == 0)])}
             raise RatesUnknown(
                 f"{self.cluster.name}: device.peak_flops_per_s has no {', '.join(sorted(missing))}"
             )
-        bandwidth = (
-            device.memory_bandwidth_bytes_per_s.value or float("nan")
-        ) * calibration.memory_efficiency
         compute = np.divide(program.flops, rate, out=np.zeros(len(program)), where=computing)
         seconds = (
-            np.maximum(compute, program.nbytes / bandwidth) + program.strided * calibration.strided_element_s
+            np.maximum(compute, program.nbytes / self._memory_bandwidth())
+            + program.strided * calibration.strided_element_s
         )
-        return np.where(program.kind == KERNEL, seconds, 0.0)
+        return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
+
+    def _floors(self, program: Program) -> np.ndarray:
+        """The least seconds of each event if it is a kernel. Of the attention category only what computes is
+        attention; a softmax alone is not."""
+        attention = self.cluster.device.attention_floor_s.value or 0.0
+        whole = (program.category == ATTENTION) & (program.flops > 0)
+        return np.where(whole, max(attention, self.floor_s), self.floor_s)
+
+    def _rates(self, program: Program) -> np.ndarray:
+        """FLOPs a second of each event, by its precision and category; 0: not known."""
+        peak = np.array(self.rates)
+        reached = (peak * self.calibration.compute_efficiency)[program.precision]
+        own = self.cluster.device.attention_efficiency.value
+        if own is None:
+            return reached
+        return np.where(program.category == ATTENTION, (peak * own)[program.precision], reached)
+
+    def _memory_bandwidth(self) -> float:
+        """Bytes a second of the device's own memory that kernels reach; nan: not known."""
+        device = self.cluster.device
+        bandwidth = device.memory_bandwidth_bytes_per_s.value or float("nan")
+        return bandwidth * (device.memory_efficiency.value or 1.0) * self.calibration.memory_efficiency
 
     def transfers(
         self, sources: Sequence[int], destinations: Sequence[int], at_once: int
@@ -134,45 +166,17 @@ class Costs:
 
     def collectives(self, kind: str, nbytes: float, groups: Sequence[Sequence[int]]) -> list[float]:
         """Seconds of one collective on each of the groups, which all run it at once."""
+        on_nodes = [Counter(self.node(rank) for rank in members) for members in groups]
         users: Counter[int] = Counter()
-        for members in groups:
-            nodes = {self.node(rank) for rank in members}
-            if len(nodes) > 1:
-                users.update(nodes)
-        return [self._collective(kind, nbytes, members, users) for members in groups]
+        for on_node in on_nodes:
+            if len(on_node) > 1:
+                users.update(on_node.keys())
+        seconds = _COLLECTIVES[self.cluster.collective_model]
+        return [
+            seconds(kind, nbytes, self._group(on_node, users)) if len(members) > 1 else 0.0
+            for members, on_node in zip(groups, on_nodes, strict=True)
+        ]
 
-    def _collective(self, kind: str, nbytes: float, members: Sequence[int], users: Counter[int]) -> float:
-        n = len(members)
-        if n == 1:
-            return 0.0
-        on_node = Counter(self.node(rank) for rank in members)
-        # a piece passes N - 1 links, one less than there are nodes of them between nodes (as NCCL counts)
-        crossings = len(on_node) - 1
-        latency = (n - 1 - crossings) * self.within[0] + crossings * self.between[0] if n > 1 else 0.0
-        bandwidth = self.within[1] if max(on_node.values()) > 1 else float("inf")
-        if crossings:
-            # one ring a card: a group alone on its node has them all, as far as its devices can feed them
-            cards = min(min(self.nics / users[node], devices) for node, devices in on_node.items())
-            bandwidth = min(bandwidth, self.between[1] * cards)
-        if kind in _ROUNDS:
-            return _ROUNDS[kind] * (latency + (n - 1) * nbytes / n / bandwidth)
-        if kind == "all_to_all":
-            return self._all_to_all(nbytes / n, n, on_node, users)
-        if kind in ("broadcast", "reduce"):
-            return latency + nbytes / bandwidth
-        if kind == "barrier":
-            return 2 * latency
-        raise NotImplementedError(f"no cost is known for collective {kind!r}")
-
-    def _all_to_all(self, piece: float, n: int, on_node: Counter[int], users: Counter[int]) -> float:
-        """n - 1 exchanges of a piece; those within a node and those between nodes go on side by side."""
-        worst = 0.0
-        for node, devices in on_node.items():
-            inside = (devices - 1) * (self.within[0] + piece / self.within[1]) if devices > 1 else 0.0
-            outside = 0.0
-            if devices < n:
-                # the group's devices leave by its share of the node's cards
-                each = self.between[1] * min(1.0, self.nics / users[node] / devices)
-                outside = (n - devices) * (self.between[0] + piece / each)
-            worst = max(worst, inside, outside)
-        return worst
+    def _group(self, on_node: Counter[int], users: Counter[int]) -> GroupLinks:
+        size, efficiency = on_node.total(), self.calibration.link_efficiency
+        return GroupLinks(self.cluster, size, on_node, users, self.within, self.between, efficiency)

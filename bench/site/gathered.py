@@ -16,7 +16,7 @@ from typing import Any, Literal
 import spbench
 from spbench.bench.cell import Cell
 from spbench.bench.comparison.answers.tables import PublishedTable
-from spbench.bench.comparison.findings import Findings, Record, read_records
+from spbench.bench.comparison.findings import Findings, Record, read_records, table_of
 from spbench.bench.comparison.papers import ALL, Paper, scenarios_of
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError
@@ -172,12 +172,17 @@ def _cells(results: Path, papers: Sequence[PaperResults], problems: list[str]) -
 
 def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
     """A row for each cell of published tables, with the numbers that were compared, in our units."""
-    units = {t.table: t.quantities for t in scenario.answers(PublishedTable)}
+    columns = {
+        (table.table, name): quantity
+        for table in scenario.answers(PublishedTable)
+        for name, quantity in table.by_name.items()
+        if not quantity.of_classes
+    }
     cells = {cell.key: cell for declared in scenario.cells.values() for cell in declared}
     made = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
     rows: dict[str, Row] = {}
     for record in findings.records:
-        cell, quantity = cells.get(record["cell"]), units.get(record["table"], {}).get(record["quantity"])
+        cell, quantity = cells.get(record["cell"]), columns.get((table_of(record), record["quantity"]))
         if record["scenario"] != scenario.name or cell is None or quantity is None:
             continue
         row = rows.setdefault(

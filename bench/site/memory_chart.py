@@ -14,7 +14,7 @@ from spbench.bench.sweep.results import Row
 from spbench.plots.style import strategy_name
 
 #: of :data:`CATEGORIES`, in their order
-_COLORS = ("#4477aa", "#66aadd", "#228877", "#999999", "#ee8833", "#cc3355", "#c2a000")
+_COLORS = ("#4477aa", "#66aadd", "#228877", "#999999", "#ee8833", "#cc3355", "#aa77bb", "#c2a000")
 #: pixels of a bar and the space around it
 _BAR = 34
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from spbench.bench.comparison.findings import Record, errors_by_role
+from spbench.bench.comparison.findings import Record, errors_by_role, label_of
 from spbench.bench.site.arrangement import ALONG, TOKENS_PER_GPU, arranged, point_of, varying
 from spbench.bench.site.charts import ROW_HEIGHT, legend_of, method_scale, spec_of
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel
@@ -95,6 +95,7 @@ def _line(record: Record, point: Mapping[str, Any], shown: Sequence[str]) -> dic
     return {
         "method": strategy_name(point["method"]),
         **{_NAMES.get(name, name.replace("_", " ")): point.get(name) for name in shown},
+        **({"measured": label_of(record)} if label_of(record) else {}),
         "published": record["published"],
         "ours": record["reproduced"],
         "relative error": record["relative_error"],

@@ -122,6 +122,8 @@ class Backend(ABC):
     name: ClassVar[str]
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
+    #: whether a pipeline stage's output is freed when it has been sent
+    frees_sent_outputs: ClassVar[bool] = False
     #: a frozen dataclass of what may be chosen about this backend alone
     options_type: ClassVar[type[Options]] = Options
     options: Options

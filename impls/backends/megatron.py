@@ -25,6 +25,7 @@ step on, where Megatron-Core learns in a first step which gradients there are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,7 @@ from spbench.impls.backends.buffer_layout import Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.weight_gathering import GatheredInForward
+from spbench.impls.chunks import chunks_of
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.options import Options
 from spbench.impls.precision import Precision
@@ -76,10 +78,10 @@ class MegatronOptions(Options):
         if self.bucket_size is not None and self.bucket_size < 1:
             raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
 
-    def full_at(self, around: Composition) -> int | None:
-        """Elements at which a bucket is full on this rank; None: there is one. The pipeline's later stages
-        have one, for their sums are not on its critical path."""
-        if not self.overlap_grad_reduce or not around.stage.first:
+    def full_at(self, around: Composition, chunk: int = 0) -> int | None:
+        """Elements at which a bucket is full on this rank; None: there is one. Later stages of the pipeline
+        and later chunks of a rank have one, for their sums are not on the critical path."""
+        if not self.overlap_grad_reduce or not around.stage.first or chunk:
             return None
         return self.bucket_size or max(LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA * around.replicas)
 
@@ -115,13 +117,20 @@ class Megatron(Backend):
     """bf16 weights with float32 main gradients, and all or a part of the optimizer on every rank."""
 
     name = "megatron"
+    frees_sent_outputs = True
     options_type = MegatronOptions
     options: MegatronOptions
 
     def prepare(self) -> Optimizer:
-        dtype = self.gradient_dtype(self.precision, self.options)
+        sums = list(self.summed())  # all groups first, in an order that all ranks have
+        chunks = chunks_of(self.module)
+        self.buffers = [
+            self._buffer(group, mine, number)
+            for number, chunk in enumerate(chunks)
+            for group, parameters in sums
+            if (mine := _of(chunk, parameters))
+        ]
         tied = self.around.tied(self.module)
-        self.buffers = [self._buffer(group, parameters, dtype, tied) for group, parameters in self.summed()]
         # of a tied embedding on one stage autograd adds up the gradients of its uses
         twice = getattr(self.module, "tied", None) if tied is None else None
         self.gradients = MainGradients(
@@ -132,7 +141,7 @@ class Megatron(Backend):
             added_anyway={p for p in self.names if p is twice},
         )
         overlapped = self.options.overlap_param_gather
-        self.gathered = GatheredInForward([self.module] if overlapped else [], self.buffers)
+        self.gathered = GatheredInForward(chunks if overlapped else [], self.buffers)
         mains = [
             self._main_weight(bucket, p)
             for buffer in self.buffers
@@ -149,15 +158,18 @@ class Megatron(Backend):
         )
 
     def _buffer(
-        self,
-        group: dist.ProcessGroup | None,
-        parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        tied: nn.Parameter | None,
+        self, group: dist.ProcessGroup | None, parameters: Sequence[nn.Parameter], chunk: int
     ) -> GradientBuffer:
+        tied = self.around.tied(self.module)
         sharding = self.options.sharding(1 if group is None else group.size())
-        alone = set() if tied is None else {tied}
-        return GradientBuffer(group, parameters, dtype, alone, self.options.full_at(self.around), sharding)
+        return GradientBuffer(
+            group,
+            parameters,
+            self.gradient_dtype(self.precision, self.options),
+            set() if tied is None else {tied},
+            self.options.full_at(self.around, chunk),
+            sharding,
+        )
 
     def _main_weight(self, bucket: GradientBucket, p: nn.Parameter) -> _MainWeight:
         elements = bucket.held(p)
@@ -214,7 +226,7 @@ class Megatron(Backend):
         assert isinstance(options, MegatronOptions)
         width = cls.gradient_dtype(step.precision, options).itemsize
         phase = "backward" if options.overlap_grad_reduce else "gradient_sync"
-        lengths = _sharded_lengths(step, options) if options.distributed_optimizer else {}
+        lengths = _sharded_lengths(step, options) if options.distributed_optimizer else Counter()
         for summed in step.summed:
             axes = summed.group_axes
             if not options.distributed_optimizer:
@@ -229,16 +241,20 @@ class Megatron(Backend):
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes)
 
 
-def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> dict[tuple[str, ...], int]:
-    """Elements of each buffer with its padding, by the strategy's axes that it is summed over."""
+def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> Counter[tuple[str, ...]]:
+    """Elements of buffers with their padding, by the strategy's axes that they are summed over."""
     module, sizes = step.build(), {summed.axes: summed.size for summed in step.summed}
     tied = step.around.tied(module)
-    return {
-        axes: laid_out(
-            [p.numel() for p in parameters],
-            [p is tied for p in parameters],
-            options.full_at(step.around),
-            options.sharding(sizes[axes]),
-        )[-1].end
-        for axes, parameters in by_partial_axes(module.parameters(), step.strategy).items()
-    }
+    found: Counter[tuple[str, ...]] = Counter()
+    for number, chunk in enumerate(chunks_of(module)):
+        for axes, parameters in by_partial_axes(chunk.parameters(), step.strategy).items():
+            elements, alone = [p.numel() for p in parameters], [p is tied for p in parameters]
+            full_at, sharding = options.full_at(step.around, number), options.sharding(sizes[axes])
+            found[axes] += laid_out(elements, alone, full_at, sharding)[-1].end
+    return found
+
+
+def _of(chunk: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of the parameters that are a chunk's."""
+    own = set(chunk.parameters())
+    return [p for p in parameters if p in own]

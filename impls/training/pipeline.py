@@ -16,14 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition
-from spbench.impls.strategies.base import Strategy
+from spbench.impls.training.stage_run import StageRun
 
-SCHEDULES = ("1f1b", "gpipe")
-
+Inputs = Mapping[str, Tensor]
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
@@ -31,27 +30,16 @@ class Pipeline:
     """Runs the micro-batches of one step on this rank's stage.
 
     Args:
-        module: of the stage: ``forward(inputs, hidden)`` returns a dict with ``loss`` on the last stage and
-            ``hidden`` on the others; ``boundary_shape(inputs)`` is the shape of ``hidden``.
-        dtype: of ``hidden``.
-        schedule: one of SCHEDULES.
+        run: of the stage.
+        schedule: "1f1b" or "gpipe".
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: Strategy,
-        around: Composition,
-        dtype: torch.dtype,
-        schedule: str = "1f1b",
-    ):
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}, not {schedule!r}")
-        self.module, self.strategy, self.dtype, self.schedule = module, strategy, dtype, schedule
+    def __init__(self, run: StageRun, around: Composition, schedule: str = "1f1b"):
+        self.of_stage, self.schedule = run, schedule
         self.stage, self.group = around.stage, around.pp_group
 
     def run(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], scaled: Callable[[Tensor], Tensor], phase: Phase
+        self, micro_batches: Sequence[Inputs], scaled: Callable[[Tensor], Tensor], phase: Phase
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are left on the parameters.
 
@@ -61,7 +49,7 @@ class Pipeline:
 
         Returns the sum of this rank's shares of the losses, detached; zero but on the last stage.
         """
-        count = len(micro_batches)
+        count, stage = len(micro_batches), self.of_stage
         after = self.stage.count - 1 - self.stage.index
         ahead = count if self.schedule == "gpipe" else min(after, count)
         held: deque[tuple[Tensor | None, Tensor]] = deque()
@@ -71,44 +59,31 @@ class Pipeline:
             with phase("forward"):
                 if i <= ahead:
                     arrived = self._exchange(inputs, receive_forward=True)
-                x = self._whole(inputs, arrived)
+                x = stage.whole(inputs, arrived)
                 x, arrived = None if x is None else x.requires_grad_(), None
-                y = self._forward(inputs, x)
+                y = stage.forward(inputs, x)
                 held.append((x, y))
                 if self.stage.last:
                     losses.append(y.detach())
                 arrived = self._exchange(inputs, send_forward=y, receive_backward=i >= ahead)
+                stage.free(y)
             if i < ahead:
                 continue
             with phase("backward"):
-                gradient, arrived = self._whole(inputs, arrived), None
-                d_x = self._backward(*held.popleft(), gradient, scaled)
+                gradient, arrived = stage.whole(inputs, arrived), None
+                d_x = stage.backward(*held.popleft(), gradient, scaled)
                 arrived = self._exchange(inputs, send_backward=d_x, receive_forward=i < count - 1)
         while held:
             inputs = micro_batches[-1]
             with phase("backward"):
-                gradient = self._whole(inputs, self._exchange(inputs, receive_backward=True))
-                d_x = self._backward(*held.popleft(), gradient, scaled)
+                gradient = stage.whole(inputs, self._exchange(inputs, receive_backward=True))
+                d_x = stage.backward(*held.popleft(), gradient, scaled)
                 self._exchange(inputs, send_backward=d_x)
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=_device_of(micro_batches[0]))
-
-    def _forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
-        outputs = self.module(inputs) if x is None else self.module(inputs, x)
-        result: Tensor = outputs["loss" if self.stage.last else "hidden"]
-        return result
-
-    def _backward(
-        self, x: Tensor | None, y: Tensor, gradient: Tensor | None, scaled: Callable[[Tensor], Tensor]
-    ) -> Tensor | None:
-        if gradient is None:
-            scaled(y).backward()
-        else:
-            torch.autograd.backward(y, gradient)
-        return None if x is None else x.grad
+        return summed(losses, micro_batches)
 
     def _exchange(
         self,
-        inputs: Mapping[str, Tensor],
+        inputs: Inputs,
         *,
         send_forward: Tensor | None = None,
         send_backward: Tensor | None = None,
@@ -117,27 +92,23 @@ class Pipeline:
     ) -> Tensor | None:
         """Exchange with the neighbouring stages what there is to exchange; returns what was received, as it
         was sent. The first stage has none before it and the last none after it: then there is nothing."""
-        here, stage = self.stage.index, self.stage
+        here, stage, strategy = self.stage.index, self.stage, self.of_stage.strategy
         sends = []
         if send_forward is not None and not stage.last:
-            sends.append((self.strategy.to_wire(send_forward.detach()), here + 1))
+            sends.append((strategy.to_wire(send_forward.detach()), here + 1))
         if send_backward is not None and not stage.first:
-            sends.append((self.strategy.to_wire(send_backward), here - 1))
+            sends.append((strategy.to_wire(send_backward), here - 1))
         receives = []
         if (receive_forward and not stage.first) or (receive_backward and not stage.last):
-            elements = self._boundary(inputs).numel() // self.strategy.wire_parts
-            received = torch.empty(elements, dtype=self.dtype, device=_device_of(inputs))
+            received = self.of_stage.receive_buffer(inputs)
             receives.append((received, here - 1 if receive_forward else here + 1))
         if self.group is not None:
             exchange(sends, receives, self.group)
         return receives[0][0] if receives else None
 
-    def _whole(self, inputs: Mapping[str, Tensor], received: Tensor | None) -> Tensor | None:
-        return None if received is None else self.strategy.from_wire(received, self._boundary(inputs))
 
-    def _boundary(self, inputs: Mapping[str, Tensor]) -> torch.Size:
-        return torch.Size(self.module.boundary_shape(inputs))  # type: ignore[operator]
-
-
-def _device_of(inputs: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(inputs.values())).device
+def summed(losses: Sequence[Tensor], micro_batches: Sequence[Inputs]) -> Tensor:
+    """The sum of scalars; zero, on the device of the inputs, of none."""
+    if losses:
+        return torch.stack(list(losses)).sum()
+    return torch.zeros((), device=next(iter(micro_batches[0].values())).device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
+from spbench.impls.chunks import chunks_of
 from spbench.impls.composition import Composition
 from spbench.impls.options import set_options
 from spbench.impls.precision import PRECISIONS, Precision, default_dtype
 from spbench.impls.strategies.base import Site, Strategy, shard_of
+from spbench.impls.training.interleaved import InterleavedPipeline
 from spbench.impls.training.pipeline import Pipeline
+from spbench.impls.training.stage_run import StageRun
 
 __all__ = [
     "PHASES",
@@ -31,6 +34,7 @@ __all__ = [
 ]
 
 PHASES = ("forward", "backward", "gradient_sync", "optimizer")
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 def training_sites(precision: Precision) -> list[Site]:
@@ -71,11 +75,13 @@ class Training:
         backend_options: those of the backend's own options that differ from their defaults, by name.
         around: data and pipeline parallelism; None for one replica and one stage.
         micro_batches: parts of the batch that are run one after another.
-        schedule: of the pipeline; see :mod:`impls.training.pipeline`.
+        schedule: of the pipeline: one of SCHEDULES. "interleaved" where ``around`` has several stages a rank,
+            and only there.
         moments, learning_rate: see :class:`BackendSettings`.
 
     Raises:
         KeyError: unknown backend or option of it, with the known ones.
+        ValueError: there is no such schedule, or it is for another number of stages a rank.
     """
 
     def __init__(
@@ -94,8 +100,15 @@ class Training:
     ):
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
         self.around = around = around or Composition()
-        self.pipeline = Pipeline(module, strategy, around, precision.parameters, schedule)
         cls = backend_class(backend)
+        self.pipeline = _pipeline(
+            schedule,
+            around,
+            [
+                StageRun(each, stage, strategy, precision.parameters, frees_sent=cls.frees_sent_outputs)
+                for each, stage in zip(chunks_of(module), around.stages, strict=True)
+            ],
+        )
         options = set_options(cls.options_type(), backend_options, f"backend {backend}")
         settings = BackendSettings(micro_batches, moments, learning_rate, options)
         self.backend = cls(module, strategy, around, precision, settings)
@@ -136,3 +149,16 @@ class Training:
         shared = self.module.unbatched if n > 1 else ()
         parts = {name: [x] * n if name in shared else x.chunk(n) for name, x in inputs.items()}  # type: ignore[operator]
         return [{name: part[i] for name, part in parts.items()} for i in range(n)]
+
+
+def _pipeline(schedule: str, around: Composition, runs: Sequence[StageRun]) -> Pipeline | InterleavedPipeline:
+    """What runs the micro-batches through a rank's stages.
+
+    Raises:
+        ValueError: there is no such schedule, or it is for another number of stages a rank.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}, not {schedule!r}")
+    if (schedule == "interleaved") != (len(runs) > 1):
+        raise ValueError(f"the schedule {schedule} does not run {len(runs)} stages a rank")
+    return Pipeline(runs[0], around, schedule) if len(runs) == 1 else InterleavedPipeline(runs, around)

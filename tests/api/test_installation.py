@@ -46,7 +46,8 @@ def test_links_survive_a_clone(checkout: Path) -> None:
 def test_the_wheel_has_one_name_and_all_data(wheel: Path, checkout: Path) -> None:
     names = contents(wheel)
     assert {name.split("/")[0] for name in names} == {"spbench"}
-    for pattern in ("scenarios/*.yaml", "scenarios/clusters/*.yaml", "results/papers/*.csv", "plots/*.py"):
+    data = ("scenarios/*.yaml", "scenarios/clusters/*.yaml", "results/papers/*.csv", "results/measured/*.csv")
+    for pattern in (*data, "plots/*.py"):
         files = {f"spbench/{path.relative_to(checkout)}" for path in checkout.glob(pattern)}
         assert files
         assert files <= names

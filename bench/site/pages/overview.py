@@ -8,12 +8,15 @@ from typing import Any
 
 import altair as alt
 
-from spbench.bench.comparison.findings import distinct, role_errors
+from spbench.bench.comparison.findings import Record, distinct, role_errors
+from spbench.bench.comparison.measured_sources import MEASURED
 from spbench.bench.comparison.same_code import commit_of
+from spbench.bench.comparison.validation import validation_lines
 from spbench.bench.engines.engine import engines
 from spbench.bench.site.best_methods import BY_BATCH, BY_LENGTH, best_chart
 from spbench.bench.site.charts import ROLE_COLORS, ROW_HEIGHT, spec_of
 from spbench.bench.site.gathered import Gathered
+from spbench.bench.site.measured_charts import measured_chart
 from spbench.bench.site.page import Chart, DataTable, Page, Panel
 
 
@@ -35,6 +38,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "batch",
         ),
     ]
+    measured = _measured(gathered)
     values = {
         "counts": Counter(cell.row["status"] for cell in gathered.cells),
         "total": len(gathered.cells),
@@ -42,6 +46,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         "torches": _named((cell.row.get("provenance") or {}).get("torch") for cell in gathered.cells),
         "verdict": _verdict(gathered),
         "errors": _errors(gathered),
+        "validation": _validation(measured),
+        "measured": measured_chart(measured),
         "unreproduced": [paper.paper for paper in gathered.papers if paper.findings is None],
         "heat_maps": [chart for chart in heat_maps if chart is not None],
         "machines": _machines(gathered),
@@ -124,6 +130,18 @@ def _errors(gathered: Gathered) -> Chart | None:
         DataTable("errors", caption, lines, sortable=True, percent=("relative error",)),
         panels=panels,
     )
+
+
+def _measured(gathered: Gathered) -> Sequence[Record]:
+    """The records of measurements of real machines; none where they were not reproduced."""
+    found = [paper.findings for paper in gathered.papers if paper.paper.name == MEASURED]
+    return [record for findings in found if findings for record in findings.records]
+
+
+def _validation(records: Sequence[Record]) -> DataTable | None:
+    """The table of README.md: errors by who measured, beside those of other predictors."""
+    caption = "Errors against real machines, ours and those of other predictors"
+    return DataTable("validation", caption, validation_lines(records)) if records else None
 
 
 def _strip(lines: Sequence[dict[str, Any]], roles: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from spbench.bench.comparison.answers.tables import PublishedTable
-from spbench.bench.comparison.findings import Record, errors_by_role, of_table
+from spbench.bench.comparison.findings import Record, errors_by_role, of_table, table_of
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.site.arrangement import point_of, varying
 from spbench.bench.site.gathered import Gathered, PaperResults
@@ -116,12 +116,12 @@ def _charts(gathered: Gathered, scenario: Scenario, records: Sequence[Record]) -
         yield ratio_chart(f"{scenario.name}-claims", "Claims", claims)
     cells = _cells_of(gathered)
     tables = {table.table: table for table in scenario.answers(PublishedTable)}
-    of_tables = groupby(filter(of_table, records), lambda r: (r["table"], r["quantity"], r["variant"]))
+    of_tables = groupby(filter(of_table, records), lambda r: (table_of(r), r["quantity"], r["variant"]))
     for (name, quantity, variant), some in of_tables:
         lines = [record for record in some if record["cell"] in cells]
         if not lines:
             continue
-        column = tables[name].quantities[quantity] if name in tables else None
+        column = tables[name].by_name[quantity] if name in tables else None
         unit = _unit(column.field, column.unit, quantity) if column else quantity
         title = name + (f" ({variant})" if variant else "")
         yield table_chart(_identifier(scenario.name, name, quantity, variant), title, unit, lines, cells)

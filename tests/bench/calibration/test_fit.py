@@ -10,7 +10,8 @@ import pytest
 
 from spbench.bench.calibration.fit import Fit, Known, chosen, fitted, residuals, summary
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.comparison.answers.tables import PublishedRow, PublishedTable
+from spbench.bench.comparison.answers.tables import PublishedTable
+from spbench.bench.comparison.quantity_columns import PublishedRow
 from spbench.bench.errors import UserError
 from spbench.bench.files.cluster import Calibration
 

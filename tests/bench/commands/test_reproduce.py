@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spbench.bench.commands.execution import draw_records
 from spbench.bench.commands.reproduce import RECORDS, RUNS
 from spbench.bench.comparison.document import Pages, check_parts
 from spbench.bench.comparison.findings import Findings, read_records
@@ -346,3 +347,17 @@ def test_a_document_without_a_part_is_refused(tmp_path: Path) -> None:
     check_parts(path, "rsa", ["small"])
     with pytest.raises(UserError, match="has no part for large, larger"):
         check_parts(path, "rsa", ["small", "large", "larger"])
+
+
+def test_a_figure_of_all_numbers_is_drawn_where_plots_has_one_of_the_papers_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = {"published": 2.0, "reproduced": 2.1, "relative_error": 0.05, "role": "predicted"}
+    records = [{"table": "t: a", "quantity": "step_time_ms", **numbers}]
+    drawn, failed = draw_records("measured", records, tmp_path)
+    assert tmp_path / "measured.png" in drawn
+    assert not failed
+    assert draw_records("no_such_paper", records, tmp_path) == ([], False)
+    assert capsys.readouterr().err == ""
+    assert draw_records("measured", [{"table": "t: a"}], tmp_path) == ([], True)
+    assert "the figure measured could not be drawn: KeyError" in capsys.readouterr().err

@@ -141,6 +141,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"groups__0__strategy_options__pad": True},
         "groups[0].strategy_options.pad: unknown option; there are none",
     ),
+    (
+        {"groups__0__training": {"cublas_workspace": "4096:8"}},
+        "groups[0].training.cublas_workspace: '4096:8' is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT",
+    ),
     ({"groups__1__seq_len": 512}, "groups[1].seq_len: is what the search is to find"),
     ({"defaults__search": None}, "groups[0].seq_len: is missing; give it, or a search for it"),
     ({"defaults__search__quantity": "length"}, "defaults.search.quantity: unknown quantity 'length'"),

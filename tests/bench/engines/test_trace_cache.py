@@ -43,7 +43,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     return cells
 
 
-@pytest.mark.parametrize("name", ["ring_self_attention", "lasp under zero1", "pipeline", "inference"])
+@pytest.mark.parametrize(
+    "name", ["ring_self_attention", "lasp under zero1", "pipeline", "two steps", "inference"]
+)
 def test_a_trace_comes_back_as_it_was(name: str) -> None:
     trace = virtual.trace(CELLS[name], 1, events=True)
     again = from_bytes(to_bytes(trace), CELLS[name])

@@ -359,7 +359,10 @@ def test_out_of_memory_is_judged_on_what_the_allocator_reserves(tmp_path: Path) 
     little = free.peak_memory_bytes // 2**20 - 1
     fails = VirtualEngine().measure(cell_of("single", 1, **large, cluster=write_cluster(tmp_path, little)))
     assert fails.status == "oom"
-    assert re.fullmatch(r"no room for \d+ MiB with \d+ MiB allocated and \d+ MiB reserved", fails.reason)
+    assert re.fullmatch(
+        r"no room for \d+ MiB with \d+ MiB allocated and \d+ MiB reserved, in forward of step 1 on rank 0",
+        fails.reason,
+    )
     assert fails.peak_memory_bytes == free.peak_memory_bytes
     assert fails.reserved_memory_bytes is not None
     assert fails.reserved_memory_bytes <= little * 2**20

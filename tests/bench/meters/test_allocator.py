@@ -142,6 +142,18 @@ def test_a_small_request_can_run_out_where_large_ones_lie_free() -> None:
         allocator.malloc(1)
 
 
+def test_a_replay_gives_the_block_of_each_storage_and_what_was_reserved_by_then() -> None:
+    quarter = MIB // 4
+    # 49.25 MiB in a segment of 50: 0.75 MiB are not cut off. 0 bytes have no block. 3 MiB of 20; then 8.5 of
+    # the 17 that are left, and 8.5 of 8.5
+    sizes = [197 * quarter, 0, 3 * MIB, 34 * quarter, 31 * quarter]
+    events = [1, 2, 3, -1, 4, -2, 5, -3]
+    found = replay(sizes, events, None, stops=[1, 3, 8])
+    assert found.blocks == [50 * MIB, 0, 3 * MIB, 34 * quarter, 34 * quarter]
+    assert found.reserved == [50 * MIB, 70 * MIB, 70 * MIB]
+    assert (found.peak_allocated, found.peak_reserved) == (53 * MIB, 70 * MIB)
+
+
 def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
     sizes = [30 * MIB, 0, 16 * MIB, 40 * MIB, 8 * MIB]
     events = [1, 2, 3, -1, -2, 4, 5, -5, -3, -4]
@@ -151,6 +163,7 @@ def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
     assert (fits.peak_allocated, fits.peak_reserved, fits.out_of_memory) == (64 * MIB, 76 * MIB, None)
     fails = replay(sizes, events, 76 * MIB - 1)
     assert (fails.peak_allocated, fails.peak_reserved) == (56 * MIB, 56 * MIB)
+    assert (fails.events, fits.events) == (6, 10)
     error = fails.out_of_memory
     assert error is not None
     assert (error.requested, error.allocated, error.reserved) == (8 * MIB, 56 * MIB, 56 * MIB)

@@ -61,6 +61,12 @@ CELLS = {
         "ring_self_attention", model_options={"dropout": 0.1, "checkpointing": True}
     ),
     "zigzag": cell("ring_attention", sizes={"sp": 2}, strategy_options={"placement": "zigzag"}),
+    "two steps": cell(
+        "ring_self_attention",
+        sizes={"pp": 2, "sp": 2},
+        precision="fp16",
+        training={"micro_batches": 2, "moments": "later", "steps": 2},
+    ),
     "later moments": cell(
         "tensor_parallel", precision="fp16", training={"moments": "later", "gradients": "stale"}
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
+from spbench.impls.chunks import rank_module
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, Stage
 from spbench.impls.models.bert import Bert
@@ -28,6 +30,9 @@ from spbench.impls.training.step import Training, initialize
 
 BATCH, LENGTH = 8, 24
 OPTIONS = {"layers": 4, "vocabulary_multiple": 2}
+
+
+INTERLEAVED = TrainingOptions(micro_batches=4, schedule="interleaved", virtual_stages=2)
 
 
 def errors_of_rank(
@@ -44,13 +49,16 @@ def errors_of_rank(
     whole = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(3))
     whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
     place = Place.on(mesh)
-    strategy, around = nesting(name).configured(place), Composition(place)
+    strategy = nesting(name).configured(place)
+    around = Composition(place, virtual_stages=2 if schedule == "interleaved" else 1)
     with default_dtype(torch.float64):
         # the padded vocabulary of one device and of the ranks is the same: 96 rows
         reference = model.build(Strategy(), LENGTH)
-        module = model.build(strategy, LENGTH, around.stage)
+        module = rank_module(partial(model.build, strategy, LENGTH), around)
     for built in (reference, module):
         initialize(built, 5, deviation=0.1, everything=True)
+    if fault == "layers of the other chunk":
+        module[0].blocks, module[1].blocks = module[1].blocks, module[0].blocks  # type: ignore[index]
     reference(whole)["loss"].backward()
     truth = dict(reference.named_parameters())
 
@@ -97,6 +105,9 @@ COMPOSED = [
     ("single", {"pp": 4}, 2, "1f1b"),  # fewer micro-batches than stages
     ("single", {"pp": 4}, 8, "1f1b"),
     ("single", {"pp": 2}, 4, "gpipe"),
+    ("single", {"pp": 2}, 4, "interleaved"),
+    ("single", {"pp": 2}, 2, "interleaved"),  # all forwards before the first backward
+    ("tensor_parallel", {"pp": 2, "tp": 2}, 4, "interleaved"),
     ("single", {"dp": 4}, 1, "1f1b"),
     ("single", {"dp": 2, "pp": 2}, 2, "1f1b"),
     ("single", {}, 4, "1f1b"),  # gradient accumulation
@@ -114,7 +125,8 @@ def with_gradients() -> Iterator[Any]:
     """Each of the compositions with both kinds of gradients; with stale ones three of them in every run."""
     for composed in COMPOSED:
         yield (*composed, "contiguous")
-        always = composed[:2] in (("single", {"pp": 2}), ("single", {"dp": 4}), COMPOSED[-1][:2])
+        some = (("single", {"pp": 2}), ("single", {"dp": 4}), COMPOSED[-1][:2])
+        always = composed[:2] in some and composed[3] != "interleaved"
         yield pytest.param(*composed, "stale", marks=[] if always else pytest.mark.slow)
 
 
@@ -159,14 +171,29 @@ def test_replicas_of_grids(pool: RankPool, name: str, axis: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "sizes", "tensor"),
+    ("model", "options"),
+    [("bert-tiny", {"layers": 8}), ("causal-transformer-tiny", {"layers": 8, "tied": True})],
+)
+def test_interleaved_stages_of_each_model(pool: RankPool, model: str, options: dict[str, Any]) -> None:
+    preset = model_preset(model, options)
+    by_rank = pool.run({"pp": 4}, errors_of_rank, "single", 8, "interleaved", "contiguous", "", preset)
+    for errors in by_rank:
+        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sizes", "schedule", "tensor"),
     [
-        ("untied", {"pp": 2}, "embeddings.words.weight"),
-        ("one replica", {"dp": 2}, "blocks.0.attention.qkv.weight"),
+        ("untied", {"pp": 2}, "1f1b", "embeddings.words.weight"),
+        ("untied", {"pp": 2}, "interleaved", "embeddings.words.weight"),
+        ("layers of the other chunk", {"pp": 2}, "interleaved", "embeddings.words.weight"),
+        ("one replica", {"dp": 2}, "1f1b", "blocks.0.attention.qkv.weight"),
     ],
 )
-def test_planted_faults_are_seen(pool: RankPool, fault: str, sizes: dict[str, int], tensor: str) -> None:
-    by_rank = pool.run(sizes, errors_of_rank, "single", 2, "1f1b", "contiguous", fault)
+def test_planted_faults_are_seen(
+    pool: RankPool, fault: str, sizes: dict[str, int], schedule: str, tensor: str
+) -> None:
+    by_rank = pool.run(sizes, errors_of_rank, "single", 2, schedule, "contiguous", fault)
     assert all(errors[tensor] > 1e-3 for errors in by_rank)
 
 
@@ -225,9 +252,50 @@ def test_stages_hold_all_layers_once() -> None:
         ({"sizes": Sizes(pp=3)}, "4 layers cannot be split over 3 pipeline stages; use 1, 2, 4"),
         ({"training": TrainingOptions(micro_batches=3)}, "batch 8 cannot be divided into 3 micro-batches"),
         ({"sizes": Sizes(dp=3)}, "use 6 or 9"),
+        ({"sizes": Sizes(pp=4), "training": INTERLEAVED}, "4 layers cannot be split over 8 pipeline stages"),
+        ({"training": INTERLEAVED}, "for several pipeline stages; use pp 2 or more"),
+        (
+            {"sizes": Sizes(pp=4), "training": INTERLEAVED.model_copy(update={"micro_batches": 2})},
+            "cannot run 2 micro-batches on pp 4; use 4",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide(change: dict[str, object], reason: str) -> None:
     cell = Cell(model="bert-tiny", strategy="single", batch=8, seq_len=LENGTH, model_options=OPTIONS)
     with pytest.raises(Unsupported, match=reason):
         VirtualEngine().measure(cell.model_copy(update=change))
+
+
+def test_virtual_stages_are_those_of_one_schedule() -> None:
+    with pytest.raises(ValueError, match="virtual_stages is for schedule: interleaved"):
+        TrainingOptions(virtual_stages=2)
+    with pytest.raises(ValueError, match="schedule: interleaved needs virtual_stages: 2 or more"):
+        TrainingOptions(schedule="interleaved")
+
+
+def interleaved_cell(pp: int, virtual_stages: int, strategy: str = "single", **axes: int) -> Cell:
+    interleaved = {"schedule": "interleaved", "virtual_stages": virtual_stages} if virtual_stages > 1 else {}
+    return Cell(
+        model="bert-tiny",
+        strategy=strategy,
+        sizes=Sizes(pp=pp, **axes),
+        batch=16,
+        seq_len=LENGTH,
+        precision="fp16",
+        model_options={"layers": 8, "vocabulary_multiple": 2},
+        training=TrainingOptions.model_validate({"micro_batches": 8, **interleaved}),
+        cluster="dgx-a100",
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes"), [("single", {}), pytest.param("megatron_sp", {"tp": 2}, marks=pytest.mark.slow)]
+)
+def test_interleaved_stages_send_what_the_closed_form_says(strategy: str, axes: dict[str, int]) -> None:
+    assert VirtualEngine().measure(interleaved_cell(2, 2, strategy, **axes)).formula_difference == []
+
+
+def test_virtual_stages_make_the_bubble_smaller() -> None:
+    """By 1 over their number (section 2.2.2), but for what more messages cost."""
+    plain, interleaved = (VirtualEngine().measure(interleaved_cell(2, v)) for v in (1, 4))
+    assert interleaved.breakdown["bubble_s"] < 0.6 * plain.breakdown["bubble_s"]

@@ -1,0 +1,115 @@
+"""Ours beside what real machines measured: memory and time, by who measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullLocator
+from pandas import DataFrame
+
+from spbench.plots.axes import logarithmic_axis, set_ticks
+from spbench.plots.drawing import Drawing
+from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.series import Row
+from spbench.plots.style import GREY, category_colors, tick_texts
+
+#: quantities of the comparison, and what axes say of them
+_QUANTITIES = {
+    "peak_memory_gib": "Peak memory (GiB)",
+    "allocated_memory_gib": "Memory after a step (GiB)",
+    "reserved_memory_gib": "Reserved memory (GiB)",
+    "step_time_ms": "Step time (ms)",
+}
+#: role -> (whether the marker is filled, its name in the legend)
+_ROLES = {
+    "predicted": (True, "predicted"),
+    "inferred": (False, "a setting was inferred from it"),
+    "calibrated": (False, "calibrated on it"),
+}
+
+
+def _grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A column for each quantity: above ours by the measured number, below its error."""
+    numbers = comparison.dropna(subset=["published", "reproduced"])
+    numbers = numbers.assign(source=numbers["table"].str.partition(": ")[0])
+    colors = category_colors(numbers["source"])
+    facets = []
+    for quantity, name in _QUANTITIES.items():
+        some = numbers[numbers["quantity"] == quantity]
+        if len(some):
+            panels = ((_draw_values, "Ours"), (_draw_errors, "Ours / measured - 1"))
+            facets.append(
+                [
+                    Panel(partial(draw, some=some, colors=colors), name, "Measured", label)
+                    for draw, label in panels
+                ]
+            )
+    missing = len(comparison) - len(numbers)
+    notes = [f"{missing} measured numbers have none of ours beside them"] if missing else []
+    return PanelGrid("Measured on real machines, and ours", notes).add(facets, abreast=4)
+
+
+def _draw_values(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
+    both = [*some["published"], *some["reproduced"]]
+    logarithmic_axis(ax, both, marks=False)
+    _measured_axis(ax, both)
+    ends = [min(both), max(both)]
+    ax.plot(ends, ends, color=GREY, linewidth=0.8, zorder=1)
+    return _points(ax, some, "reproduced", colors)
+
+
+def _draw_errors(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
+    _measured_axis(ax, [*some["published"], *some["reproduced"]])
+    reach = 1.15 * max(0.001, some["relative_error"].abs().max())
+    ax.set_ylim(-reach, reach)
+    ticks = [tick for tick in MaxNLocator(4).tick_values(-reach, reach) if abs(tick) <= reach]
+    set_ticks(ax.yaxis, ticks, [f"{100 * tick:+.3g}%" if abs(tick) > 1e-9 else "0" for tick in ticks])
+    ax.axhline(0, color=GREY, linewidth=0.8, zorder=1)
+    return _points(ax, some, "relative_error", colors)
+
+
+def _measured_axis(ax: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis with ticks at powers of ten, and between them if there are few."""
+    low, high = 0.8 * min(values), 1.25 * max(values)
+    ax.set_xscale("log")
+    ax.set_xlim(low, high)
+    powers = range(-3, 9)
+    steps = (1, 2, 3, 5) if high < 10 * low else (1,)
+    ticks = [m * 10.0**n for n in powers for m in steps if low <= m * 10.0**n <= high]
+    set_ticks(ax.xaxis, ticks, tick_texts(ticks))
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -> Drawn:
+    """A marker for each number, in the colour of its source, filled if it is predicted."""
+    for key, points in some.groupby(["source", "role"], sort=False):
+        source, role = map(str, key)
+        filled, _ = _ROLES.get(role, (False, role))
+        ax.plot(
+            points["published"],
+            points[column],
+            linestyle="none",
+            marker="o",
+            markersize=3.5,
+            color=colors[source],
+            markerfacecolor=colors[source] if filled else "white",
+            gid=f"{column} {source} {role}",
+        )
+    sources, roles = dict.fromkeys(some["source"]), dict.fromkeys(some["role"])
+    entries = [_entry(source.replace("-", " "), colors[source], filled=True) for source in sources]
+    for role in roles:
+        filled, name = _ROLES.get(role, (False, role))
+        entries.append(_entry(name, GREY, filled=filled))
+    return Drawn(published=entries)
+
+
+def _entry(name: str, color: str, *, filled: bool) -> Line2D:
+    """A legend entry."""
+    face = color if filled else "white"
+    return Line2D([], [], linestyle="none", marker="o", color=color, markerfacecolor=face, label=name)
+
+
+draw = Drawing(__name__, _grid)
