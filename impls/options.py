@@ -28,6 +28,12 @@ def check_choices(options: object, choices: Mapping[str, Iterable[str]]) -> None
             raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
 
 
+def with_options(options: T, changed: Mapping[str, Any]) -> T:
+    """A frozen dataclass with those of some options changed that it has."""
+    known = {f.name for f in fields(options)}  # type: ignore[arg-type]
+    return replace(options, **{k: v for k, v in changed.items() if k in known})  # type: ignore[type-var]
+
+
 def set_options(defaults: T, given: Mapping[str, Any] | None, owner: str) -> T:
     """A frozen dataclass with some of its fields changed.
 

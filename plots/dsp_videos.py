@@ -21,14 +21,17 @@ _ALIKE = 1e-3
 def videos(
     rows: Sequence[Row], comparison: DataFrame, quantity: PlottedQuantity, default_title: str
 ) -> PanelGrid:
-    """A panel for each model and video, shorter ones first; a line for each strategy and dim that it splits.
+    """A panel for each model, cluster and video, shorter ones first; a line for each strategy and dim that it
+    splits.
 
     Args:
         default_title: the title if the rows name no scenario.
     """
-    one_model = shared(rows, "model") is not None
+    differing = [name for name in ("model", "cluster") if shared(rows, name) is None]
     in_order = sorted(rows, key=lambda row: (model(row), LENGTHS.at(row)))
-    of_video = grouped(in_order, lambda row: video(row) if one_model else f"{model(row)}, {video(row)}")
+    of_video = grouped(
+        in_order, lambda row: ", ".join([*(str(row["cell"].get(n)) for n in differing), video(row)])
+    )
     facets = {name: lines_of(some, GPUS, _split) for name, some in of_video.items()}
     remarks = list(_one_over_the_other(facets, quantity.value))
     return line_grid(rows, facets, [quantity], comparison, default_title, GPUS, remarks)

@@ -25,7 +25,7 @@ from spbench.bench.commands.progress import message
 
 @click.command("verify")
 @many("--strategy", Words(), "Verify these strategies; all if left out.")
-@many("--model", Words(), "On these models; the tiny ones if left out.")
+@many("--model", Words(), "On these models (a config.json: shrunk); the tiny ones if left out.")
 @click.option("--pairs", is_flag=True, help="Every two strategies of which one can be around the other.")
 @click.option("--peers", is_flag=True, help="Every peer that is installed, and no other if none is named.")
 @many("--strategy-option", Settings(), "With these options of the strategies, such as placement=zigzag.")
@@ -122,6 +122,7 @@ def _check_names(
     """
     from spbench.bench.config.choices import strategy_problem
     from spbench.bench.errors import UserError, suggestion
+    from spbench.bench.files.model_files import names_a_file
     from spbench.impls.backends.registry import backends
     from spbench.impls.models.model import models as all_models
     from spbench.impls.training.step import PRECISIONS
@@ -130,7 +131,7 @@ def _check_names(
         if problem := strategy_problem(name):
             raise UserError(problem)
     for kind, names, known in (
-        ("model", models, sorted(all_models())),
+        ("model", [name for name in models if not names_a_file(name)], sorted(all_models())),
         ("dtype", dtypes, list(PRECISIONS)),
         ("part", parts, sorted({part for model in all_models().values() for part in model.parts()})),
         ("backend", [backend], sorted(backends())),

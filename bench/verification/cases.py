@@ -27,14 +27,16 @@ from typing import Any, Literal
 
 import torch
 
+from spbench.bench.files.model_files import names_a_file, read_model_file
 from spbench.bench.ranks.rank_job import RankError
 from spbench.bench.ranks.ranks import Ranks
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
-from spbench.impls.models.model import model_preset
+from spbench.impls.models.model import Model, model_preset
 from spbench.impls.models.model import models as all_models
+from spbench.impls.options import set_options
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting
 from spbench.impls.strategies.registry import strategies as all_strategies
@@ -108,7 +110,8 @@ def verify(
     Args:
         strategies: names, of one strategy or of several around each other ("megatron_sp+ulysses"); None: all
             that are registered, each alone.
-        models: names; None: the registered presets with "-tiny" in their name.
+        models: names, or paths of config.json files, whose models are verified :meth:`Model.shrunk`; None:
+            the registered presets with "-tiny" in their name.
         world_sizes: ranks. Those of strategies around each other are split over their axes in every way that
             leaves more than one to each: 6 ranks as 2 x 3 and 3 x 2.
         dtypes: keys of :data:`PRECISIONS`.
@@ -122,11 +125,12 @@ def verify(
 
     Raises:
         KeyError: an unknown strategy, model, dtype or backend.
+        UserError: a config.json cannot be read, or has something that no model here has.
         ValueError: strategies cannot be around each other.
     """
     nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
     names = [n for n in all_models() if "-tiny" in n] if models is None else models
-    presets = {name: model_preset(name) for name in names}
+    presets = {name: _model(name) for name in names}
     for dtype in dtypes:
         if dtype not in PRECISIONS:
             raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
@@ -143,12 +147,19 @@ def verify(
                 meshes = [mesh for size in world_sizes for mesh in _meshes(strategy, size)]
                 for mesh, dtype in itertools.product(meshes, dtypes):
                     for part, varying in wanted:
-                        varied = model_preset(name, varying)
+                        varied = set_options(preset, varying, f"model {name}")
                         case = Case(
                             strategy, varied, part, dtype, batch, seq_len, options=chosen, backend=backend
                         )
                         variant = _spelled({**varying, **chosen})
                         yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
+
+
+def _model(name: str) -> Model:
+    """The model of that name, or of the config.json at that path in sizes for verification."""
+    if names_a_file(name):
+        return model_preset(name, config=read_model_file(name)).shrunk()
+    return model_preset(name)
 
 
 def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:

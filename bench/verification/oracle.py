@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model
-from spbench.impls.options import set_options
+from spbench.impls.options import set_options, with_options
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, initialize
@@ -93,12 +93,6 @@ class _OneDevice(Strategy):
     @property
     def vocabulary_parts(self) -> int:
         return self.parts
-
-
-def with_options(model: Model, options: Mapping[str, Any]) -> Model:
-    """The model with those of the options that it has."""
-    known = {f.name for f in fields(model)}  # type: ignore[arg-type]
-    return replace(model, **{k: v for k, v in options.items() if k in known})  # type: ignore[type-var]
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:

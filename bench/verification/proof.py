@@ -61,7 +61,9 @@ def _refused(cell: Cell) -> bool:
 def _question(cell: Cell) -> str:
     """What the verdict on a cell follows from."""
     model = type(model_preset(*cell.model_arguments)).__qualname__
-    return repr((cell.strategy, cell.strategy_options, model, cell.precision, _sizes(cell)))
+    return repr(
+        (cell.strategy, cell.strategy_options, model, cell.model_config_json, cell.precision, _sizes(cell))
+    )
 
 
 def _sizes(cell: Cell) -> dict[str, int]:
@@ -97,6 +99,8 @@ def _verified(pool: RankPool, cell: Cell, sizes: Mapping[str, int], name: str, p
 
 
 def _tiny(cell: Cell) -> dict[str, Model]:
-    """The tiny presets of the class of a cell's model."""
-    cls = type(model_preset(*cell.model_arguments))
+    """The tiny presets of the class of a cell's model; of a config.json its own model, shrunk."""
+    if cell.model_config_json is not None:
+        return {cell.model: model_preset(cell.model, config=cell.model_config_json).shrunk()}
+    cls = type(model_preset(cell.model))
     return {each: model for each, model in models().items() if type(model) is cls and "-tiny" in each}

@@ -80,6 +80,10 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         pre_norm = {"pre_norm": True, "library": "transformer-engine"}
         return [*always, {"mask_shape": "square"}, {"heads": 3}, pre_norm]
 
+    def shrunk(self) -> BertModel:
+        sizes: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 12, "vocabulary": 96}
+        return replace(self, **sizes, vocabulary_multiple=1, dropout=0.0)
+
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return Bert(self, strategy, seq_len, stage)
 

@@ -8,8 +8,8 @@ Qwen3 (arXiv 2505.09388); with layer norms, biases, learned positions and dropou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
 from spbench.impls.models.blocks.softmax_mixer import KERNELS, SoftmaxAttention
@@ -84,6 +84,14 @@ class CausalTransformerModel(DecoderModel):
                 f"biases need an MLP without a gate, not {self.mlp}; qkv_bias is for attention alone"
             )
         super().__post_init__()
+        if (turned := int(self.head_size * self.rotary_share)) % 2 and self.position == "rotary":
+            of_head = f"rotary_share {self.rotary_share} of a head's {self.head_size} features"
+            raise ValueError(f"RoPE turns pairs, but {of_head} are {turned}")
+
+    def shrunk(self) -> Self:
+        # a quarter of a small head's features would be no pair
+        found = super().shrunk()
+        return found if self.rotary_share == 1 else replace(found, rotary_share=0.5)
 
     @property
     def gated_mlp(self) -> bool:  # type: ignore[override]

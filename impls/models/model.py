@@ -38,6 +38,10 @@ class Model(ABC):
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []
 
+    def shrunk(self) -> Model:
+        """The same layers in sizes for verification, without dropout; this base: the model itself."""
+        return self
+
     def tokens(self, batch: int, seq_len: int) -> int:
         """The tokens that the model computes with for a batch of sequences of ``seq_len`` positions, by which
         its throughput is counted: as many as positions, unless a model makes a token of several."""

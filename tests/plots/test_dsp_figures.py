@@ -163,11 +163,11 @@ def test_every_number_of_gpus_out_of_memory_is_marked() -> None:
 def test_latency_of_one_device_is_a_marker() -> None:
     figure = drawn(dsp_inference.draw, FORWARD)
     assert [ax.get_title() for ax in figure.axes] == [f"{n} frames of 4096 places" for n in (64, 128)]
-    assert figure.axes[0].get_ylabel() == "Latency of a forward (s)"
+    assert figure.axes[0].get_ylabel() == "Latency of 100 forwards (s)"
     for single, dsp in zip(*(artists(figure, f"ours latency_s {n}") for n in ("single", "DSP")), strict=True):
-        assert single.get_xydata().tolist() == [[1, 2]]
+        assert single.get_xydata().tolist() == [[1, 200]]
         assert single.get_marker() not in ("", "None", dsp.get_marker())
-        assert dsp.get_xydata().tolist() == [[2, 0.5], [4, 0.25], [8, 0.125]]
+        assert dsp.get_xydata().tolist() == [[2, 50], [4, 25], [8, 12.5]]
 
 
 def test_strong_and_weak_scaling() -> None:

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
+from spbench.impls.options import with_options
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 
 #: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. A norm makes something of size
@@ -112,6 +113,17 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             plain | {"heads": 3} | one,
             {"tied": True, "cross_entropy": "fused"},
         ]
+
+    def shrunk(self) -> Self:
+        sizes = {**TINY_SIZES, "vocabulary_multiple": 1}
+        if self.grouped:
+            sizes["kv_heads"] = 1 if self.kv_heads == 1 else 4
+        elif self.kv_heads is not None:
+            sizes["kv_heads"] = None
+        if self.head_dim is not None:
+            sizes["head_dim"] = 8  # of 12 heads, which together have other features than the hidden state
+        # at once, as a share of RoPE may not fit the smaller heads
+        return with_options(self, {**sizes, "dropout": 0.0, "attention_dropout": 0.0, "rotary_share": 1.0})
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return Decoder(self, strategy, seq_len, stage)

@@ -23,6 +23,7 @@ class BertConfig(Config):
         "add_cross_attention": [False],
         "tie_word_embeddings": [True],
     }
+    # the norms here have 1e-12, as the files of the paper's authors
     ignored: ClassVar[frozenset[str]] = frozenset({"layer_norm_eps"})
 
     vocab_size: PositiveInt
