@@ -10,9 +10,9 @@ from spbench.bench.commands.command_report import Table
 _GIB = 2**30
 
 
-def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table:
+def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
     """A line for each class of ranks that run the same program and each traced step, of cells whose
-    measurement has them.
+    measurement has them; a sentence if none has.
 
     Args:
         measured: measurements as rows have them, by the key of their cell.
@@ -22,6 +22,8 @@ def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table:
         for key, measurement in measured.items()
         for line in _lines(measurement)
     ]
+    if not lines:
+        return "No cell has the memory of its rank classes: meters count it on virtual ranks and on CPUs."
     usable = {measurement.get("usable_memory_bytes") for measurement in measured.values()}
     only = next(iter(usable)) if len(usable) == 1 else None
     return Table("Memory of each rank class at each step" + (f", of {_gib(only)} GiB" if only else ""), lines)

@@ -145,7 +145,7 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     from spbench.bench.commands.result_table import comparison_table, result_table
     from spbench.bench.sweep.results import finite, flat
 
-    sections = [result_table(scenario.document.title, ran.rows)]
+    sections: list[Table | str] = [result_table(scenario.document.title, ran.rows)]
     if memory:
         sections.append(memory_table({row["key"]: row["measurement"] for row in ran.rows}))
     if ran.comparisons:

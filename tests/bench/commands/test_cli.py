@@ -65,6 +65,24 @@ def test_run_prints_tables_and_paths(spbench: Run) -> None:
     assert "[5/5] " in err
 
 
+def test_memory_of_rank_classes_is_shown_where_it_is_asked_for(
+    spbench: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = {"rank": 0, "ranks": 2, "stage": 0, "step": 1, "status": "ok", "peak_phase": "forward"}
+    sizes = {"peak_memory_bytes": 2**30, "reserved_memory_bytes": 2**31, "allocated_bytes": 2**29}
+    held, without = {"peak_held": {"parameters": 2**30}}, answer
+
+    def answered(cell: Cell) -> Measurement:
+        return replace(without(cell), by_class=[memory | sizes | held])
+
+    monkeypatch.setattr("tests.bench.commands.test_cli.answer", answered)
+    assert "each rank class" not in spbench(*RUN)[1]
+    code, out, _ = spbench(*RUN, "--memory", "--strategy", "tensor_parallel", "--fresh")
+    assert code == 0
+    table = out[out.index("Memory of each rank class at each step") :].splitlines()
+    assert len([line for line in table if "| parameters 1.00" in line]) == 2
+
+
 def test_cells_that_look_alike_show_what_tells_them_apart(spbench: Run) -> None:
     alike = SCENARIO.replace(
         "layers: 3}", "layers: 3}\n  - {strategy: single, model_options: {layers: 1}}", 1
