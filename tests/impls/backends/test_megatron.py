@@ -49,10 +49,10 @@ def megatron(
 # -- values -----------------------------------------------------------------------------------------------
 
 VALUES = [
-    ("lasp", {"dp": 2, "sp": 2}, SHARDED),
+    pytest.param("lasp", {"dp": 2, "sp": 2}, SHARDED, marks=pytest.mark.slow),
     ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE),
     pytest.param("lasp", {"sp": 2, "dp": 2}, BUCKETS, marks=pytest.mark.slow),
-    ("tensor_parallel", {"dp": 2, "tp": 2}, GATHERED_LATE),
+    pytest.param("tensor_parallel", {"dp": 2, "tp": 2}, GATHERED_LATE, marks=pytest.mark.slow),
     pytest.param("megatron_sp", {"dp": 2, "tp": 2}, GATHERED_LATE, marks=pytest.mark.slow),
     pytest.param(
         "single", {"dp": 3}, {**SHARDED, "pad_buckets_for_high_nccl_busbw": True}, marks=pytest.mark.slow
@@ -78,7 +78,7 @@ PIPELINE = {"dp": 2, "pp": 2}
 @pytest.mark.parametrize(
     ("fault", "strategy", "sizes", "options", "where"),
     [
-        (faults.GradientsNotSummed, "lasp", {"dp": 2, "sp": 2}, {}, "gradient 0"),
+        (faults.GradientsNotSummed, "single", {"dp": 2}, {}, "gradient 0"),
         (faults.GradientsNotSummed, "lasp", {"dp": 2, "sp": 2}, SHARDED, "gradient 0"),
         (faults.LastMicroBatchAlone, "single", {"dp": 2}, {}, "gradient 0"),
         (faults.SentBeforeTheLastMicroBatch, "single", {"dp": 2}, BUCKETS, "gradient 0"),
@@ -136,7 +136,7 @@ def test_the_checker_is_green(
         ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE, "bf16"),
         pytest.param("lasp", {"sp": 2, "dp": 2}, SHARDED, "fp16", marks=pytest.mark.slow),
         pytest.param("lasp", {"dp": 3}, SHARDED, "fp32", marks=pytest.mark.slow),
-        ("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16"),
+        pytest.param("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16", marks=pytest.mark.slow),
         pytest.param("single", {"pp": 2, "dp": 2}, GATHERED_LATE, "bf16", marks=pytest.mark.slow),
     ],
 )
@@ -151,6 +151,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
         assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
 
 
+@pytest.mark.slow
 def test_phases_of_communication() -> None:
     """Overlapped sums are sent in backward, weights gathered in forward; else both after backward."""
     for options, phases in (
