@@ -101,7 +101,7 @@ def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -
         return published * (quantity.published_unit or quantity.unit)
     if quantity.field == "samples_per_s":
         return cell.shape[0] / published
-    return model_preset(cell.model, cell.model_options).tokens(*cell.shape) / published
+    return model_preset(*cell.model_arguments).tokens(*cell.shape) / published
 
 
 def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:

@@ -89,7 +89,7 @@ def load_scenario(name: str | PathLike[str]) -> Scenario:
         raise UserError(f"{path}: variants.all: 'all' stands for every variant; choose another name")
     try:
         cells = {
-            variant: expand(document.defaults, document.groups, document.variants, variant)
+            variant: expand(document.defaults, document.groups, document.variants, variant, path.parent)
             for variant in document.variants or [""]
         }
         scenario = Scenario(path.stem, path, document, cells)

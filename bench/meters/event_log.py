@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import flop_registry
 
 from spbench.bench.meters.meter import Call, Communication, Meter
+from spbench.bench.meters.streams import Streams
 from spbench.bench.simulator.program import (
     ATTENTION,
     KERNEL,
@@ -51,7 +52,13 @@ _FREE = {
     "_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "resize_", "set_", "_local_scalar_dense",
 }  # fmt: skip
 #: operators that write their first argument and do not read it
-_OVERWRITING = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
+_OVERWRITING = {
+    "copy_", "_foreach_copy_", "zero_", "fill_",
+    "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
+}  # fmt: skip
+#: operators that copy the tensors of their first argument into a part of the second, which they return: they
+#: read and write the bytes of the first
+_COPIES_INTO = {"all_gather_copy_in"}
 #: operators that read only the rows that an index names: they move what they return, twice, and the index
 _LOOKUPS = {"embedding", "gather", "index_select"}
 
@@ -128,6 +135,8 @@ class _Recipe:
                 positional.append(weight)
         if self.name in _LOOKUPS:
             positional[0], self.returned = 0, 2
+        elif self.name in _COPIES_INTO:
+            positional[:2], self.returned = [2, 0], 0
         elif self.name == "scatter_add_":
             # self [..., V] is touched only where the index points: read, add, write
             positional[0], positional[3] = 0, 3
@@ -189,6 +198,8 @@ class EventLog(Meter):
         super().__init__(mesh)
         self.rank = mesh.get_rank()
         self.builder = ProgramBuilder(mesh.shape)
+        #: on which operators are issued, see :func:`recorded_streams`
+        self.streams = Streams(self.builder)
         self._recipes: dict[Any, _Recipe] = {}
         self._groups: dict[str, tuple[list[int], Group]] = {}
         #: how far away each peer is along the axes of the mesh, by its global rank
@@ -200,12 +211,13 @@ class EventLog(Meter):
         self.running = False
 
     def phase(self, name: str) -> None:
-        self.running = True
+        self.running = self.streams.open = True
         self.builder.phase(name)
 
     def program(self) -> Program:
         """What was seen so far; what was posted is forgotten, so that nothing keeps the meter alive."""
         self._works.clear()
+        self.streams.close()
         return self.builder.program()
 
     def renumber_posts(self, first: int, by: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from spbench.bench.meters.communication import CommunicationMeter, communication
 from spbench.bench.meters.event_log import EventLog
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.meter import Call, Meter
+from spbench.bench.meters.streams import recorded_streams
 from spbench.impls.axes import MESH_AXES
 
 PRIM_DEVICE = torch.ops.prim.device.default
@@ -67,9 +68,12 @@ class Recorder(TorchDispatchMode):
         # patched last, so that an entry that fails leaves nothing patched
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._seen_resize()  # type: ignore[method-assign,assignment]
+        self._streams = nullcontext() if self.events is None else recorded_streams(self.events.streams)
+        self._streams.__enter__()
         return entered
 
     def __exit__(self, *error: Any) -> None:
+        self._streams.__exit__(None, None, None)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 

@@ -217,12 +217,14 @@ def _marks(marks: Sequence[tuple[str, int]], start: int) -> list[tuple[str, int]
 
 
 class _EventRecord:
-    """The events of the program and its phases; what is posted must be waited for."""
+    """The events of the program and its phases; what is posted must be waited for, on the stream that all is
+    issued on."""
 
     def __init__(self, log: EventLog):
         self.log, self.rows, self.marks = log, log.builder.rows, log.builder.marks
         self._ends = [len(self.rows)]
         self._phases = [len(self.marks)]
+        self._switches = len(log.builder.switches)
         self._posted = _Unfinished()
 
     def end_step(self) -> None:
@@ -243,7 +245,7 @@ class _EventRecord:
                 yield event, True
 
     def repeats(self) -> bool:
-        if len(self._ends) < 3:
+        if len(self._ends) < 3 or self._switches != len(self.log.builder.switches):
             return False
         first, (a, b, c) = self._ends[0], self._ends[-3:]
         before = self.rows[a:b]

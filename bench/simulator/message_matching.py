@@ -15,6 +15,7 @@ import numpy as np
 
 from spbench.bench.simulator.program import (
     COLLECTIVE,
+    COMPUTE_STREAM,
     KERNEL,
     RECV,
     SEND,
@@ -31,13 +32,13 @@ class Deadlock(ValueError):
 
 @dataclass
 class Steps:
-    """A program without its kernels, and the ranks that run it.
+    """A program without the kernels of its compute stream, and the ranks that run it.
 
     Attributes:
         all_ranks: global ranks that run it, in ascending order.
         ranks: those of them that are simulated, the first of ``all_ranks``.
-        at: the program's event of each step; steps are what is not a kernel.
-        kinds, partners: of each step; a wait's partner is the step that it waits for.
+        at: the program's event of each step; steps are what is not a kernel of the compute stream.
+        kinds, streams, partners: of each step; a wait's partner is the step that it waits for.
         nbytes: bytes of each step's payload.
         at_once: of each send, to how many peers the sends go that are posted with it (nothing between them
             but other posts). Those to the same peer go one after another.
@@ -48,16 +49,18 @@ class Steps:
     ranks: np.ndarray
     at: np.ndarray = field(init=False)
     kinds: list[int] = field(init=False)
+    streams: list[int] = field(init=False)
     partners: list[int] = field(init=False)
     nbytes: list[float] = field(init=False)
     at_once: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         program = self.program
-        self.at = np.flatnonzero(program.kind != KERNEL)
+        self.at = np.flatnonzero((program.kind != KERNEL) | (program.stream != COMPUTE_STREAM))
         step_of = np.full(len(program), -1)
         step_of[self.at] = np.arange(len(self.at))
         self.kinds = program.kind[self.at].tolist()
+        self.streams = program.stream[self.at].tolist()
         partner = program.partner[self.at]
         waits = program.kind[self.at] == WAIT
         partner[waits] = step_of[partner[waits]]
@@ -86,10 +89,11 @@ class Steps:
         return shifted_ranks(self.all_ranks, self.program.peers[peer], self.program.mesh)
 
     def overlap_losses(self, share: float) -> list[float]:
-        """For each step, the share if it is the first wait for a collective, else 0."""
+        """For each step, the share if it is the compute stream's first wait for a collective, else 0."""
         found, waited = [0.0] * len(self), set[int]()
         for step, (kind, partner) in enumerate(zip(self.kinds, self.partners, strict=True)):
-            if kind == WAIT and self.kinds[partner] == COLLECTIVE and partner not in waited:
+            computes = kind == WAIT and self.streams[step] == COMPUTE_STREAM
+            if computes and self.kinds[partner] == COLLECTIVE and partner not in waited:
                 waited.add(partner)
                 found[step] = share
         return found

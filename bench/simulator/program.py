@@ -15,7 +15,9 @@ from operator import itemgetter
 
 import numpy as np
 
-KERNEL, COLLECTIVE, SEND, RECV, WAIT = range(5)
+KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
+#: the stream on which a step computes; others have the copies and collectives of a library's own streams
+COMPUTE_STREAM = 0
 MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION = range(3)
 CATEGORIES = ("memory-bound", "matrix product", "attention")
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other")
@@ -101,7 +103,9 @@ class Program:
 
     Attributes:
         mesh: ranks along each axis, from the slowest-varying to the fastest.
-        kind: KERNEL, COLLECTIVE, SEND, RECV or WAIT.
+        kind: KERNEL, COLLECTIVE, SEND, RECV, WAIT or RECORD.
+        stream: on which the event was issued; events of a stream go in order, and a stream stands still at a
+            wait. COMPUTE_STREAM unless a library has streams of its own.
         name: index into ``names``: the operator, or the collective.
         category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT or ATTENTION.
         nbytes: of a kernel, bytes read and written; of communication, bytes of the payload as
@@ -111,12 +115,14 @@ class Program:
         shape: [events, 4]: batch, m, n, k of a matrix product.
         strided: elements of a matrix product's operands and result that are blocks of wider matrices.
         partner: of a collective an index into ``groups``, of a send or recv into ``peers``, of a wait
-            the event that is waited for; -1 for kernels.
+            the event that is waited for: communication, or the record of a point of another stream; -1 for
+            kernels and records.
         marks: (phase, its first event), in order; a phase may come again.
     """
 
     mesh: Mesh
     kind: np.ndarray
+    stream: np.ndarray
     name: np.ndarray
     category: np.ndarray
     nbytes: np.ndarray
@@ -146,6 +152,8 @@ class Program:
         kind, partner = int(self.kind[event]), int(self.partner[event])
         if kind == WAIT:
             return "wait for " + self.describe(partner, rank)
+        if kind == RECORD:
+            return f"event {event} (a point of stream {self.stream[event]})"
         words = f"{self.names[self.name[event]]} of {self.nbytes[event]:.0f} bytes"
         if kind in (SEND, RECV):
             peer = shifted(rank, self.peers[partner], self.mesh)
@@ -171,6 +179,8 @@ class ProgramBuilder:
         self.mesh = tuple(mesh)
         self.rows: list[EventRow] = []
         self.marks: list[tuple[str, int]] = []
+        #: (stream, its first event), at each change of the stream on which events are issued
+        self.switches: list[tuple[int, int]] = [(COMPUTE_STREAM, 0)]
         self._names: dict[str, int] = {}
         self._groups: dict[Group, int] = {}
         self._peers: dict[tuple[int, ...], int] = {}
@@ -182,6 +192,10 @@ class ProgramBuilder:
     def phase(self, name: str) -> None:
         """A phase begins."""
         self.marks.append((name, len(self.rows)))
+
+    def on_stream(self, stream: int) -> None:
+        """Further events are issued on that stream."""
+        self.switches.append((stream, len(self.rows)))
 
     def kernel(
         self,
@@ -212,8 +226,12 @@ class ProgramBuilder:
         return self._communicate(RECV, "recv", nbytes, self._peer(source))
 
     def wait(self, event: int) -> int:
-        """The compute stream waits until that communication has ended."""
+        """The current stream waits until that communication has ended, or that record is reached."""
         return self._communicate(WAIT, "wait", 0, event)
+
+    def record(self) -> int:
+        """A point of the current stream, for which another may wait."""
+        return self._communicate(RECORD, "record", 0, -1)
 
     def _peer(self, by: tuple[int, ...]) -> int:
         by = tuple(d % n for d, n in zip(by, self.mesh, strict=True))
@@ -243,6 +261,7 @@ class ProgramBuilder:
         return Program(
             mesh=self.mesh,
             kind=self._column(0, np.int8),
+            stream=self._streams(),
             name=self._column(1, np.int32),
             category=self._column(2, np.int8),
             nbytes=self._column(3, np.float64),
@@ -256,6 +275,12 @@ class ProgramBuilder:
             peers=tuple(self._peers),
             marks=tuple(self.marks),
         )
+
+    def _streams(self) -> np.ndarray:
+        """The stream of each row."""
+        streams, first = zip(*self.switches, strict=True)
+        lengths = np.diff(first, append=len(self.rows))
+        return np.repeat(np.array(streams, dtype=np.int8), lengths)
 
     def _column(self, index: int, dtype: type) -> np.ndarray:
         """One field of all rows; without a list of them, for a large program has millions."""

@@ -1,11 +1,14 @@
 """The simulated timeline: when each rank of a world computes, communicates and waits, on a cluster.
 
-Each rank has a compute stream, which runs its kernels in order and waits where the program waits.
-Communication goes on beside it: a transfer starts when both ends have posted it, and after the one before it
-from the same rank to the same rank; a collective starts when its last member has posted it, and after the
-group's collective before it. What a rank computes while a collective runs takes longer by a share of the
-collective (``overlap_loss``), which is added where it is waited for. All times are thus sums and maxima of
-costs, so no cost can fall and the step take longer.
+Each rank has a compute stream, which runs its kernels in order and waits where the program waits; and as many
+further streams as its program uses, with kernels and waits of their own. A stream that waits for a point of
+another goes on when that one has reached it. What is launched costs its host no time, so streams run ahead of
+each other as far as the program's waits let them.
+Communication goes on beside the stream that posts it: a transfer starts when both ends have posted it, and
+after the one before it from the same rank to the same rank; a collective starts when its last member has
+posted it, and after the group's collective before it. What a rank computes while a collective runs takes
+longer by a share of the collective (``overlap_loss``), which is added where its compute stream waits for it.
+All times are thus sums and maxima of costs, so no cost can fall and the step take longer.
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
 on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
@@ -25,7 +28,15 @@ from spbench.bench.simulator.costs import Costs, check_rates
 from spbench.bench.simulator.folding import smallest_shift
 from spbench.bench.simulator.message_matching import Deadlock, World, owners
 from spbench.bench.simulator.process_groups import ProcessGroups
-from spbench.bench.simulator.program import COLLECTIVE, KERNEL, SEND, WAIT, Program
+from spbench.bench.simulator.program import (
+    COLLECTIVE,
+    COMPUTE_STREAM,
+    KERNEL,
+    RECORD,
+    SEND,
+    WAIT,
+    Program,
+)
 from spbench.bench.simulator.timeline import Timeline
 
 
@@ -97,21 +108,26 @@ class _Simulation:
     def __init__(self, world: World, costs: Costs):
         self.world, self.costs, self.steps = world, costs, world.steps
         shapes = [(len(s), len(s.ranks)) for s in self.steps]
-        #: when the compute stream reaches a step, and leaves a wait; when communication starts and ends
+        #: when its stream reaches a step, and leaves a wait; when communication, or a kernel of a further
+        #: stream, starts and ends
         self.reached, self.left, self.start, self.end = (
             [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
         )
         #: of each step, how many ranks have posted it, and of how many it has an end
         self.posted, self.ended = ([[0] * len(s) for s in self.steps] for _ in range(2))
-        self.now = [np.zeros(len(s.ranks)) for s in self.steps]
+        #: when each stream has done what was issued so far; [streams, ranks of the program]
+        self.clocks = [np.zeros((max(s.streams, default=0) + 1, len(s.ranks))) for s in self.steps]
         self.kernel_s: list[np.ndarray] = []
+        #: by step: seconds of the kernel that it is, and of the compute stream's kernels before it
+        self.taken: list[list[float]] = []
         self.before: list[list[float]] = []
         for steps in self.steps:
-            seconds = costs.kernels(steps.program)
-            spent = np.concatenate(
-                [[0.0], np.cumsum(seconds + costs.launch_s * (steps.program.kind == KERNEL))]
-            )
+            program = steps.program
+            seconds = costs.kernels(program)
+            taken = np.where(program.kind == KERNEL, seconds + costs.launch_s, 0.0)
+            spent = np.concatenate([[0.0], np.cumsum(np.where(program.stream == COMPUTE_STREAM, taken, 0.0))])
             self.kernel_s.append(seconds)
+            self.taken.append(taken[steps.at].tolist())
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
         self.losses = [steps.overlap_losses(costs.overlap_loss) for steps in self.steps]
         self.channels = Channels(world, costs)
@@ -137,8 +153,9 @@ class _Simulation:
             posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
             for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
                 raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
+        computed = [clocks[COMPUTE_STREAM] for clocks in self.clocks]
         return Timeline(
-            self.world, self.costs, self.kernel_s, self.now, self.reached, self.left, self.start, self.end
+            self.world, self.costs, self.kernel_s, computed, self.reached, self.left, self.start, self.end
         )
 
     def _resume(self, number: int, step: int, who: np.ndarray) -> None:
@@ -151,38 +168,48 @@ class _Simulation:
     def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
         """Take some ranks of a program from a step as far as they get."""
         steps, before, posted = self.steps[number], self.before[number], self.posted[number]
-        kinds, partners = steps.kinds, steps.partners
+        kinds, streams, partners = steps.kinds, steps.streams, steps.partners
         reached, left = self.reached[number], self.left[number]
         end, ended = self.end[number], self.ended[number]
         everyone = len(who) == len(steps.ranks)
         index = slice(None) if everyone else who
-        now = self.now[number][index]
+        clocks = self.clocks[number]
+        now = clocks[COMPUTE_STREAM, index]
         for at in range(step, len(kinds)):
             now = now + before[at]
-            kind = kinds[at]
+            kind, stream = kinds[at], streams[at]
+            here = now if stream == COMPUTE_STREAM else clocks[stream, index]
+            reached[at, index] = here
             if kind == WAIT:
                 partner = partners[at]
                 ends = end[partner][index]
                 if ended[partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
                     # those that can, go on from here later; the others when what they wait for has ended
-                    self.now[number][index] = now - before[at]
+                    clocks[COMPUTE_STREAM, index] = now - before[at]
                     if not late.all():
                         self._resume(number, at, who[~late])
                     self._parked.setdefault((number, partner), []).append((at, who[late]))
                     return
-                reached[at, index] = now
                 if loss := self.losses[number][at]:
-                    now = now + loss * (ends - self.start[number][partner][index])
-                now = np.maximum(now, ends)
-                left[at, index] = now
-                continue
-            reached[at, index] = now
-            posted[at] += len(who)
-            if kind == COLLECTIVE:
-                self._gather(number, at, who)
+                    here = here + loss * (ends - self.start[number][partner][index])
+                left[at, index] = here = np.maximum(here, ends)
+                if stream == COMPUTE_STREAM:
+                    now = here
+                else:
+                    clocks[stream, index] = here
+            elif kind in (KERNEL, RECORD):
+                self.start[number][at, index] = here
+                end[at, index] = here = here + self.taken[number][at]
+                ended[at] += len(who)
+                if kind == KERNEL:
+                    clocks[stream, index] = here
             else:
-                self._meet(number, at, who, everyone)
-        self.now[number][index] = now + before[len(kinds)]
+                posted[at] += len(who)
+                if kind == COLLECTIVE:
+                    self._gather(number, at, who)
+                else:
+                    self._meet(number, at, who, everyone)
+        clocks[COMPUTE_STREAM, index] = now + before[len(kinds)]
 
     def _ended(self, number: int, step: int, who: np.ndarray) -> None:
         """Wake those that wait for communication whose end is known now."""

@@ -12,10 +12,13 @@ import numpy as np
 from spbench.bench.simulator.program import (
     CATEGORIES,
     COLLECTIVE,
+    COMPUTE_STREAM,
     KERNEL,
     PRECISION_NAMES,
+    RECORD,
     SEND,
     WAIT,
+    Program,
     shifted,
 )
 
@@ -33,7 +36,8 @@ class Event:
     """One event of a rank, times in seconds from the start of the step.
 
     Attributes:
-        stream: "compute" (kernels and waits) or "communication".
+        stream: "compute" (kernels and waits), "communication" (what that stream posts), or the name of a
+            further stream, see :func:`stream_names`.
         details: bytes, FLOPs and the like.
     """
 
@@ -47,16 +51,31 @@ class Event:
 
 def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
     """The events of a rank by their start, each with a row in which no two overlap: 0 is that of the
-    compute stream, 1 and on are those of communication, as many as transfers overlap."""
-    #: when each communication row is free again
-    free: list[float] = []
+    compute stream, 1 and on are those of communication and of further streams, as many of each as its events
+    overlap."""
+    #: of each row but the first: its stream, and when it is free again
+    rows: list[tuple[str, float]] = []
     for event in sorted(events, key=lambda e: e.start_s):
         if event.stream == "compute":
             yield event, 0
             continue
-        row = next((i for i, since in enumerate(free) if since <= event.start_s), len(free))
-        free[row : row + 1] = [event.start_s + event.duration_s]
+        of_stream = (i for i, (stream, _) in enumerate(rows) if stream == event.stream)
+        row = next((i for i in of_stream if rows[i][1] <= event.start_s), len(rows))
+        rows[row : row + 1] = [(event.stream, event.start_s + event.duration_s)]
         yield event, row + 1
+
+
+def stream_names(program: Program) -> list[str]:
+    """A name of each stream of a program, by its number: after its collectives, or its kernels where it has
+    none."""
+    names = ["compute"]
+    for stream in range(1, int(program.stream.max(initial=0)) + 1):
+        on_it = program.stream == stream
+        for kind in (COLLECTIVE, KERNEL):
+            if found := [program.names[i] for i in np.unique(program.name[on_it & (program.kind == kind)])]:
+                break
+        names.append(f"stream {stream}: {', '.join(found)}" if found else f"stream {stream}")
+    return names
 
 
 class Timeline:
@@ -92,10 +111,11 @@ class Timeline:
     def by_rank(self) -> dict[str, np.ndarray]:
         """What each rank's step is made of, in seconds, by global rank.
 
-        compute: kernels by the roofline, each at least the cluster's floor. overhead: launches and the step's
-        own. exposed_communication: waiting while the bytes move. bubble: waiting for other ranks to take
-        part, or to end. These four add up to the step time. hidden_communication: bytes move while the rank
-        computes.
+        compute: kernels of the compute stream by the roofline, each at least the cluster's floor. overhead:
+            their launches and the step's own.
+        exposed_communication: waiting while the bytes move, or while another stream copies them. bubble:
+        waiting for other ranks to take part, or to end. These four add up to the step time.
+        hidden_communication: bytes move, or another stream copies, while the rank computes.
         """
         parts = {
             name: np.zeros(self._world.size)
@@ -103,9 +123,9 @@ class Timeline:
         }
         step_overhead = self._costs.step_overhead_s
         for number, steps in enumerate(self._world.steps):
-            kernels = int((steps.program.kind == KERNEL).sum())
-            parts["compute"][steps.ranks] = self._kernel_s[number].sum()
-            parts["overhead"][steps.ranks] = kernels * self._costs.launch_s + step_overhead
+            kernels = (steps.program.kind == KERNEL) & (steps.program.stream == COMPUTE_STREAM)
+            parts["compute"][steps.ranks] = np.where(kernels, self._kernel_s[number], 0.0).sum()
+            parts["overhead"][steps.ranks] = int(kernels.sum()) * self._costs.launch_s + step_overhead
             # some ranks at a time, for times are large arrays and are copied here
             width = max(1, _AT_A_TIME // max(1, len(steps)))
             for first in range(0, len(steps.ranks), width):
@@ -123,15 +143,20 @@ class Timeline:
         communicate, whatever number of transfers at once."""
         steps = self._world.steps[number]
         kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
-        waits, posts = np.flatnonzero(kinds == WAIT), np.flatnonzero(kinds != WAIT)
+        of_compute = np.array(steps.streams, dtype=np.int64) == COMPUTE_STREAM
+        waits = np.flatnonzero((kinds == WAIT) & of_compute)
+        busy = np.flatnonzero((kinds != WAIT) & (kinds != RECORD))
         start, end = self._start[number][:, places], self._end[number][:, places]
-        reached = self._reached[number][:, places][waits]
-        waited = self._left[number][:, places][waits] - reached
+        reached, left = self._reached[number][:, places][waits], self._left[number][:, places][waits]
         moving = end[partners[waits]] - np.maximum(start[partners[waits]], reached)
-        exposed = np.clip(moving, 0.0, waited)
+        exposed = np.clip(moving, 0.0, left - reached)
         if self._costs.overlap_loss:  # after the end of what is waited for, or instead of it
-            exposed = np.maximum(exposed, reached + waited - np.maximum(reached, end[partners[waits]]))
-        return _sum(waited), _sum(exposed), _covered(start[posts], end[posts])
+            exposed = np.maximum(exposed, left - np.maximum(reached, end[partners[waits]]))
+        # what was done before a point of another stream was reached, is done by any of the rank's streams
+        points = np.flatnonzero(kinds[partners[waits]] == RECORD)
+        if len(points):
+            exposed[points] = _covered_within(start[busy], end[busy], reached[points], left[points])
+        return _sum(left - reached), _sum(exposed), _covered(start[busy], end[busy])
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -165,6 +190,7 @@ class Timeline:
         number, place = int(self._world.program_of[rank]), int(self._world.place_of[rank])
         steps = self._world.steps[number]
         program, kernel_s = steps.program, self._kernel_s[number]
+        streams = stream_names(program)
         bounds = [first for _, first in program.marks] + [len(program)]
         phases = [""] * bounds[0]
         for (name, first), end in zip(program.marks, bounds[1:], strict=True):
@@ -172,31 +198,50 @@ class Timeline:
         now, step = 0.0, 0
         for event in range(len(program)):
             name, phase = program.names[program.name[event]], phases[event]
-            if program.kind[event] == KERNEL:
+            stream = int(program.stream[event])
+            if program.kind[event] == KERNEL and stream == COMPUTE_STREAM:
                 seconds = float(kernel_s[event])
-                details: dict[str, Any] = {
-                    "bytes": int(program.nbytes[event]),
-                    "flops": int(program.flops[event]),
-                    "class": CATEGORIES[program.category[event]],
-                    "dtype": PRECISION_NAMES[program.precision[event]],
-                }
-                if program.shape[event].any():
-                    details["batch, m, n, k"] = program.shape[event].tolist()
-                yield Event(name, "compute", phase, now, seconds, details)
+                yield Event(name, "compute", phase, now, seconds, self._kernel(program, event))
                 now += seconds + self._costs.launch_s
                 continue
-            reached = now = float(self._reached[number][step, place])
+            reached = float(self._reached[number][step, place])
             if program.kind[event] == WAIT:
-                now = float(self._left[number][step, place])
-                if now > reached:
-                    waited_for = program.names[program.name[program.partner[event]]]
-                    yield Event(f"wait for {waited_for}", "compute", phase, reached, now - reached)
-            else:
+                if stream == COMPUTE_STREAM:
+                    now = float(self._left[number][step, place])
+                    if now > reached:
+                        words = f"wait for {self._waited_for(program, event, streams)}"
+                        yield Event(words, "compute", phase, reached, now - reached)
+            elif program.kind[event] != RECORD:
                 begun, ended = float(self._start[number][step, place]), float(self._end[number][step, place])
-                details = {"bytes": int(program.nbytes[event]), "posted_s": reached}
-                details |= self._parties(number, event, rank)
-                yield Event(name, "communication", phase, begun, ended - begun, details)
+                if program.kind[event] == KERNEL:
+                    details = self._kernel(program, event)
+                else:
+                    details = {"bytes": int(program.nbytes[event]), "posted_s": reached}
+                    details |= self._parties(number, event, rank)
+                beside = "communication" if stream == COMPUTE_STREAM else streams[stream]
+                yield Event(name, beside, phase, begun, ended - begun, details)
             step += 1
+
+    @staticmethod
+    def _kernel(program: Program, event: int) -> dict[str, Any]:
+        """Bytes, FLOPs and the like of a kernel."""
+        details: dict[str, Any] = {
+            "bytes": int(program.nbytes[event]),
+            "flops": int(program.flops[event]),
+            "class": CATEGORIES[program.category[event]],
+            "dtype": PRECISION_NAMES[program.precision[event]],
+        }
+        if program.shape[event].any():
+            details["batch, m, n, k"] = program.shape[event].tolist()
+        return details
+
+    @staticmethod
+    def _waited_for(program: Program, wait: int, streams: list[str]) -> str:
+        """What a wait is for: communication by its name, or a stream."""
+        event = int(program.partner[wait])
+        if program.kind[event] == RECORD:
+            return streams[program.stream[event]]
+        return program.names[program.name[event]]
 
     def _parties(self, number: int, event: int, rank: int) -> dict[str, Any]:
         """Global ranks of a transfer or a collective."""
@@ -211,12 +256,34 @@ class Timeline:
 
 def _covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Of each column of [events, ranks], the length of the union of its intervals."""
+    return _sum(np.subtract(*_union(start, end)[::-1]))
+
+
+def _union(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each column of [events, ranks], starts and ends of intervals that do not overlap and have the same
+    union, in order."""
     # nearly in order already, which a stable sort makes use of
     order = np.argsort(start, axis=0, kind="stable")
     start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
     earlier = np.zeros_like(end)
     np.maximum.accumulate(end[:-1], axis=0, out=earlier[1:])
-    return _sum(np.maximum(end - np.maximum(start, earlier), 0.0))
+    first = np.maximum(start, earlier)
+    return first, np.maximum(first, end)
+
+
+def _covered_within(start: np.ndarray, end: np.ndarray, since: np.ndarray, until: np.ndarray) -> np.ndarray:
+    """[intervals, ranks]: how much of each interval, ``since`` to ``until``, the union of other intervals,
+    [events, ranks], covers."""
+    first, last = _union(start, end)
+    covered = np.zeros_like(since)
+    for rank in range(since.shape[1]):
+        moments = np.stack((first[:, rank], last[:, rank]), axis=1).ravel()
+        # the covered time up to each moment grows from a first to its last, and stands still in between
+        grown = np.cumsum(last[:, rank] - first[:, rank])
+        so_far = np.stack((np.concatenate(([0.0], grown[:-1])), grown), axis=1).ravel()
+        covered[:, rank] = np.interp(until[:, rank], moments, so_far)
+        covered[:, rank] -= np.interp(since[:, rank], moments, so_far)
+    return covered
 
 
 def _sum(values: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """A simulated timeline as Chrome trace JSON, which Perfetto (https://ui.perfetto.dev) opens.
 
-One process a rank; in it the phases of the step, the compute stream, and as many communication rows as
-transfers overlap (slices of one row may not overlap partly). The format: Trace Event Format, complete events
-("ph": "X"), times in microseconds.
+One process a rank; in it the phases of the step, the compute stream, as many communication rows as transfers
+overlap (slices of one row may not overlap partly), and a row for each further stream. The format: Trace Event
+Format, complete events ("ph": "X"), times in microseconds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def trace_events(timeline: Timeline, ranks: Iterable[int]) -> Iterator[dict[str,
         yield _named("thread_name", rank, _COMPUTE, "compute")
         events = list(timeline.events(rank))
         yield from _phases(rank, events)
-        named = {_COMPUTE}
+        named: dict[int, str] = {_COMPUTE: "compute"}
         for event, row in in_rows(events):
             thread = _COMPUTE + row
             if thread not in named:
-                named.add(thread)
-                yield _named(
-                    "thread_name", rank, thread, "communication" if row == 1 else f"communication {row}"
-                )
+                before = [*named.values()].count(event.stream)
+                named[thread] = event.stream
+                words = f"{event.stream} {before + 1}" if before else event.stream
+                yield _named("thread_name", rank, thread, words)
             yield _complete(event.name, event.stream, rank, thread, event.start_s, event.duration_s) | {
                 "args": {"phase": event.phase, **event.details}
             }

@@ -86,7 +86,7 @@ def _in_ms(seconds: float) -> float:
 
 
 def _kind(event: Event) -> str:
-    if event.stream == "communication":
+    if event.stream != "compute" and "class" not in event.details:
         return event.name
     return str(event.details.get("class", _WAIT))
 

@@ -5,6 +5,10 @@ parameter, in float32 where the precision has masters, with gradients and moment
 are all-gathered before its forward and its gradients reduce-scattered in its backward. ZeRO-3 frees the
 weights in between and gathers them again; ZeRO-2 keeps them.
 
+torch gathers a unit's weights on a stream of its own while the unit before it computes: in forward because
+the host runs ahead, in backward in the reverse of the order of forward. ``forward_prefetch`` and
+``backward_prefetch`` gather further ahead.
+
 A parameter is cut along its first dim, padded to a multiple of N; where that has fewer rows than there are
 ranks, along the first other dim that N divides, if there is one.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,9 +27,11 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.options import Options
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
     from torch.distributed.tensor import DTensor
 
@@ -45,11 +52,35 @@ def padded_elements(shape: torch.Size, size: int) -> int:
     return shape.numel() // n * math.ceil(n / size) * size
 
 
+@dataclass(frozen=True)
+class PrefetchOptions(Options):
+    """When weights are gathered.
+
+    Attributes:
+        forward_prefetch, backward_prefetch: of how many further blocks, when a block begins its forward or
+            backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
+            ``FSDPModule``). 0: as torch does by itself.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
+
+
 class FullySharded(Backend):
     """ZeRO-3: weights are gathered for forward, freed, and gathered again for backward."""
 
     name = "zero3"
     pipelined = False
+    options_type = PrefetchOptions
+    options: PrefetchOptions
     #: whether to free the weights between forward and backward
     reshard_after_forward: ClassVar[bool] = True
 
@@ -79,8 +110,8 @@ class FullySharded(Backend):
                 p.data = p.data.float()
         dtype = self.precision.parameters
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
-        units = [*getattr(self.module, "blocks", nn.ModuleDict()).values(), self.module]
-        for unit in units:
+        blocks = [*getattr(self.module, "blocks", nn.ModuleDict()).values()]
+        for unit in [*blocks, self.module]:
             fully_shard(
                 unit,
                 mesh=next(iter(self.meshes.values())),
@@ -91,6 +122,19 @@ class FullySharded(Backend):
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)
+        self._prefetch(blocks)
+
+    def _prefetch(self, blocks: list[FSDPModule]) -> None:
+        """Have each block, and the rest of the module around them, gather the weights of the next ones."""
+        ahead, back = self.options.forward_prefetch, self.options.backward_prefetch
+        rest: FSDPModule = self.module  # type: ignore[assignment]  # which fully_shard made it
+        # the rest begins forward before the first block, and backward before the last
+        if ahead:
+            for place, unit in enumerate([rest, *blocks]):
+                unit.set_modules_to_forward_prefetch(blocks[place : place + ahead])
+        if back:
+            for place, unit in enumerate([*blocks, rest]):
+                unit.set_modules_to_backward_prefetch(blocks[max(0, place - back) : place][::-1])
 
     def _placement(self, parameter: nn.Parameter) -> Any:
         """Along which dim a parameter is cut, and over which ranks."""

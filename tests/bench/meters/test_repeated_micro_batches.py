@@ -73,9 +73,7 @@ def differences_of_steps(asked: Cell, rank: int, micro_batches: MicroBatches) ->
         pytest.param(2, MICRO_BATCHES, marks=pytest.mark.slow),
     ],
 )
-def test_some_micro_batches_leave_the_trace_of_all(
-    stage: int, run: int, micro_batches: MicroBatches
-) -> None:
+def test_some_micro_batches_leave_the_trace_of_all(stage: int, run: int, micro_batches: MicroBatches) -> None:
     assert differences_of_steps(cell(), 2 * stage, micro_batches) == []
     assert micro_batches.run == run
 

@@ -226,3 +226,14 @@ def test_the_virtual_engine_fills_in_times_where_rates_are_known() -> None:
     parts = {k: v for k, v in found.breakdown.items() if k != "hidden_communication_s"}
     assert sum(parts.values()) == pytest.approx(found.step_time_s)
     assert found.calibration == "uncalibrated"
+
+
+def test_copies_into_a_part_of_a_buffer_move_that_part_alone() -> None:
+    def body() -> None:
+        parts, whole = [torch.empty(6), torch.empty(4)], torch.empty(40)
+        torch.ops.fsdp.all_gather_copy_in(parts, whole, [6, 4], 10, 1)
+        torch._foreach_copy_(list(whole[:10].split([6, 4])), parts)
+
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives  # which registers the first
+
+    assert kernels(written(body)) == [("all_gather_copy_in", 0, 80), ("_foreach_copy_", 0, 80)]
