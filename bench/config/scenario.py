@@ -55,8 +55,7 @@ class Document(BaseModel):
 @cache
 def document_model() -> type[Document]:
     """:class:`Document` with a section, a list that may be left out, for each kind of answer."""
-    sections: dict[str, Any] = {section: (list[kind], []) for section, kind in answer_kinds().items()}  #
-        type: ignore[valid-type]
+    sections: dict[str, Any] = {section: (list[kind], []) for section, kind in answer_kinds().items()}  # type: ignore[valid-type]
     return create_model("ScenarioDocument", __base__=Document, **sections)
 
 

@@ -1,5 +1,4 @@
-"""Micro-batches of which a trace runs some leave the trace of all: at the first, a middle and the last
-stage."""
+"""Micro-batches of which a trace runs some leave the trace of all, at every stage."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def differences_of_steps(asked: Cell, rank: int, micro_batches: MicroBatches) ->
 @pytest.mark.parametrize(
     ("stage", "run"),
     [
-        # what runs ahead, and as many again until what dies was born in the steady state; two alike; first,
-        # last
+        # what runs ahead, as many again until what dies was born in the steady state, two alike, first, last
         (1, 6),
         pytest.param(0, 8, marks=pytest.mark.slow),
         # the losses are kept, so no two are alike
