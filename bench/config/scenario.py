@@ -32,8 +32,8 @@ class Document(BaseModel):
     """A scenario file as it is written; :func:`document_model` adds a section for each kind of answer.
 
     Attributes:
-        paper: what it reproduces, by its name or source in results/papers/papers.csv, or "measured": what real
-            machines measured.
+        paper: what it reproduces, by its name or source in results/papers/papers.csv, or "measured" (what
+            real machines measured).
         inferred_from: settings chosen by looking at published numbers, and which these are.
         not_reproduced: one line for REPRODUCE.md: which published numbers are not met, and why.
         figure: a module in plots/.
