@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from spbench.bench.declarations import declared
+from spbench.bench.files.model_files import names_a_file, read_model_file
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
 
@@ -78,10 +79,10 @@ class TrainingOptions(BaseModel):
     backend: str = DEFAULT_BACKEND
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: PositiveInt = 1
-    steps: PositiveInt = 1
-    cublas_workspace: str | None = None
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     virtual_stages: PositiveInt = 1
+    steps: PositiveInt = 1
+    cublas_workspace: str | None = None
 
     @model_validator(mode="after")
     def _check_virtual_stages(self) -> TrainingOptions:
@@ -160,7 +161,11 @@ class Learning(_Strict):
 class Cell(_Strict):
     """One point of a sweep. Where ``search`` asks for batch or seq_len, that field is None."""
 
+    #: a name, or the path of a Hugging Face config.json or of the folder that it lies in
     model: str
+    #: what counts of the file that ``model`` is the path of, read when the cell is made; so a row stands for
+    #: the file as it was, and other machines need no file
+    model_config_json: dict[str, Any] | None = None
     strategy: str
     sizes: Sizes = Sizes()
     #: the axes of the mesh, from the slowest-varying rank to the fastest; None: as in MESH_AXES. Axes of one
@@ -188,6 +193,16 @@ class Cell(_Strict):
     #: seconds after which a sweep gives the cell up; in no key or row, as it is not part of what is measured
     timeout_s: PositiveFloat | None = Field(default=None, exclude=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_model(cls, content: Any) -> Any:
+        """Read the model's file, from the working directory, where that is not done."""
+        if isinstance(content, Mapping) and content.get("model_config_json") is None:
+            model = content.get("model")
+            if isinstance(model, str) and names_a_file(model):
+                return {**content, "model_config_json": read_model_file(model)}
+        return content
+
     @field_validator("mesh")
     @classmethod
     def _check_mesh(cls, order: list[str] | None, info: ValidationInfo) -> list[str] | None:
@@ -196,6 +211,11 @@ class Cell(_Strict):
             return None
         in_order(info.data["sizes"].by_axis, order)
         return None if order == sorted(order, key=MESH_AXES.index) else order
+
+    @property
+    def model_arguments(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+        """The arguments of :func:`model_preset` for the cell's model."""
+        return self.model, self.model_options, self.model_config_json
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -209,8 +229,10 @@ class Cell(_Strict):
 
     @property
     def key(self) -> str:
-        """A stable name of the cell: readable, and a digest of all that defines it."""
-        content = json.dumps(self.model_dump(exclude_defaults=True), sort_keys=True)
+        """A stable name of the cell: readable, and a digest of all that defines it. A model's file counts by
+        its path: what it holds is in the digest of what made a row (:mod:`bench.sweep.digest`)."""
+        defining = self.model_dump(exclude_defaults=True, exclude={"model_config_json"})
+        content = json.dumps(defining, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
         batch = "max" if self.batch is None else self.batch
         length = "max" if self.seq_len is None else self.seq_len

@@ -79,8 +79,8 @@ class Known:
 def known_cells(
     scenario: Scenario, table: PublishedTable, quantity: str, on_trace: Callable[[Cell], None]
 ) -> list[Known]:
-    """The cells of a published table that have a step time, or a throughput in tokens or in samples per second,
-    traced on virtual ranks."""
+    """The cells of a published table that have a step time, or a throughput in tokens or in samples per
+    second, traced on virtual ranks."""
     cells = next(iter(scenario.cells.values()))
     known = []
     for row in table.rows(scenario.path.parent):
@@ -101,7 +101,7 @@ def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -
         return published * (quantity.published_unit or quantity.unit)
     if quantity.field == "samples_per_s":
         return cell.shape[0] / published
-    return model_preset(cell.model, cell.model_options).tokens(*cell.shape) / published
+    return model_preset(*cell.model_arguments).tokens(*cell.shape) / published
 
 
 def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:

@@ -55,6 +55,11 @@ if TYPE_CHECKING:
     help="Ask torch about every operator, read no trace from disk and simulate every rank: slow, to check "
     "that the quick way gives the same numbers. Implies --fresh.",
 )
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="Show the memory of each class of ranks at each traced step: which fits, and what holds it.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @reported
 def command(
@@ -69,6 +74,7 @@ def command(
     fresh: bool,
     timeout: float | None,
     plain_trace: bool,
+    memory: bool,
     dry_run: bool,
 ) -> Report:
     """Run a scenario's cells, and compare them with what was published.
@@ -87,7 +93,7 @@ def command(
     with _plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
         ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
     drawn, figure_failed = draw_figure(loaded, ran, folder)
-    return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0)
+    return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0, memory=memory)
 
 
 def _plain_traces() -> AbstractContextManager[None]:
@@ -132,12 +138,16 @@ def _asked(cell: Cell) -> str:
     return f"largest {cell.search.quantity}" if cell.search else "measurement"
 
 
-def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int) -> Report:
-    """What a scenario's cells have measured, and the published numbers beside it."""
+def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, memory: bool = False) -> Report:
+    """What a scenario's cells have measured, and the published numbers beside it; with ``memory`` a table of
+    that of each class of ranks too."""
+    from spbench.bench.commands.memory_table import memory_table
     from spbench.bench.commands.result_table import comparison_table, result_table
     from spbench.bench.sweep.results import finite, flat
 
     sections = [result_table(scenario.document.title, ran.rows)]
+    if memory:
+        sections.append(memory_table({row["key"]: row["measurement"] for row in ran.rows}))
     if ran.comparisons:
         sections.append(comparison_table(ran.comparisons))
     files = [*ran.files, *figures]

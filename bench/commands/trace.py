@@ -14,7 +14,7 @@ from spbench.bench.commands.options import Numbers, choosing_cells, many, report
 from spbench.bench.commands.progress import message
 
 if TYPE_CHECKING:
-    from spbench.bench.cell import Cell
+    from spbench.bench.cell import Cell, Measurement
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
 
@@ -39,7 +39,10 @@ def command(
     ranks: tuple[int, ...],
     output: Path,
 ) -> Report:
-    """Write the simulated step of one cell, event by event, as a trace that Perfetto opens."""
+    """Write the simulated step of one cell, event by event, as a trace that Perfetto opens.
+
+    It also says the memory of each class of ranks that run the same program.
+    """
     from spbench.bench.config.scenario import load_scenario
 
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
@@ -83,10 +86,14 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
         message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
     timeline = traces.simulator()()
     export_trace(timeline, output, ranks or [each.first for each in traces.classes])
-    return _report(cell, timeline.step_time_s, timeline.breakdown, output)
+    return _report(cell, fits, timeline.step_time_s, timeline.breakdown, output)
 
 
-def _report(cell: Cell, step_time_s: float, breakdown: Mapping[str, float], output: Path) -> Report:
+def _report(
+    cell: Cell, memory: Measurement, step_time_s: float, breakdown: Mapping[str, float], output: Path
+) -> Report:
+    from spbench.bench.commands.memory_table import memory_table
+
     parts = ", ".join(
         f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s" for part, seconds in breakdown.items()
     )
@@ -94,9 +101,10 @@ def _report(cell: Cell, step_time_s: float, breakdown: Mapping[str, float], outp
     return Report(
         [
             f"step time {step_time_s:.4g} s; mean over ranks: {parts}\n"
-            f"{output}: open it in https://ui.perfetto.dev"
+            f"{output}: open it in https://ui.perfetto.dev",
+            memory_table({cell.key: memory.as_dict()}),
         ],
-        record,
+        {**record, "by_class": memory.by_class},
         [record],
     )
 

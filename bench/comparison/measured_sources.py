@@ -26,21 +26,22 @@ class MeasuredSource:
 
 @dataclass(frozen=True)
 class OtherPredictor:
-    """The relative errors of another predictor of memory or time.
+    """The relative errors of another predictor in one quantity.
 
     Attributes:
-        file: of measurements that it predicted too; "" for errors on rows that are not here.
-        memory, time: absolute relative errors on those measurements; empty for rows that are not here.
-        memory_text, time_text: what its authors state, for rows that are not here.
+        quantity: in the words of :data:`bench.comparison.validation.QUANTITY_NAMES`.
+        file: of measurements that it predicted too; "" for errors on runs that are not here.
+        errors: absolute relative errors on those measurements; empty for runs that are not here.
+        mean, worst: what its authors state, for runs that are not here.
     """
 
     name: str
     compared: str
+    quantity: str
     file: str
-    memory: Sequence[float]
-    time: Sequence[float]
-    memory_text: str
-    time_text: str
+    errors: Sequence[float]
+    mean: str
+    worst: str
     source: str
 
 
@@ -57,11 +58,11 @@ def other_predictors() -> list[OtherPredictor]:
         OtherPredictor(
             row["predictor"],
             row["compared"],
+            row["quantity"],
             row["file"],
-            _errors(row["file"], row["memory_predicted"], row["memory_measured"]),
-            _errors(row["file"], row["time_predicted"], row["time_measured"]),
-            row["memory"],
-            row["time"],
+            _errors(row["file"], row["predicted"], row["measured"]),
+            row["mean"],
+            row["worst"],
             row["source"],
         )
         for row in rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import mean, median
 
 from spbench.bench.comparison.findings import ROLES, Line, Record, distinct
@@ -14,8 +14,8 @@ from spbench.bench.comparison.measured_sources import (
     other_predictors,
 )
 
-#: columns of the table by the quantities of scenarios
-COLUMNS = {
+#: what readers are told of the quantities of scenarios
+QUANTITY_NAMES = {
     "peak_memory_gib": "peak memory",
     "allocated_memory_gib": "memory after a step",
     "reserved_memory_gib": "reserved memory",
@@ -32,8 +32,8 @@ def records_by_source(records: Sequence[Record]) -> dict[MeasuredSource, list[Re
 
 
 def validation_lines(records: Sequence[Record]) -> list[Line]:
-    """A line for each source of measurements, then those of other predictors of its rows, then those of
-    predictors on other rows.
+    """A line for each source of measurements and quantity, each followed by those of other predictors of the
+    same runs; then predictors on other runs.
 
     Args:
         records: of `spbench reproduce measured`.
@@ -41,48 +41,46 @@ def validation_lines(records: Sequence[Record]) -> list[Line]:
     others = other_predictors()
     lines = []
     for source, some in records_by_source(records).items():
-        lines.append(_our_line(source, some))
-        lines += [_other_line(other) for other in others if other.file == source.file]
+        for quantity, name in QUANTITY_NAMES.items():
+            mine = [record for record in some if record["quantity"] == quantity]
+            if mine:
+                lines.append(_our_line(source, name, mine))
+                beside = [other for other in others if (other.file, other.quantity) == (source.file, name)]
+                lines += map(_other_line, beside)
     return lines + [_other_line(other) for other in others if not other.file]
 
 
-def _our_line(source: MeasuredSource, records: Sequence[Record]) -> Line:
+def _our_line(source: MeasuredSource, quantity: str, records: Sequence[Record]) -> Line:
     roles = Counter(record["role"] for record in records)
-    errors: dict[str, list[float]] = {quantity: [] for quantity in COLUMNS}
-    for record in records:
-        if record["quantity"] in errors and record["relative_error"] is not None:
-            errors[record["quantity"]].append(abs(record["relative_error"]))
+    errors = [abs(r["relative_error"]) for r in records if r["relative_error"] is not None]
     return {
-        "predictor": "spbench",
+        "predicted by": "spbench",
         "measured by, on": f"{source.measured_by}, {source.machines}",
-        "rows": len({record["source"].split(":")[1] for record in records}),
-        **{column: _summary(errors[quantity]) for quantity, column in COLUMNS.items()},
-        "roles of numbers, or source": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
+        "quantity": quantity,
+        **_statistics(errors),
+        "role, or source": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
     }
 
 
 def _other_line(other: OtherPredictor) -> Line:
-    texts: Mapping[str, str] = {
-        "peak memory": _summary(other.memory) or other.memory_text,
-        "step time": _summary(other.time) or other.time_text,
-    }
+    stated = {"numbers": "", "median error": "", "mean": other.mean, "worst": other.worst}
     return {
-        "predictor": other.name,
+        "predicted by": other.name,
         "measured by, on": other.compared,
-        "rows": len(other.memory) or "",
-        **{column: texts.get(column, "") for column in COLUMNS.values()},
-        "roles of numbers, or source": other.source,
+        "quantity": other.quantity,
+        **(_statistics(other.errors) if other.errors else stated),
+        "role, or source": other.source,
     }
 
 
-def _summary(errors: Sequence[float]) -> str:
-    """As "median 0.1%, mean 0.2%, worst 1.4% (44)"; "" without errors."""
+def _statistics(errors: Sequence[float]) -> Line:
+    """How many there are, their median, mean and worst; "" without errors."""
     if not errors:
-        return ""
-    found = {"median": median(errors), "mean": mean(errors), "worst": max(errors)}
-    return ", ".join(f"{name} {_percent(error)}" for name, error in found.items()) + f" ({len(errors)})"
+        return {"numbers": 0, "median error": "", "mean": "", "worst": ""}
+    found = {"median error": median(errors), "mean": mean(errors), "worst": max(errors)}
+    return {"numbers": len(errors), **{name: _percent(error) for name, error in found.items()}}
 
 
 def _percent(error: float) -> str:
-    """With two digits after the point below 1%, as errors of memory are there."""
-    return f"{error:.2%}" if error < 0.01 else f"{error:.1%}"
+    """One digit after the point; two significant ones below 1%."""
+    return f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"

@@ -82,19 +82,22 @@ def _name_problem(name: str) -> str:
 
 
 @declared
-def option_mistakes(section: str, name: str, given: Mapping[str, Any]) -> list[tuple[list[str], str]]:
+def option_mistakes(
+    section: str, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> list[tuple[list[str], str]]:
     """What is wrong with options, as (path below ``section``, message).
 
     Args:
         section: the key under which they stand in a cell: model_options, strategy_options or training.
         name: of the model, strategy or backend whose options they are.
+        config: of a model, the config.json that it is made of.
     """
     others: list[str] = []
     defaults: Any
     if section == "model_options":
-        from spbench.impls.models.model import models
+        from spbench.impls.models.model import unchanged_model
 
-        defaults = models()[name]
+        defaults = unchanged_model(name, config)
     elif section == "strategy_options":
         defaults = nesting(name).options_type()
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,11 +13,18 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.choices import names, option_mistakes, strategy_axes, strategy_problem
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files.cluster import load_cluster
+from spbench.bench.files.model_files import names_a_file, read_model_file
 from spbench.bench.files.yaml_files import dotted, first_problem, merge
 from spbench.impls.axes import unused_axes
 
 #: keys of a group that may be lists; so may each axis of sizes, and mesh, itself a list, a list of lists
 MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
+
+#: fields of a cell that no group sets
+_GIVEN_OTHERWISE = {
+    "variant": "variants have a section of their own",
+    "model_config_json": "give the path of the config.json as the model",
+}
 
 
 class Problem(ValueError):
@@ -36,8 +44,12 @@ def expand(
     groups: Sequence[Mapping[str, Any]],
     variants: Mapping[str, Mapping[str, Any]],
     variant: str,
+    folder: Path,
 ) -> list[Cell]:
     """The cells of a scenario's groups under one of its variants ("": there are none).
+
+    Args:
+        folder: of the scenario's file, which the paths of models start from.
 
     Raises:
         Problem: what is wrong, at its key path in the file.
@@ -51,11 +63,12 @@ def expand(
             layers.insert(0, (("variants", variant), variants[variant]))
         merged: dict[str, Any] = {}
         for place, layer in reversed(layers):
-            if "variant" in layer:
-                raise Problem([*place, "variant"], "unknown key; variants have a section of their own")
+            for key, instead in _GIVEN_OTHERWISE.items():
+                if key in layer:
+                    raise Problem([*place, key], f"unknown key; {instead}")
             merged = merge(merged, layer)
         for content in _product(merged, layers):
-            cell = _cell(content | {"variant": variant}, layers)
+            cell = _cell(content | {"variant": variant}, layers, folder)
             if cell.key in cells:
                 other = cells[cell.key]
                 where = "twice here" if other == number else f"in groups[{other}] too"
@@ -100,7 +113,11 @@ def _origin(path: Sequence[str | int], layers: _Layers) -> list[str | int]:
     return [*next(place for place, _ in layers if place[0] == "groups"), *path]
 
 
-def _cell(content: Mapping[str, Any], layers: _Layers) -> Cell:
+def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
+    try:
+        content = _with_model_file(content, folder)
+    except UserError as error:
+        raise Problem(_origin(("model",), layers), str(error)) from error
     try:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:
@@ -111,6 +128,14 @@ def _cell(content: Mapping[str, Any], layers: _Layers) -> Cell:
     return cell
 
 
+def _with_model_file(content: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """The settings with what counts of the file that the model is the path of, if it is one."""
+    model = content.get("model")
+    if isinstance(model, str) and names_a_file(model):
+        return {**content, "model_config_json": read_model_file(model, folder)}
+    return content
+
+
 # -- what a cell cannot be ---------------------------------------------------------------------------------
 
 
@@ -118,7 +143,7 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is wrong with a cell, as (path in the cell, message); not what only a strategy can tell."""
     searched_for = [cell.search.quantity] if cell.search is not None else []
     named: list[tuple[tuple[str, ...], str, list[str]]] = [
-        (("model",), "model", [cell.model]),
+        (("model",), "model", [cell.model] if cell.model_config_json is None else []),
         (("engine",), "engine", [cell.engine]),
         (("meters",), "meter", cell.meters),
         (("search", "quantity"), "quantity", searched_for),
@@ -149,7 +174,8 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
         ("strategy_options", cell.strategy, cell.strategy_options),
         ("training", cell.training.backend, dict(cell.training.backend_options)),
     ):
-        for below, message in option_mistakes(section, name, options) if options else ():
+        config = cell.model_config_json if section == "model_options" else None
+        for below, message in option_mistakes(section, name, options, config) if options else ():
             yield (section, *below), message
 
 

@@ -32,7 +32,8 @@ class Document(BaseModel):
     """A scenario file as it is written; :func:`document_model` adds a section for each kind of answer.
 
     Attributes:
-        paper: what it reproduces, by its name or source in results/papers/papers.csv.
+        paper: what it reproduces, by its name or source in results/papers/papers.csv, or "measured": what real
+            machines measured.
         inferred_from: settings chosen by looking at published numbers, and which these are.
         not_reproduced: one line for REPRODUCE.md: which published numbers are not met, and why.
         figure: a module in plots/.
@@ -88,7 +89,7 @@ def load_scenario(name: str | PathLike[str]) -> Scenario:
         raise UserError(f"{path}: variants.all: 'all' stands for every variant; choose another name")
     try:
         cells = {
-            variant: expand(document.defaults, document.groups, document.variants, variant)
+            variant: expand(document.defaults, document.groups, document.variants, variant, path.parent)
             for variant in document.variants or [""]
         }
         scenario = Scenario(path.stem, path, document, cells)

@@ -85,7 +85,7 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
         UserError: an unknown name, a rank or device that cannot be, or nothing is left; with what there is.
     """
     cells = declared_cells(scenario, narrowing)
-    _known("model", narrowing.models, names("model"))
+    _known("model", narrowing.models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
     for name in narrowing.strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)

@@ -88,7 +88,7 @@ class Boundary:
         cell, quantity = self.search.cell, self.search.quantity
         smallest = quantity.smallest_sample(self.unit)
         points = [smallest * n for n in range(1, quantity.degree + 2)]
-        layers = getattr(model_preset(cell.model, cell.model_options), "layers", None)
+        layers = getattr(model_preset(*cell.model_arguments), "layers", None)
         if layers is not None:
             layers //= cell.sizes.pp
         try:

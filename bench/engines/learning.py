@@ -32,7 +32,7 @@ def learn(cell: Cell) -> Measurement:
         RankError: a rank failed, ran out of memory or did not answer in time.
     """
     plan(cell)
-    model_preset(cell.model, cell.model_options).batches(*cell.shape, seed=0)
+    model_preset(*cell.model_arguments).batches(*cell.shape, seed=0)
     losses = distributed.launch(cell, losses_of_rank)[0]
     wrong = next((at["step"] for at in losses if not all(map(math.isfinite, at.values()))), None)
     if wrong is not None:
@@ -46,7 +46,7 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
     Args:
         cls: the strategy, instead of the registered one of the cell's name.
     """
-    asked, model = cell.learning, model_preset(cell.model, cell.model_options)
+    asked, model = cell.learning, model_preset(*cell.model_arguments)
     assert asked is not None
     # a sum that threads share rounds otherwise, and how many there are depends on the machine
     torch.set_num_threads(1)

@@ -157,7 +157,7 @@ def plan(cell: Cell) -> Plan:
     Raises:
         Unsupported: the strategy cannot run these sizes, or the batch or the layers cannot be divided so.
     """
-    strategy, model = planned_strategy(cell), model_preset(cell.model, cell.model_options)
+    strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
     precision, (batch, seq_len) = PRECISIONS[cell.precision], cell.shape
     parts = _batch_parts(cell)
 
@@ -258,5 +258,5 @@ def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Comp
 def model_parameters(cell: Cell) -> int:
     """Parameters of the whole model, with the padding of its vocabulary that the strategy asks for."""
     parts = planned_strategy(cell).vocabulary_parts
-    sites = model_preset(cell.model, cell.model_options).sites(1, cell.seq_len or 1, parts)
+    sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(site.dims["elements"] for site in sites if site.kind == "parameters")

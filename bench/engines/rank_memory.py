@@ -31,9 +31,9 @@ class Failure:
         Args:
             ranks: the class of the rank.
         """
-        error, others = self.error, len(ranks.ranks) - 1
+        error, alike = self.error, len(ranks.ranks)
         where = f"{self.phase} of step {self.step}" if self.step else "set-up"
-        who = f"rank {ranks.first}" + (f" and {others} like it" if others else "")
+        who = f"rank {ranks.first}" + (f", one of {alike} alike" if alike > 1 else "")
         stage = f" (stage {ranks.stage.index})" if ranks.stage.count > 1 else ""
         return (
             f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "

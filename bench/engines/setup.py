@@ -30,7 +30,7 @@ def set_up(
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
     """Build what a cell runs on this rank, and this rank's inputs, with values from the last two, on the
     mesh's device."""
-    model = model_preset(cell.model, cell.model_options)
+    model = model_preset(*cell.model_arguments)
     training: Training | Inference
     left_out: frozenset[str] = frozenset()
     if cell.training.step == "inference":
@@ -81,7 +81,7 @@ def build_module(
     cls: type[Strategy] | None = None,
 ) -> tuple[nn.Module, Strategy, Composition]:
     """The module alone, with the arguments of :func:`build_training`."""
-    model, precision = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision]
+    model, precision = model_preset(*cell.model_arguments), PRECISIONS[cell.precision]
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
     around = Composition(place, cell.training.virtual_stages)

@@ -117,7 +117,7 @@ def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
 
 def add_step_time(measurement: Measurement, cell: Cell, step_time_s: float) -> None:
     """Set the step time, and throughput in tokens of the model and in samples of the whole batch."""
-    model = model_preset(cell.model, cell.model_options)
+    model = model_preset(*cell.model_arguments)
     measurement.step_time_s = step_time_s
     measurement.tokens_per_s = model.tokens(*cell.shape) / step_time_s
     measurement.samples_per_s = cell.shape[0] / step_time_s

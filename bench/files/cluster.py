@@ -41,8 +41,8 @@ class Device(StrictModel):
             what it leaves is counted; null: they reach what matrix products do.
         attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
             null counts as none.
-        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it, since
-            it takes multiprocessors and memory bandwidth; null counts as none.
+        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
+            since it takes multiprocessors and memory bandwidth; null counts as none.
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
@@ -78,8 +78,8 @@ class Calibration(StrictModel):
     """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
 
     Attributes:
-        compute_efficiency: share that matrix products reach of the peak rate, or of the device's figure for it,
-            and attention kernels where the device has none of their own.
+        compute_efficiency: share that matrix products reach of the peak rate, or of the device's figure for
+            it, and attention kernels where the device has none of their own.
         memory_efficiency: share that kernels reach of the memory bandwidth, or of the device's figure for it.
         link_efficiency: share of every link's bandwidth that communication reaches.
         step_overhead_s: added to each step.

@@ -4,7 +4,7 @@ A meter is found by being there: a class derived from :class:`Meter`, with a nam
     or
 registered by another package under the entry point group ``spbench.meters``. A scenario asks for it by name
 (``meters: [NAME]``); what it found stands in the row under ``measurement.meters.NAME``. Memory and
-communication are metered in every cell.
+communication are metered in every cell. Of several traced steps (``training.steps``), meters see the last.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from spbench.bench.comparison.findings import Record, errors_by_role, label_of
-from spbench.bench.comparison.validation import COLUMNS, records_by_source
+from spbench.bench.comparison.validation import QUANTITY_NAMES, records_by_source
 from spbench.bench.site.charts import ROLE_COLORS, spec_of
 from spbench.bench.site.page import Chart, DataTable, LegendEntry, Panel
 
@@ -22,7 +22,7 @@ def measured_chart(records: Sequence[Record]) -> Chart | None:
     lines = [
         {
             "measured by": source.measured_by,
-            "quantity": COLUMNS.get(record["quantity"], record["quantity"]),
+            "quantity": QUANTITY_NAMES.get(record["quantity"], record["quantity"]),
             "unit": _unit(record["quantity"]),
             "what": label_of(record),
             "measured": record["published"],
@@ -76,7 +76,7 @@ def _dots(lines: Sequence[dict[str, Any]], roles: Sequence[str], sources: Sequen
                 "measured:Q",
                 title=f"measured ({lines[0]['unit']})",
                 scale=alt.Scale(type="log", padding=12),
-                axis=alt.Axis(format="~s", tickCount=4),
+                axis=alt.Axis(format="~g", tickCount=4, grid=False),
             ),
             y=alt.Y("ratio:Q", title="ours ÷ measured", scale=alt.Scale(zero=False, padding=12)),
             color=alt.Color(

@@ -65,7 +65,7 @@ def layer_timeline(cell: Cell) -> Timeline:
 
 def _program(cell: Cell, rank: int) -> Program:
     """What a rank does in the layer."""
-    model, dtype = model_preset(cell.model, cell.model_options), PRECISIONS[cell.precision].parameters
+    model, dtype = model_preset(*cell.model_arguments), PRECISIONS[cell.precision].parameters
     part = model.parts()[layer_of(model)]
     with fake_mesh(cell.mesh_sizes, rank) as mesh, no_cyclic_collection(), FakeTensorMode():
         strategy = nesting(cell.strategy).configured(Place.on(mesh), cell.strategy_options)

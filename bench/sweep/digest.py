@@ -44,7 +44,7 @@ def digest(cell: Cell) -> dict[str, str]:
     cluster = load_cluster(cell.cluster).model_dump(mode="json")
     return {
         "cluster": _sha256(_without_texts(cluster)),
-        "model": _sha256([*_model(cell.model, cell.model_options), cell.model_dump(mode="json")]),
+        "model": _sha256([*_model(*cell.model_arguments), cell.model_dump(mode="json")]),
         "strategy": _sha256([*_strategy(cell.strategy, cell.strategy_options), *_packages(cell.strategy)]),
         "code": code_digest(),
         "torch": installed_version("torch") or "",
@@ -52,11 +52,11 @@ def digest(cell: Cell) -> dict[str, str]:
 
 
 @declared
-def _model(name: str, options: Mapping[str, Any]) -> list[Any]:
+def _model(name: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[Any]:
     """The class of a model, and all of its options with some changed."""
     from spbench.impls.models.model import model_preset
 
-    model = model_preset(name, options)
+    model = model_preset(name, options, config)
     values = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
     return _plain([_path_of(type(model)), values])
 

@@ -151,15 +151,15 @@ def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = Non
 
 def _relative_cost(cell: Cell) -> int:
     """An estimate of how long a cell takes, in no unit: a trace's operators grow with layers and ranks."""
-    return _layers(cell.model, cell.model_options) * cell.sizes.world
+    return _layers(*cell.model_arguments) * cell.sizes.world
 
 
 @declared
-def _layers(model: str, options: Mapping[str, Any]) -> int:
+def _layers(model: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> int:
     """The layers of a model with some options changed; 1 where it has no such option."""
     from spbench.impls.models.model import model_preset
 
-    return getattr(model_preset(model, options), "layers", 1)
+    return getattr(model_preset(model, options, config), "layers", 1)
 
 
 def _runs_alone(cell: Cell) -> bool:

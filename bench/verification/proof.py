@@ -60,7 +60,7 @@ def _refused(cell: Cell) -> bool:
 
 def _question(cell: Cell) -> str:
     """What the verdict on a cell follows from."""
-    model = type(model_preset(cell.model)).__qualname__
+    model = type(model_preset(*cell.model_arguments)).__qualname__
     return repr((cell.strategy, cell.strategy_options, model, cell.precision, _sizes(cell)))
 
 
@@ -76,7 +76,7 @@ def _reason_against(pool: RankPool, cell: Cell) -> str:
     rows: list[VerifyRow] = []
     sizes = _sizes(cell)
     while math.prod(sizes.values()) > 1 and not any(row.status != "unsupported" for row in rows):
-        rows += [_verified(pool, cell, sizes, name, preset) for name, preset in _tiny(cell.model).items()]
+        rows += [_verified(pool, cell, sizes, name, preset) for name, preset in _tiny(cell).items()]
         sizes = {axis: max(1, ranks - 1) for axis, ranks in sizes.items()}
     for row in rows:
         if row.status == "RED":
@@ -96,7 +96,7 @@ def _verified(pool: RankPool, cell: Cell, sizes: Mapping[str, int], name: str, p
     return verify_case(pool, case, sizes, model_name=name)
 
 
-def _tiny(name: str) -> dict[str, Model]:
-    """The tiny presets of a model's class."""
-    cls = type(model_preset(name))
+def _tiny(cell: Cell) -> dict[str, Model]:
+    """The tiny presets of the class of a cell's model."""
+    cls = type(model_preset(*cell.model_arguments))
     return {each: model for each, model in models().items() if type(model) is cls and "-tiny" in each}

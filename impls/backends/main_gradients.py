@@ -26,6 +26,10 @@ from spbench.impls.collectives import (
 )
 from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
 
+#: Megatron-Core divides by the ranks of the group here, in a pass over the bucket that takes its time. Losses
+#: here are shares of one sum over all ranks already, so the pass is by 1
+GRADIENT_SCALE = 1.0
+
 
 class GradientBucket:
     """A bucket of a :class:`GradientBuffer`.
@@ -67,6 +71,7 @@ class GradientBucket:
         rank's part. Where ``overlapped``, only begin to; :meth:`wait` ends it."""
         if self.group is None:
             return
+        self.gradients.mul_(GRADIENT_SCALE)
         if self.weights is not None:
             self.work = reduce_scatter_in_place(self.gradients, self.group, begin=overlapped)
         elif overlapped:

@@ -25,7 +25,7 @@ from spbench.impls.models.blocks.encoder import (
 )
 from spbench.impls.models.blocks.text import masked_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
-from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.linear import Linear
 
 
@@ -37,6 +37,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         vocabulary: rows of the word embedding before padding (30522: BERT's WordPiece vocabulary).
         vocabulary_multiple: the table is padded to a multiple of this times the strategy's parts of it
             (128: Megatron-LM's make-vocab-size-divisible-by).
+        max_positions: rows of the table of learned positions; None: as many as a sequence has.
         embedding_norm: normalise the sum of embeddings, as BERT does and Megatron-LM's BERT does not.
         fused_cross_entropy: use the kernel that keeps and allocates less.
     """
@@ -44,6 +45,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
     vocabulary: int = 30522
     vocabulary_multiple: int = 128
     token_types: int = 2
+    max_positions: int | None = None
     embedding_norm: bool = True
     fused_cross_entropy: bool = True
 
@@ -131,7 +133,9 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         split = layers * (12 * h * h + 7 * h)  # matrices and the biases of those that open a block
         elements = split + layers * (2 * h + 4 * h)  # biases that close a block, two layer norms
         if stage.first:
-            elements += (seq_len + self.token_types) * h + (2 * h if self.embedding_norm else 0)
+            elements += ((self.max_positions or seq_len) + self.token_types) * h + (
+                2 * h if self.embedding_norm else 0
+            )
         vocabulary = (rows * h if stage.first or stage.last else 0) + (rows if stage.last else 0)
         if stage.last:
             elements += (h * h + h + 2 * h) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
@@ -169,7 +173,13 @@ class Embeddings(nn.Module):
         super().__init__()
         self.p, self.random, self.axes = model.dropout, strategy.random, strategy.position_axes
         self.words = _words(model, strategy)
-        self.positions = nn.Embedding(seq_len, model.hidden)
+        rows = model.max_positions or seq_len
+        if seq_len > rows:
+            raise Unsupported(
+                f"the model has {rows} learned positions, not the {seq_len} of the sequence",
+                "set max_positions",
+            )
+        self.positions = nn.Embedding(rows, model.hidden)
         self.types = nn.Embedding(model.token_types, model.hidden)
         self.norm: nn.Module = LayerNorm(model.hidden) if model.embedding_norm else nn.Identity()
 

@@ -37,6 +37,9 @@ class CausalTransformerModel(DecoderModel):
         position: "rotary", "learned" or "none".
         max_positions: rows of the table of learned positions.
         rotary_base: of RoPE's angles.
+        rotary_share: of each head's features that RoPE turns (GPT-NeoX-20B, arXiv 2204.06745: 0.25).
+        parallel_residual: the MLP has the input of attention, and both results are added to it (the same).
+            Under tensor parallelism a layer makes two sums over ranks, where GPT-NeoX's own code makes one.
         dropout: of the embedding, and of what is added to the hidden states.
         attention_dropout: of attention's probabilities.
         attention: its kernel, one of :data:`KERNELS`.
@@ -52,6 +55,8 @@ class CausalTransformerModel(DecoderModel):
     position: str = "rotary"
     max_positions: int = 2048
     rotary_base: float = 10_000.0
+    rotary_share: float = 1.0
+    parallel_residual: bool = False  # type: ignore[misc]
     dropout: float = 0.0  # type: ignore[misc]
     attention_dropout: float = 0.0
     attention: str = "flash"
@@ -95,7 +100,7 @@ class CausalTransformerModel(DecoderModel):
     def mixing(self, layer: int) -> SoftmaxAttention:
         base = self.rotary_base if self.position == "rotary" else None
         bias = self.biases or self.qkv_bias
-        return SoftmaxAttention(base, bias, self.attention_dropout, self.attention)
+        return SoftmaxAttention(base, bias, self.attention_dropout, self.attention, self.rotary_share)
 
     def variants(self) -> list[Mapping[str, Any]]:
         return [

@@ -150,11 +150,25 @@ def models() -> Mapping[str, Model]:
     return named_values(__package__, "PRESETS", Model, "spbench.models")
 
 
-def model_preset(name: str, options: Mapping[str, Any] | None = None) -> Model:
+def model_preset(
+    name: str, options: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None
+) -> Model:
     """The model of that name with some of its options changed.
+
+    Args:
+        config: the fields of a Hugging Face config.json; then ``name`` is its path, for messages alone.
 
     Raises:
         KeyError: unknown name or option, with the known ones.
-        ValueError: the model refuses a value.
+        ValueError: the model refuses a value, or the config.json has something that no model here has.
     """
-    return set_options(looked_up(models(), name, "model"), options, f"model {name}")
+    return set_options(unchanged_model(name, config), options, f"model {name}")
+
+
+def unchanged_model(name: str, config: Mapping[str, Any] | None = None) -> Model:
+    """As :func:`model_preset`, its options as the preset or the config.json has them."""
+    if config is None:
+        return looked_up(models(), name, "model")
+    from spbench.impls.models.huggingface.config import model_from_config  # its families are models too
+
+    return model_from_config(config)

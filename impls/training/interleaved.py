@@ -4,7 +4,7 @@ A rank holds several runs of layers, its chunks; a micro-batch passes through al
 many micro-batches as there are ranks pass through a chunk, then as many through the next; backward takes the
 chunks the other way. A rank runs ahead of its first backward by 2 forwards for each rank after it, and by one
 for each rank and each chunk but one, then alternates. What a forward and the backward after it have made is
-sent when both are done, as Megatron-LM does without --overlap-p2p-communication.
+sent when both are done, as Megatron-LM does with --no-overlap-p2p-communication.
 """
 
 from __future__ import annotations

@@ -160,15 +160,15 @@ def evaluate(formula: str, letters: Mapping[str, float]) -> float:
 
 def letters(cell: Cell) -> dict[str, float]:
     """What LETTERS stand for at a cell."""
-    hidden, heads = _hidden_and_heads(cell.model, cell.model_options)
+    hidden, heads = _hidden_and_heads(*cell.model_arguments)
     return dict(zip(LETTERS, (*cell.shape, hidden, heads, hidden // heads, cell.sizes.world), strict=True))
 
 
 @declared
-def _hidden_and_heads(model: str, options: Mapping[str, Any]) -> list[int]:
+def _hidden_and_heads(model: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[int]:
     from spbench.impls.models.model import model_preset
 
-    made: Any = model_preset(model, options)
+    made: Any = model_preset(model, options, config)
     return [made.hidden, made.heads]
 
 

@@ -205,10 +205,15 @@ class PublishedTable(Answer):
 
     def _labelled(self, row: PublishedRow, quantity: QuantityColumn, place: Place) -> str:
         """The table's name, with the words of the row and the rank and step of the number, if any."""
-        words = [row.text[column] for column in self.named_by] + quantity.words(place)
+        words = [_word(column, row.text[column]) for column in self.named_by] + quantity.words(place)
         return f"{self.table}: {', '.join(words)}" if words else self.table
 
     def _settings(self, row: PublishedRow) -> str:
         """The options that a row names; the name of its cell has a hash in their place."""
         optional = [column for column, field in self.match.items() if is_option(field)]
         return ", ".join(f"{column} {row.text[column]}" for column in optional if row.text[column])
+
+
+def _word(column: str, text: str) -> str:
+    """What stands in a column, after the column's name if it is a number."""
+    return f"{column} {text}" if text.replace(".", "", 1).isdecimal() else text

@@ -65,6 +65,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     norm: ClassVar[str] = "rms"
     #: whether projections have biases
     biases: ClassVar[bool] = False
+    #: whether the MLP has the input of the mixer, not its result
+    parallel_residual: ClassVar[bool] = False
     #: of what a mixer or an MLP adds to the hidden states, and of the embedding
     dropout: ClassVar[float] = 0.0
     #: rows of a table of learned positions; None: there is none
@@ -93,9 +95,12 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = [name for name in ("kv_heads", "qk_norm") if getattr(self, name)]
-        if asked and not any(isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)):
+        asked = [name for name in ("kv_heads", "qk_norm", "head_dim") if getattr(self, name)]
+        softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]
+        if asked and not any(softmax):
             raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")
+        if self.head_dim is not None and not all(softmax):
+            raise ValueError("head_dim is of softmax attention, which not all layers of this model have")
 
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k not in ("checkpointing", "recompute")}
@@ -129,7 +134,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
         alike: Counter[tuple[str, tuple[tuple[str, int], ...], bool]] = Counter()
         for run, again in self.recomputed_runs(layers):
-            for width in (self.hidden, self.inner):
+            for width in (self.attention_width, self.inner):
                 for kind in ("linear_in", "linear_out"):
                     alike[kind, tuple((hidden | {"F": width}).items()), again] += len(run)
             for layer in run:

@@ -92,7 +92,7 @@ class AddToHidden(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """x [B, L, H] -> [B, L, H]."""
+    """x [B, L, H] -> [B, L, H]: the mixer, and then the MLP, or both of the same x."""
 
     def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
         super().__init__()
@@ -102,9 +102,13 @@ class DecoderBlock(nn.Module):
         self.mlp_norm = make_norm(model)
         self.mlp = DecoderMlp(model, strategy)
         self.mlp_end = AddToHidden(model, strategy)
+        self.parallel = model.parallel_residual
         mark_library(self, model.library)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
+        if self.parallel:
+            mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
+            return self.mlp_end(self.mlp(self.mlp_norm(x)), mixed)
         x = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
         return self.mlp_end(self.mlp(self.mlp_norm(x)), x)
 

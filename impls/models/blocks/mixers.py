@@ -46,6 +46,7 @@ class DecoderOptions(AttentionHeads):
     Attributes:
         kv_heads: heads of keys and values in softmax attention, each for ``heads / kv_heads`` of queries
             (grouped-query attention, arXiv 2305.13245); None: as many as ``heads``.
+        head_dim: features of a head of softmax attention, A, where they are not ``hidden / heads`` (Qwen3).
         qk_norm: queries and keys of softmax attention are normalised head by head, with a weight of one
             head's size each, before RoPE (Qwen3, arXiv 2505.09388).
         inner: width of the MLP.
@@ -71,6 +72,7 @@ class DecoderOptions(AttentionHeads):
     hidden: int = 2048
     heads: int = 16
     kv_heads: int | None = None
+    head_dim: int | None = None
     qk_norm: bool = False
     inner: int = 5632
     attention_norm: str = "head"
@@ -85,7 +87,10 @@ class DecoderOptions(AttentionHeads):
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.head_dim is None:
+            super().__post_init__()
+        elif self.head_dim < 1:
+            raise ValueError(f"head_dim is at least 1, not {self.head_dim}")
         check_choices(self, _WAYS)
         if self.checkpointing and self.recompute != "none":
             raise ValueError(
@@ -95,6 +100,15 @@ class DecoderOptions(AttentionHeads):
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
+
+    @property
+    def head_size(self) -> int:
+        return super().head_size if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Features of all heads of queries."""
+        return self.heads * self.head_size
 
     @property
     def recomputes_layers(self) -> bool:

@@ -27,6 +27,7 @@ class SoftmaxAttention:
 
     Attributes:
         rotary_base: of RoPE's angles; None: no RoPE.
+        rotary_share: of each head's features, the first ones, that RoPE turns.
         bias: whether the projection to queries, keys and values has one.
         dropout: of probabilities.
         kernel: "flash", "cudnn" (flash attention too, which takes positions before the batch, so that
@@ -38,9 +39,12 @@ class SoftmaxAttention:
     bias: bool = False
     dropout: float = 0.0
     kernel: str = "flash"
+    rotary_share: float = 1.0
 
     def __post_init__(self) -> None:
         check_choices(self, {"kernel": KERNELS})
+        if not 0 < self.rotary_share <= 1:
+            raise ValueError(f"rotary_share is above 0 and at most 1, not {self.rotary_share}")
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return SoftmaxAttentionMixer(self, model, strategy)
@@ -60,7 +64,7 @@ class SoftmaxAttention:
         columns = model.hidden + (1 if self.bias else 0)
         key_value = 2 * (model.kv_heads or model.heads) * model.head_size * columns
         return {
-            "split": model.hidden * columns + model.hidden**2 + key_value,
+            "split": model.attention_width * (columns + model.hidden) + key_value,
             "key_value": key_value if model.grouped else 0,
             "whole": 2 * model.head_size if model.qk_norm else 0,
         }
@@ -92,10 +96,10 @@ class SoftmaxAttentionMixer(nn.Module):
                 hidden, model.head_size, model.heads, kv_heads, bias=kind.bias
             )
         else:
-            self.project = strategy.grouped_linear_in(hidden, hidden, 3)
+            self.project = strategy.grouped_linear_in(hidden, model.attention_width, 3)
         if model.qk_norm:
             self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
-        self.out = strategy.linear_out(hidden, hidden)
+        self.out = strategy.linear_out(model.attention_width, hidden)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         q, k, v = self._projected(x)
@@ -128,14 +132,21 @@ class SoftmaxAttentionMixer(nn.Module):
         )
 
     def _turned(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        base, size = self.kind.rotary_base, self.model.head_size
-        if base is None:
+        if self.kind.rotary_base is None:
             return q, k
+        size = int(self.model.head_size * self.kind.rotary_share)
+        if size == self.model.head_size:
+            return self._rotated(q, places), self._rotated(k, places)
+        q, k = (torch.cat((self._rotated(x[..., :size], places), x[..., size:]), -1) for x in (q, k))
+        return q, k
+
+    def _rotated(self, x: Tensor, places: Places) -> Tensor:
+        """[..., L, features that turn] -> the same."""
+        base, size = self.kind.rotary_base, x.shape[-1]
+        assert base is not None
         if self.model.fused:
-            angles = places.angles(size, base)
-            return fused_rotary(q, angles), fused_rotary(k, angles)
-        turn = places.rotary(size, base)
-        return rotated(q, *turn), rotated(k, *turn)
+            return fused_rotary(x, places.angles(size, base))
+        return rotated(x, *places.rotary(size, base))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A]."""

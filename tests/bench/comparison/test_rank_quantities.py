@@ -133,6 +133,7 @@ def test_rows_can_be_told_apart_by_their_micro_batches(tmp_path: Path) -> None:
                 "table": "t",
                 "published": {"file": "t.csv"},
                 "match": {"ranks": "world", "micro_batch": "micro_batch"},
+                "named_by": ["micro_batch"],
                 "quantities": {"step_ms": {"field": "step_time_s", "unit": 0.001, "note": "slow"}},
             }
         ],
@@ -141,9 +142,9 @@ def test_rows_can_be_told_apart_by_their_micro_batches(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     scenario = load_scenario(str(tmp_path / "s.yaml"))
     found = compared(scenario, step_time_s=0.15)
-    assert [(c.published, c.reproduced, c.note) for c in found] == [
-        (100.0, 150.0, "slow"),
-        (200.0, None, "slow; was not run"),
+    assert [(c.table, c.published, c.reproduced, c.note) for c in found] == [
+        ("t: micro_batch 2", 100.0, 150.0, "slow"),
+        ("t: micro_batch 4", 200.0, None, "slow; was not run"),
     ]
 
 

@@ -46,29 +46,37 @@ def test_errors_are_counted_by_source_and_quantity() -> None:
         record(f"{B200}:2:real_ms", "step_time_ms", 0.5),
         record("megatron_lm_goldens.csv:4:iter_s", "step_time_ms", 0.2, "calibrated"),
     ]
-    goldens, b200, simumax, *others = validation_lines(records)
-    assert b200["peak memory"] == "median 0.25%, mean 0.25%, worst 0.40% (2)"
-    assert (b200["step time"], b200["reserved memory"], b200["rows"]) == (
-        "median 5.0%, mean 5.0%, worst 5.0% (1)",
-        "",
-        2,
-    )
-    assert b200["roles of numbers, or source"] == "1 predicted, 3 inferred"
-    assert (goldens["step time"], goldens["rows"]) == ("median 20.0%, mean 20.0%, worst 20.0% (1)", 1)
-    assert {line["predictor"] for line in (goldens, b200)} == {"spbench"}
-    assert simumax["predictor"] == "SimuMax"
-    assert simumax["measured by, on"] == "the same rows"
-    assert {line["predictor"] for line in others} == {"SimuMax", "Phantora", "vTrain"}
+    goldens, memory, simumax_memory, time, simumax_time, *others = validation_lines(records)
+    assert list(goldens.values()) == [
+        *("spbench", "Megatron-LM's functional tests, 8 A100, H100 or GB200", "step time", 1),
+        *("20.0%", "20.0%", "20.0%", "1 calibrated"),
+    ]
+    assert list(memory.values())[2:] == ["peak memory", 2, "0.25%", "0.25%", "0.4%", "3 inferred"]
+    assert list(time.values())[2:] == ["step time", 1, "5.0%", "5.0%", "5.0%", "1 predicted"]
+    for line, quantity in ((simumax_memory, "peak memory"), (simumax_time, "step time")):
+        assert (line["predicted by"], line["measured by, on"]) == ("SimuMax", "the same runs")
+        assert (line["quantity"], line["numbers"]) == (quantity, 12)
+    assert (simumax_time["mean"], simumax_time["worst"]) == ("5.3%", "11.4%")
+    stated = [(line["predicted by"], line["quantity"], line["mean"], line["worst"]) for line in others]
+    assert stated == [
+        ("SimuMax", "peak memory", "0.46%", "1.4%"),
+        ("SimuMax", "step time", "5.6%", "13.5%"),
+        ("Phantora", "step time", "3% to 7%", ""),
+        ("vTrain", "step time", "14.7%", ""),
+    ]
+
+
+def test_without_numbers_of_ours_a_line_says_so() -> None:
+    line, *_ = validation_lines([record(f"{B200}:2:real_ms", "step_time_ms", None)])
+    assert list(line.values())[2:] == ["step time", 0, "", "", "", "1 predicted"]
 
 
 def test_what_simumax_says_of_the_same_rows_is_computed() -> None:
-    same = next(other for other in other_predictors() if other.file)
-    assert same.file == B200
-    assert len(same.time) == len(same.memory) == 12
+    memory, time = (other.errors for other in other_predictors() if other.file == B200)
+    assert len(time) == len(memory) == 12
     # 828.76 ms for 843.0, 66.44 GiB for 66.55
-    assert same.time[0] == pytest.approx(1 - 828.76 / 843.0)
-    assert same.memory[0] == pytest.approx(1 - 66.44 / 66.55)
-    assert sum(same.time) / 12 == pytest.approx(0.053, abs=5e-4)
+    assert time[0] == pytest.approx(1 - 828.76 / 843.0)
+    assert memory[0] == pytest.approx(1 - 66.44 / 66.55)
 
 
 def test_every_file_of_measurements_has_its_source() -> None:

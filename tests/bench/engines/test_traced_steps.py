@@ -73,8 +73,8 @@ def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> No
     assert (found.failure.step, found.failure.phase) == (2, "forward")
     likes = RankClass(Stage(1, 2), {}, (4, 5, 6))
     assert found.failure.reason(likes) == (
-        "no room for 30 MiB with 58 MiB allocated and 70 MiB reserved, in forward of step 2 on rank 4 and 2 "
-        "like it (stage 1)"
+        "no room for 30 MiB with 58 MiB allocated and 70 MiB reserved, in forward of step 2 on rank 4, "
+        "one of 3 alike (stage 1)"
     )
     assert [(row["step"], row["status"]) for row in found.rows(likes)] == [(1, "ok"), (2, "oom")]
     assert (found.peak.nbytes, found.reserved[-1], found.reserved_on_card) == (88 * MIB, 100 * MIB, 70 * MIB)

@@ -75,9 +75,9 @@ class Steps:
         for module in (collectives, all_gather_kv):
             monkeypatch.setattr(module, "keyed_steps", self)
 
-    def __call__(self, size: int, key: Key) -> Iterator[int]:
+    def __call__(self, size: int, key: Key, *, backward_within: bool = False) -> Iterator[int]:
         self.asked += size
-        for step in range(size) if self.whole else keyed_steps(size, key):
+        for step in range(size) if self.whole else keyed_steps(size, key, backward_within=backward_within):
             self.run += 1
             yield step
 

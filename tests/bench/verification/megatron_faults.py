@@ -5,6 +5,8 @@ A module of its own, so that the ranks can import it.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
@@ -43,6 +45,10 @@ class _Lenient(set[nn.Parameter]):
         self.discard(p)
 
 
+def _at_once(bucket: GradientBucket, **how: Any) -> None:
+    GradientBucket.reduce(bucket, overlapped=False)
+
+
 class SentBeforeTheLastMicroBatch(Megatron):
     """The sum over ranks begins when the first micro-batch has made a bucket's gradients."""
 
@@ -56,6 +62,8 @@ class SentBeforeTheLastMicroBatch(Megatron):
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 bucket.missing = _Lenient(bucket.missing)
+                # done at once, or it may still run when the next micro-batch adds its gradients
+                bucket.reduce = partial(_at_once, bucket)  # type: ignore[method-assign]
 
 
 class WeightsNotGathered(Megatron):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import model_parameters, rank_classes
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.engines.virtual import VirtualEngine, only_plain_traces
+from spbench.bench.meters.memory import GRANULE
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
@@ -20,10 +23,12 @@ from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron, MegatronOptions
+from spbench.impls.models.blocks.decoder import DecoderModel
 from spbench.impls.models.model import model_preset
 from spbench.impls.precision import PRECISIONS
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
+from spbench.impls.training.stage_run import StageRun
 from spbench.impls.training.step import Training
 from tests.bench.verification import megatron_faults as faults
 from tests.impls.backends.test_backends import HEAVY, LIMIT, STEPS, cell, errors_of_rank, on_a_real_rank, seen
@@ -44,10 +49,10 @@ def megatron(
 # -- values -----------------------------------------------------------------------------------------------
 
 VALUES = [
-    ("lasp", {"dp": 2, "sp": 2}, SHARDED),
+    pytest.param("lasp", {"dp": 2, "sp": 2}, SHARDED, marks=pytest.mark.slow),
     ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE),
     pytest.param("lasp", {"sp": 2, "dp": 2}, BUCKETS, marks=pytest.mark.slow),
-    ("tensor_parallel", {"dp": 2, "tp": 2}, GATHERED_LATE),
+    pytest.param("tensor_parallel", {"dp": 2, "tp": 2}, GATHERED_LATE, marks=pytest.mark.slow),
     pytest.param("megatron_sp", {"dp": 2, "tp": 2}, GATHERED_LATE, marks=pytest.mark.slow),
     pytest.param(
         "single", {"dp": 3}, {**SHARDED, "pad_buckets_for_high_nccl_busbw": True}, marks=pytest.mark.slow
@@ -73,7 +78,7 @@ PIPELINE = {"dp": 2, "pp": 2}
 @pytest.mark.parametrize(
     ("fault", "strategy", "sizes", "options", "where"),
     [
-        (faults.GradientsNotSummed, "lasp", {"dp": 2, "sp": 2}, {}, "gradient 0"),
+        (faults.GradientsNotSummed, "single", {"dp": 2}, {}, "gradient 0"),
         (faults.GradientsNotSummed, "lasp", {"dp": 2, "sp": 2}, SHARDED, "gradient 0"),
         (faults.LastMicroBatchAlone, "single", {"dp": 2}, {}, "gradient 0"),
         (faults.SentBeforeTheLastMicroBatch, "single", {"dp": 2}, BUCKETS, "gradient 0"),
@@ -131,7 +136,7 @@ def test_the_checker_is_green(
         ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE, "bf16"),
         pytest.param("lasp", {"sp": 2, "dp": 2}, SHARDED, "fp16", marks=pytest.mark.slow),
         pytest.param("lasp", {"dp": 3}, SHARDED, "fp32", marks=pytest.mark.slow),
-        ("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16"),
+        pytest.param("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16", marks=pytest.mark.slow),
         pytest.param("single", {"pp": 2, "dp": 2}, GATHERED_LATE, "bf16", marks=pytest.mark.slow),
     ],
 )
@@ -146,6 +151,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
         assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
 
 
+@pytest.mark.slow
 def test_phases_of_communication() -> None:
     """Overlapped sums are sent in backward, weights gathered in forward; else both after backward."""
     for options, phases in (
@@ -317,3 +323,66 @@ def test_half_precision_weights_follow_float32_ones() -> None:
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MegatronOptions(**options)
+
+
+# -- in pipelines -----------------------------------------------------------------------------------------
+
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+
+
+def in_stages(options: dict[str, Any], **changed: Any) -> Cell:
+    options = {"gradient_accumulation_fusion": False, **options}
+    changed = {"sizes": {"pp": 2}, "model": "causal-transformer-tiny", "batch": 8, **changed}
+    return megatron("single", 4, options, **changed, model_options={"layers": 4, "tied": True})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**INTERLEAVED, **GATHERED_LATE},
+        pytest.param({**INTERLEAVED, **SHARDED}, marks=pytest.mark.slow),
+        pytest.param(INTERLEAVED, marks=pytest.mark.slow),
+    ],
+)
+def test_interleaved_stages(pool: RankPool, options: dict[str, Any]) -> None:
+    """Updates are those of one device, and what is sent is what the closed form says, also of fake ranks."""
+    sizes = {"dp": 2, "pp": 2}
+    asked = megatron("single", 2, options, sizes=sizes, model_options={"layers": 4})
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, Megatron):
+        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
+    really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
+    assert all(counts and not difference for counts, difference in really)
+    assert seen(virtual.trace(asked)) == really[0]
+
+
+@pytest.mark.parametrize(("options", "in_flight"), [({}, 2), (INTERLEAVED, 4)])
+def test_outputs_that_were_sent_are_freed(options: dict[str, Any], in_flight: int) -> None:
+    """At the first stage's peak those of all micro-batches in flight, which are under 1F1B the stages, and of
+    interleaved stages as many as run ahead; of an output a single element stays."""
+    asked = in_stages(options, precision="bf16", seq_len=512)
+    with only_plain_traces():
+        freed = virtual.trace(asked).memory.peak()
+        with mock.patch.object(Megatron, "frees_sent_outputs", False):
+            kept = virtual.trace(asked).memory.peak()
+    model = model_preset("causal-transformer-tiny")
+    assert isinstance(model, DecoderModel)
+    hidden = 2 * 512 * model.hidden * 2  # 2 samples, 2 bytes
+    assert kept.nbytes - freed.nbytes == in_flight * (hidden - GRANULE)
+
+
+def test_a_sent_gradient_lives_during_the_next_backward() -> None:
+    """As input_tensor_grad, a variable of Megatron-Core's loop, does."""
+    alive, backward = [], StageRun.backward
+    sent: list[weakref.ref[Tensor]] = []
+
+    def watched(self: StageRun, *args: Any) -> Tensor | None:
+        alive.extend(ref() is not None for ref in sent[-1:])
+        d_x = backward(self, *args)
+        assert d_x is not None
+        sent.append(weakref.ref(d_x))
+        return d_x
+
+    with only_plain_traces(), mock.patch.object(StageRun, "backward", watched):
+        virtual.trace(in_stages({}), rank=1)
+    assert alive == [True] * 3
+    assert not any(ref() is not None for ref in sent)

@@ -124,10 +124,13 @@ COMPOSED = [
 def with_gradients() -> Iterator[Any]:
     """Each of the compositions with both kinds of gradients; with stale ones three of them in every run."""
     for composed in COMPOSED:
-        yield (*composed, "contiguous")
-        some = (("single", {"pp": 2}), ("single", {"dp": 4}), COMPOSED[-1][:2])
-        always = composed[:2] in some and composed[3] != "interleaved"
-        yield pytest.param(*composed, "stale", marks=[] if always else pytest.mark.slow)
+        name, sizes, _, schedule = composed
+        interleaved = schedule == "interleaved"
+        yield pytest.param(
+            *composed, "contiguous", marks=pytest.mark.slow if interleaved and name != "single" else []
+        )
+        always = (name, sizes) in (("single", {"pp": 2}), ("single", {"dp": 4}), COMPOSED[-1][:2])
+        yield pytest.param(*composed, "stale", marks=[] if always and not interleaved else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "sizes", "micro_batches", "schedule", "gradients"), [*with_gradients()])
@@ -295,6 +298,7 @@ def test_interleaved_stages_send_what_the_closed_form_says(strategy: str, axes: 
     assert VirtualEngine().measure(interleaved_cell(2, 2, strategy, **axes)).formula_difference == []
 
 
+@pytest.mark.slow
 def test_virtual_stages_make_the_bubble_smaller() -> None:
     """By 1 over their number (section 2.2.2), but for what more messages cost."""
     plain, interleaved = (VirtualEngine().measure(interleaved_cell(2, v)) for v in (1, 4))

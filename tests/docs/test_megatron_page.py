@@ -1,0 +1,68 @@
+"""docs/megatron.md has every argument that the rows of Megatron-LM's tests have, and options that exist."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import fields
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spbench.bench.cell import TrainingOptions
+from spbench.bench.config.choices import option_mistakes
+from spbench.impls.backends.registry import backends
+from spbench.impls.models.model import models
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "megatron.md").read_text()
+
+
+def rows_of(section: str) -> list[list[str]]:
+    """The cells of the table of a section, without its header."""
+    lines = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0].splitlines()
+    cells = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")
+    ]
+    return cells[2:]
+
+
+def test_every_argument_of_the_rows_is_named() -> None:
+    named = set(re.findall(r"--[\w*-]+", PAGE)) | set(re.findall(r"`([A-Z_]+)`?", PAGE))
+    with (ROOT / "results" / "measured" / "megatron_lm_goldens.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    given = {f"--{name}" for row in rows for name in json.loads(row["args"])}
+    assert len(given) > 60
+    assert [name for name in sorted(given) if not any(fnmatch(name, pattern) for pattern in named)] == []
+    environment = {name for row in rows for name in json.loads(row["env"])} - {
+        "NVTE_BWD_LAYERNORM_SM_MARGIN",  # "SM margins of TransformerEngine's norms"
+        "NVTE_FWD_LAYERNORM_SM_MARGIN",
+    }
+    assert [name for name in sorted(environment) if name not in PAGE] == []
+
+
+@pytest.mark.parametrize(
+    ("section", "of", "name"),
+    [("The model", "model_options", "gpt3-7b"), ("The optimizer and the backend", "training", "megatron")],
+)
+def test_every_option_exists(section: str, of: str, name: str) -> None:
+    """The options of the table's second column, as `option: value` or alone."""
+    found: dict[str, object] = {}
+    for _, option, *_ in rows_of(section):
+        for text in re.findall(r"`([^`]+)`", option):
+            key, colon, value = text.partition(": ")
+            if re.fullmatch(r"[a-z_]+", key) and key not in ("seq_len", "precision", "backend"):
+                # a name alone, or a value that stands for a number, is given one that any option may have
+                known = colon and re.fullmatch(r'[a-z"][\w:"-]*|\d+', value)
+                found[key] = yaml.safe_load(value) if known else None
+    assert len(found) >= 7
+    options = models()[name] if of == "model_options" else backends()[name].options_type()
+    own = {field.name for field in fields(options)}
+    assert [key for key in found if key not in own | set(TrainingOptions.model_fields)] == []
+    for key, value in found.items():
+        if value is not None and key in own:
+            # a mistake without a path is of options that go together
+            assert [message for path, message in option_mistakes(of, name, {key: value}) if path] == []

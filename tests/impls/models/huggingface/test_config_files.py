@@ -1,0 +1,104 @@
+"""Models from config.json: parameters exactly as transformers' own models have them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spbench.impls.models.huggingface.config import counting_fields, families, model_from_config
+from spbench.impls.models.model import Model
+from spbench.impls.strategies.base import Strategy
+
+FOLDER = Path(__file__).parent
+
+#: parameters of published checkpoints, as transformers counts them; of BERT those of BertForPreTraining
+PUBLISHED = {
+    "llama3-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "mistral-7b-v0.2": 7_241_732_096,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-0.6b": 596_049_920,
+    "gpt2": 124_439_808,
+    "gpt-neox-20b": 20_554_567_680,
+    "bert-base-uncased": 110_106_428,
+}
+
+
+def content(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return loaded
+
+
+def built_parameters(model: Model, seq_len: int) -> int:
+    with torch.device("meta"):
+        module = model.build(Strategy(), seq_len)
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
+def test_parameters_are_those_of_transformers(name: str, published: int) -> None:
+    model = model_from_config(content(name))
+    assert built_parameters(model, 512) == published
+    (site,) = (site for site in model.sites(1, 512) if site.kind == "parameters")
+    assert site.dims["elements"] == published
+
+
+def test_there_is_a_published_model_of_each_family() -> None:
+    assert {content(name)["model_type"] for name in PUBLISHED} == {*families()}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("llama3-8b", {"hidden_act": "relu"}, 'field hidden_act = "relu" is not covered'),
+        ("llama3-8b", {"num_local_experts": 8}, "field num_local_experts = 8 is not covered: no llama model"),
+        ("llama3-8b", {"quantization_config": {"bits": 4}}, 'field quantization_config = {"bits": 4} is not'),
+        ("llama3-8b", {"rope_scaling": {"type": "longrope"}}, 'field rope_scaling.rope_type = "longrope"'),
+        ("llama3-8b", {"attention_dropout": 0.1}, "field attention_dropout = 0.1 is not covered"),
+        ("llama3-8b", {"hidden_size": "4096"}, 'field hidden_size = "4096": it must be a valid integer'),
+        ("llama3-8b", {"hidden_size": None}, "field hidden_size = null: it must be a valid integer"),
+        ("llama3-8b", {"num_key_value_heads": 5}, "kv_heads 5 does not divide heads 32"),
+        ("llama3-8b", {"model_type": "mixtral"}, 'field model_type = "mixtral" is not covered: the families'),
+        ("llama3-8b", {"model_type": None}, "field model_type = null is not covered: the families"),
+        ("mistral-7b-v0.2", {"sliding_window": 4096}, "field sliding_window = 4096 is not covered"),
+        ("qwen3-8b", {"use_sliding_window": True}, "field use_sliding_window = true is not covered"),
+        (
+            "qwen3-8b",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            'field layer_types = "sliding',
+        ),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_name(name: str, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        model_from_config(content(name) | changed)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_fields_without_effect_are_ignored_and_null_is_as_left_out() -> None:
+    given = content("llama3-8b")
+    changed = given | {"torch_dtype": "float16", "eos_token_id": [1, 2], "router_aux_loss_coef": None}
+    assert counting_fields(changed) == counting_fields(given)
+    assert "torch_dtype" not in counting_fields(given)
+
+
+def test_scaling_of_angles_changes_no_model() -> None:
+    given = content("llama3.2-1b")
+    newer = {k: v for k, v in given.items() if k not in ("rope_scaling", "rope_theta")}
+    # as transformers 5 writes it
+    newer["rope_parameters"] = given["rope_scaling"] | {"rope_theta": given["rope_theta"]}
+    assert model_from_config(newer) == model_from_config(given)
+    assert model_from_config(given | {"rope_theta": 1e6}) != model_from_config(given)
+
+
+def test_what_counts_makes_the_same_model() -> None:
+    for name in PUBLISHED:
+        counting = counting_fields(content(name))
+        assert model_from_config(counting) == model_from_config(content(name))
+        assert counting_fields(counting) == counting
