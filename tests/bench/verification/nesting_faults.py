@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.collectives import joined, start_all_gather
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.kernels.projection import project
 from spbench.impls.layout import SequenceDim, shard_of
 from spbench.impls.models.bert import Bert, BertModel
 from spbench.impls.strategies.base import Strategy
@@ -59,7 +59,7 @@ class GatherWithoutTheSum(MegatronSP):
     """An all-gather whose backward takes this rank's slice and does not sum (VeOmni pull request 1120)."""
 
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(_SliceForSum.apply(x, self), weight, bias)
+        return project(_SliceForSum.apply(x, self), weight, bias)
 
 
 class PositionsOfTheLocalChunk(RingAttention):
