@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.answer import QUANTITIES
-from spbench.bench.engines.plan import rank_classes
 from spbench.bench.errors import suggestion
 
 #: fields of the entries of :attr:`Measurement.by_class`
@@ -133,6 +132,8 @@ def _of_rank(
 ) -> list[Mapping[str, Any]]:
     """The entries of the class that a rank belongs to."""
     wanted = cell.sizes.world - 1 if rank == "last" else rank
+    from spbench.bench.engines.plan import rank_classes  # which imports torch
+
     first = next((each.first for each in rank_classes(cell) if wanted in each.ranks), None)
     return [entry for entry in entries if entry["rank"] == first]
 

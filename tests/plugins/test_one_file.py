@@ -143,8 +143,12 @@ def test_a_strategy_and_a_model_are_verified(plugins: Installation) -> None:
     done = plugins.spbench("verify", *names, "--world-size", "2", "--format", "yaml")
     cases = yaml.safe_load(done.stdout)
     assert done.returncode == 0, done.stderr
-    assert {case["status"] for case in cases} == {"green"}
-    assert {case["model"] for case in cases} == {"one-layer-lm-tiny", "bert-tiny"}
+    # its example has no attention by way of all scores
+    assert {case["status"] for case in cases} <= {"green", "unsupported"}
+    assert {case["model"] for case in cases if case["status"] == "green"} == {
+        "one-layer-lm-tiny",
+        "bert-tiny",
+    }
 
 
 def test_a_backend(rows: Rows) -> None:

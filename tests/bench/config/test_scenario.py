@@ -139,7 +139,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"groups__0__strategy_options__pad": True},
-        "groups[0].strategy_options.pad: unknown option; there are none",
+        "groups[0].strategy_options.pad: unknown option (known: loss)",
     ),
     (
         {"groups__0__training": {"cublas_workspace": "4096:8"}},

@@ -86,6 +86,7 @@ CHANGES: dict[str, Any] = {
     "seq_len": 96,
     "precision": "fp32",
     "model": "bert-base",
+    "model_config_json": {"model_type": "bert"},
     "strategy": "tensor_parallel",
     "sizes": {"sp": 4},
     "mesh": ["sp", "dp"],

@@ -145,7 +145,7 @@ def test_a_page_is_found_by_being_there(
     finally:
         sys.modules.pop(f"{room.__name__}.planted", None)
     assert isinstance(page, Page)
-    assert page.title == "3 papers"
+    assert page.title == f"{len(gathered.papers)} papers"
 
 
 def test_data_in_scripts_cannot_end_them() -> None:

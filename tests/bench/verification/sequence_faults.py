@@ -49,7 +49,7 @@ class NormsNotReduced(MegatronSP):
 
 
 def _one_late(
-    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., Any]
+    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., Any], known: Any
 ) -> Sequence[Tensor]:
     """Every owner with the block of the owner before it; the first is right."""
     before: list[tuple[Tensor, Tensor]] = []
@@ -58,7 +58,7 @@ def _one_late(
         before.append((keys.clone(), values.clone()))
         return of_block(owner, *before[max(0, len(before) - 2)])
 
-    return _honest_round(group, block, late)
+    return _honest_round(group, block, late, known)
 
 
 _honest_round = ring_attention.gradients_round
@@ -162,7 +162,7 @@ class LocalSliceOfKeyGradients(AllGatherKV):
     """A gather whose backward takes the rank's part of its own gradient, without the sum over the ranks."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
-        return _UnsummedGradients.apply(q, k, v, self.group, placement)
+        return _UnsummedGradients.apply(q, k, v, self.group, placement, "reduce_scatter")
 
 
 class GatheredKeysRotatedInOrder(AllGatherKV):

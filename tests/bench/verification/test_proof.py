@@ -44,7 +44,7 @@ def test_one_that_is_right_is_measured_and_asked_about_once(
     monkeypatch.setattr(proof, "_verified", counted)
     cells = [cell(), cell(batch=4), cell(sizes={"sp": 6}, strategy_options={"placement": "zigzag"})]
     assert reasons_against(cells, pool) == {}
-    models = ("causal-transformer-tiny", "causal-transformer-tiny-gqa")
+    models = ("causal-transformer-tiny", "causal-transformer-tiny-gqa", "gpt3-tiny")
     assert asked == [f"{name} sp{ranks} fp32 green" for ranks in (2, 4) for name in models]
 
 
@@ -61,7 +61,7 @@ def test_fewer_ranks_are_tried_where_more_cannot_run_a_tiny_model(
 
     monkeypatch.setattr(proof, "_verified", verified)
     found = reasons_against([cell(sizes={"sp": 4})], object())  # type: ignore[arg-type]
-    presets = len(proof._tiny("causal-transformer-tiny"))
+    presets = len(proof._tiny(cell()))
     assert asked == [ranks for ranks in (4, 3, 2) for _ in range(presets)]
     assert [*found.values()] == (
         [] if least == 2 else ["not measured, as nothing could be verified: 3 heads; use 3"]

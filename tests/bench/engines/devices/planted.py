@@ -12,7 +12,7 @@ from torch import nn
 
 from spbench.bench.engines import setup
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.training import pipeline
+from spbench.impls.training.stage_run import StageRun
 from tests.bench.engines.devices import accelerator
 from tests.bench.engines.devices.tracing import cell_of, traced
 
@@ -45,13 +45,17 @@ def _tokens_on_cpu(inputs: dict[str, torch.Tensor]) -> None:
     inputs["tokens"] = inputs["tokens"].cpu()
 
 
+def _buffer_on_cpu(run: StageRun, inputs: Any) -> torch.Tensor:
+    return torch.empty(run._boundary(inputs).numel(), dtype=run.dtype)
+
+
 #: name of the fault: (strategy, model, backend, pipeline stages), and how it is planted
 FAULTS: dict[str, tuple[tuple[str, str, str, int], AbstractContextManager[Any]]] = {
     "buffer": (("lasp", "tnl-tiny", "ddp", 1), _after(setup, "build_module", _buffers_on_cpu)),
     "loss scale": (("single", "bert-tiny", "ddp", 1), _after(Optimizer, "__init__", _scale_on_cpu)),
     "pipeline buffer": (
         ("single", "bert-tiny", "ddp", 2),
-        mock.patch.object(pipeline, "_device_of", return_value=torch.device("cpu")),
+        mock.patch.object(StageRun, "receive_buffer", _buffer_on_cpu),
     ),
     "input": (("single", "bert-tiny", "ddp", 1), _after(setup, "rank_inputs", _tokens_on_cpu)),
 }
