@@ -1,7 +1,8 @@
 """Peaks are those of torch's own MemTracker, to the byte, for every strategy and backend.
 
 MemTracker hooks itself into every module. Where it refuses the hooks (a module that is called more than once,
-as in a pipeline or in a second step), or they keep tensors alive that the step alone does not (with checkpointing, and at lengths
+as in a pipeline or in a second step), or they keep tensors alive that the step alone does not (with
+checkpointing, and at lengths
 where the peak lies in backward: up to 1% of it), there is nothing to compare with.
 """
 

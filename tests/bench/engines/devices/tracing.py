@@ -106,8 +106,8 @@ def traced(cell: Cell, rank: int, device: str) -> Trace:
 
 def differences(ours: Trace, theirs: Trace) -> list[str]:
     """What is not the same in the steps of two traces: live bytes when it begins, each birth and death in it,
-    its peak and what holds that, communication, and the program. Set-ups differ in how inputs are drawn, and of
-    streams an event log knows those of the CPU alone, on which virtual ranks are."""
+    its peak and what holds that, communication, and the program. Set-ups differ in how inputs are drawn, and
+    of streams an event log knows those of the CPU alone, on which virtual ranks are."""
     (held, births), (their_held, their_births) = (_step_memory(trace.memory) for trace in (ours, theirs))
     found = ["held"] * (held != their_held) + ["memory"] * (not np.array_equal(births, their_births))
     found += ["peak"] * (ours.memory.peak() != theirs.memory.peak())
