@@ -23,11 +23,11 @@ _QUANTITIES = {
     "reserved_memory_gib": "Reserved memory (GiB)",
     "step_time_ms": "Step time (ms)",
 }
-#: role -> (whether the marker is filled, its name in the legend)
+#: role -> (its marker, whether that is filled, its name in the legend)
 _ROLES = {
-    "predicted": (True, "predicted"),
-    "inferred": (False, "a setting was inferred from it"),
-    "calibrated": (False, "calibrated on it"),
+    "predicted": ("o", True, "predicted"),
+    "inferred": ("o", False, "a setting was inferred from it"),
+    "calibrated": ("s", False, "calibrated on it"),
 }
 
 
@@ -84,32 +84,32 @@ def _measured_axis(ax: Axes, values: Sequence[float]) -> None:
 
 
 def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -> Drawn:
-    """A marker for each number, in the colour of its source, filled if it is predicted."""
+    """A marker for each number, in the colour of its source, of the shape of its role."""
     for key, points in some.groupby(["source", "role"], sort=False):
         source, role = map(str, key)
-        filled, _ = _ROLES.get(role, (False, role))
+        marker, filled, _ = _ROLES[role]
         ax.plot(
             points["published"],
             points[column],
             linestyle="none",
-            marker="o",
+            marker=marker,
             markersize=3.5,
             color=colors[source],
             markerfacecolor=colors[source] if filled else "white",
             gid=f"{column} {source} {role}",
         )
     sources, roles = dict.fromkeys(some["source"]), dict.fromkeys(some["role"])
-    entries = [_entry(source.replace("-", " "), colors[source], filled=True) for source in sources]
+    entries = [_entry(source.replace("-", " "), colors[source], "o", filled=True) for source in sources]
     for role in roles:
-        filled, name = _ROLES.get(role, (False, role))
-        entries.append(_entry(name, GREY, filled=filled))
+        marker, filled, name = _ROLES[role]
+        entries.append(_entry(name, GREY, marker, filled=filled))
     return Drawn(published=entries)
 
 
-def _entry(name: str, color: str, *, filled: bool) -> Line2D:
+def _entry(name: str, color: str, marker: str, *, filled: bool) -> Line2D:
     """A legend entry."""
     face = color if filled else "white"
-    return Line2D([], [], linestyle="none", marker="o", color=color, markerfacecolor=face, label=name)
+    return Line2D([], [], linestyle="none", marker=marker, color=color, markerfacecolor=face, label=name)
 
 
 draw = Drawing(__name__, _grid)
