@@ -24,6 +24,11 @@ class Paper:
     source: str
     title: str
 
+    @property
+    def label(self) -> str:
+        """A word for headings: an acronym, or "Measured"."""
+        return self.name.capitalize() if self.name == MEASURED else self.name.upper()
+
 
 def papers() -> dict[str, Paper]:
     """The papers of results/papers/papers.csv by name, then the measurements of results/measured."""

@@ -80,7 +80,7 @@ def _verdict(gathered: Gathered) -> DataTable:
         for of in role_errors(records):
             lines.append(
                 {
-                    "paper": paper.paper.name.upper(),
+                    "paper": paper.paper.label,
                     "role": of.role,
                     "numbers": of.numbers,
                     "median error": of.median,
@@ -99,7 +99,7 @@ def _errors(gathered: Gathered) -> Chart | None:
     """The error of every published number, a row for each paper."""
     lines = [
         {
-            "paper": paper.paper.name.upper(),
+            "paper": paper.paper.label,
             "role": record["role"],
             "where": record["table"],
             "quantity": record["quantity"],

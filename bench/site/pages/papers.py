@@ -68,8 +68,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             {"paper": paper, "parts": parts, "verdict": _verdict(paper)},
             group="Papers",
             order=10 + number,
-            summary=f"{paper.paper.name.upper()}, {paper.paper.source}: its tables and claims beside ours.",
-            short_title=paper.paper.name.upper(),
+            summary=f"{paper.paper.label}, {paper.paper.source}: its tables and claims beside ours.",
+            short_title=paper.paper.label,
             files=figures,
         )
 
