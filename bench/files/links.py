@@ -13,7 +13,7 @@ from spbench.bench.files.inferred import InferredSetting
 RatedCollective = Literal[
     "any", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"
 ]
-#: how the time of a collective is computed; see :mod:`bench.simulator.collectives`
+#: how the time of a collective is computed; see :mod:`bench.simulator.costs`
 CollectiveModel = Literal["ring", "measured", "nccl"]
 #: how NCCL's tables of constants call the generations of NVIDIA's devices
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]

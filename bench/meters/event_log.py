@@ -45,6 +45,7 @@ _PRODUCTS = {
     "te_mm": 0,
     "te_accumulate_mm_": 1,
     "accumulate_mm_": 1,
+    "strided_bmm": 0,
 }
 #: operators that move no data, beside views: they make room, or pass a tensor on
 _FREE = {

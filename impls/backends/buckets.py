@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.collectives import all_reduce_async
 
 MIB = 2**20
@@ -60,10 +59,8 @@ class BucketedGradients:
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.backwards: Counter[nn.Parameter] = Counter()
         self.next = 0
-        # weakly, for Python does not see as garbage what a hook of a tensor holds, process groups among it
-        arrived = WeakMethod(self._arrived)
         for p in order:
-            p.register_post_accumulate_grad_hook(lambda p: _called(arrived, p))
+            p.register_post_accumulate_grad_hook(weakly(self._arrived))
         self.zero()
 
     def tensors(self) -> list[Tensor]:
@@ -103,11 +100,6 @@ class BucketedGradients:
             ready = self.buckets[self.next]
             ready.work = all_reduce_async(ready.flat, ready.group)
             self.next += 1
-
-
-def _called(method: WeakMethod[Any], p: nn.Parameter) -> None:
-    if (bound := method()) is not None:
-        bound(p)
 
 
 def _runs(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
+from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.collectives import (
     all_gather_in_place,
     all_reduce,
@@ -179,14 +178,12 @@ class MainGradients:
         }
         self.backwards: Counter[nn.Parameter] = Counter()
         self.sent: Counter[GradientBuffer] = Counter()
-        # weakly, for Python does not see as garbage what a hook of a tensor holds, process groups among it
-        arrived = WeakMethod(self._arrived)
         placeholders = Placeholders()
         for p, view in self.views.items():
             if fused and p.ndim > 1:
                 fuse_accumulation(p, view, placeholders)
                 p.zero_out_wgrad = p in added_anyway  # type: ignore[attr-defined]
-            p.register_post_accumulate_grad_hook(lambda p: _called(arrived, p))
+            p.register_post_accumulate_grad_hook(weakly(self._arrived))
         self.zero()
 
     def zero(self) -> None:
@@ -226,8 +223,3 @@ class MainGradients:
                 return
             ready.reduce(overlapped=True)
             self.sent[buffer] += 1
-
-
-def _called(method: WeakMethod[Any], p: nn.Parameter) -> None:
-    if (bound := method()) is not None:
-        bound(p)

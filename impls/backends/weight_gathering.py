@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
-from weakref import WeakMethod
 
 from torch import nn
 
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer
+from spbench.impls.backends.weak_hooks import weakly
 
 
 class GatheredInForward:
@@ -30,11 +30,10 @@ class GatheredInForward:
         # from a buffer's last bucket on: parameters lie in reverse
         self.next = {bucket: after for buffer in buffers for after, bucket in pairwise(buffer.buckets)}
         self.begun: set[GradientBucket] = set()
-        # weakly, or hooks and what they hold would be a circle
-        gather = WeakMethod(self.gather)
+        gather = weakly(self.gather)
         for module in modules:
             for hooked, hook, parameters in _needs(module):
-                hook(hooked, _gathering(gather, parameters))
+                hook(hooked, _with(gather, parameters))
 
     def forget(self) -> None:
         """After an update: what was gathered is old."""
@@ -73,9 +72,6 @@ def _needs(module: nn.Module) -> Iterator[Need]:
         yield blocks[-1], nn.Module.register_forward_hook, after
 
 
-def _gathering(gather: WeakMethod[Any], parameters: list[nn.Parameter]) -> Hook:
-    def hook(*_: Any) -> None:
-        if (bound := gather()) is not None:
-            bound(parameters)
-
-    return hook
+def _with(gather: Hook, parameters: list[nn.Parameter]) -> Hook:
+    """A module's hook that gathers these, whatever it is called with."""
+    return lambda *_: gather(parameters)

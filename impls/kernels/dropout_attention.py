@@ -102,6 +102,5 @@ class _DropoutFlashAttention(torch.autograd.Function):
 
 def dropout_flash_attention(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> Tensor:
     """Causal softmax attention, scores scaled by A**-0.5, probabilities dropped with probability p by the
-    mask
-    of that seed: o [B, Z, L, A], in memory [B, L, Z, A]; keeps q, k, v, o and a float32 a query."""
+    mask of that seed: o [B, Z, L, A], in memory [B, L, Z, A]; keeps q, k, v, o and a float32 a query."""
     return _DropoutFlashAttention.apply(q, k, v, p, seed)

@@ -262,24 +262,25 @@ def _backward_flops(
     return backward_flops(q, k, v, rest[-1])
 
 
-class _FlashAttention(torch.autograd.Function):
+class _CausalFlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        o, lse = flash_attention(q, k, v, q.shape[-1] ** -0.5, causal)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, lse = flash_attention(q, k, v, q.shape[-1] ** -0.5, True)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.causal = causal
         result: Tensor = o
         return result
 
     @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, *others = ctx.saved_tensors
-        scale = q.shape[-1] ** -0.5
-        return (*flash_attention_backward(d_o, q, *others, scale, ctx.causal), None)
+        gradients: tuple[Tensor, Tensor, Tensor] = flash_attention_backward(
+            d_o, q, *others, q.shape[-1] ** -0.5, True
+        )
+        return gradients
 
 
-def whole_flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Softmax attention to all keys at once, scores scaled by A**-0.5: o [B, Z, M, A], in memory [B, M, Z,
-    A], so that [B, M, H] of it is a view; keeps q, k, v, o and lse."""
-    result: Tensor = _FlashAttention.apply(q, k, v, causal)
+def causal_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention to all keys at once, scores scaled by A**-0.5: o [B, Z, M, A], in memory
+    [B, M, Z, A], so that [B, M, H] of it is a view; keeps q, k, v, o and lse."""
+    result: Tensor = _CausalFlashAttention.apply(q, k, v)
     return result

@@ -118,41 +118,21 @@ class CausalTransformerModel(DecoderModel):
         ]
 
 
+#: what the sizes of Llama 3 share
+_LLAMA_3: Mapping[str, Any] = {
+    "kv_heads": 8,
+    "vocabulary": 128256,
+    "rotary_base": 500_000.0,
+    "norm_epsilon": 1e-5,
+}
+
 PRESETS = {
     # the sizes of tnl-1b
     "causal-transformer-1b": CausalTransformerModel(layers=16, hidden=2048, heads=16, inner=5632),
-    # arXiv 2407.21783, table 3; 8.03e9 parameters
-    "llama3-8b": CausalTransformerModel(
-        layers=32,
-        hidden=4096,
-        heads=32,
-        kv_heads=8,
-        inner=14336,
-        vocabulary=128256,
-        rotary_base=500_000.0,
-        norm_epsilon=1e-5,
-    ),
-    # the same, table 3
-    "llama3-70b": CausalTransformerModel(
-        layers=80,
-        hidden=8192,
-        heads=64,
-        kv_heads=8,
-        inner=28672,
-        vocabulary=128256,
-        rotary_base=500_000.0,
-        norm_epsilon=1e-5,
-    ),
-    "llama3-405b": CausalTransformerModel(
-        layers=126,
-        hidden=16384,
-        heads=128,
-        kv_heads=8,
-        inner=53248,
-        vocabulary=128256,
-        rotary_base=500_000.0,
-        norm_epsilon=1e-5,
-    ),
+    # arXiv 2407.21783, table 3
+    "llama3-8b": CausalTransformerModel(**_LLAMA_3, layers=32, hidden=4096, heads=32, inner=14336),
+    "llama3-70b": CausalTransformerModel(**_LLAMA_3, layers=80, hidden=8192, heads=64, inner=28672),
+    "llama3-405b": CausalTransformerModel(**_LLAMA_3, layers=126, hidden=16384, heads=128, inner=53248),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
     # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12
     "causal-transformer-tiny-gqa": CausalTransformerModel(**TINY_SIZES, kv_heads=4, qk_norm=True),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
-from spbench.impls.kernels.flash_attention import whole_flash_attention
+from spbench.impls.kernels.flash_attention import causal_flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
 from spbench.impls.kernels.matrix_products import strided_product
 from spbench.impls.kernels.reused_buffer import ReusedBuffer
@@ -76,7 +76,7 @@ class AttentionHooks:
         part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
         Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
         """
-        return whole_flash_attention(q, k, v, causal=True)
+        return causal_flash_attention(q, k, v)
 
     @left_within
     def whole_attention(
@@ -91,8 +91,7 @@ class AttentionHooks:
         mask: Tensor | None = None,
     ) -> Tensor:
         """Softmax attention where this rank has all positions of its heads, with dropout of probabilities, or
-        by
-        way of all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
+        by way of all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
 
         Args:
             scores: None: no tensor holds them (causal flash attention); "fused" or "plain": they are made,

@@ -106,11 +106,8 @@ class DecoderBlock(nn.Module):
         mark_library(self, model.library)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        if self.parallel:
-            mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
-            return self.mlp_end(self.mlp(self.mlp_norm(x)), mixed)
-        x = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
-        return self.mlp_end(self.mlp(self.mlp_norm(x)), x)
+        mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
+        return self.mlp_end(self.mlp(self.mlp_norm(x if self.parallel else mixed)), mixed)
 
 
 def make_norm(model: DecoderModel) -> nn.Module:

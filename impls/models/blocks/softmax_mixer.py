@@ -115,8 +115,7 @@ class SoftmaxAttentionMixer(nn.Module):
         y = o.transpose(1, 2)
         del o
         if self.model.fused and self.kind.kernel == "flash" and len(y) > 1:
-            # the libraries' hidden states are [L, B, H]; of what this kernel returns, [B, L, H], they make a
-            # copy
+            # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
             y = y.clone(memory_format=torch.contiguous_format)
         return self.out.project(y.flatten(2))
 

@@ -2,8 +2,8 @@
 
 MemTracker hooks itself into every module. Where it refuses the hooks (a module that is called more than once,
 as in a pipeline or in a second step), or they keep tensors alive that the step alone does not (with
-checkpointing, and at lengths
-where the peak lies in backward: up to 1% of it), there is nothing to compare with.
+checkpointing, and at lengths where the peak lies in backward: up to 1% of it), there is nothing to compare
+with.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.impls.kernels.cross_entropy import cross_entropy_in_place
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
-from spbench.impls.kernels.flash_attention import whole_flash_attention
+from spbench.impls.kernels.flash_attention import causal_flash_attention
 from spbench.impls.kernels.matrix_products import strided_product
 from spbench.impls.kernels.projection import Placeholders, fuse_accumulation, mark_library, project
 from spbench.impls.kernels.reused_buffer import ReusedBuffer
@@ -72,17 +72,17 @@ def test_flash_attention_of_all_keys_keeps_one_output(heads: int) -> None:
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads < 4)
 
-    assert_same(lambda *x: whole_flash_attention(*x, causal=True), plain, q, k, v)
+    assert_same(causal_flash_attention, plain, q, k, v)
     with FakeTensorMode():
         q = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16)
-        o = whole_flash_attention(q, q, q, causal=True)
+        o = causal_flash_attention(q, q, q)
     assert o.transpose(1, 2).is_contiguous()  # so [B, L, H] of it is a view
 
 
 def test_dropout_of_flash_attention_draws_the_same_mask_in_backward() -> None:
     q, k, v = made(2, 4, 6, 8), made(2, 2, 6, 8, seed=1), made(2, 2, 6, 8, seed=2)
     without = lambda *x: dropout_flash_attention(*x, 0.0, 3)  # noqa: E731
-    assert_same(without, lambda *x: whole_flash_attention(*x, causal=True), q, k, v)
+    assert_same(without, causal_flash_attention, q, k, v)
     assert torch.autograd.gradcheck(lambda *x: dropout_flash_attention(*x, 0.4, 3), (q, k, v))
     dropped = [dropout_flash_attention(q, k, v, 0.4, seed) for seed in (3, 3, 4)]
     assert torch.equal(dropped[0], dropped[1])
