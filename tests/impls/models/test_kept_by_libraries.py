@@ -24,7 +24,13 @@ def kept_by_a_layer(**cell: Any) -> int:
 
 
 L = 1024
-SMALL = {"hidden": 512, "heads": 8, "inner": 2048, "library": "megatron-local", "attention": "unfused"}
+SMALL: dict[str, Any] = {
+    "hidden": 512,
+    "heads": 8,
+    "inner": 2048,
+    "library": "megatron-local",
+    "attention": "unfused",
+}
 
 
 def test_llama_3_by_transformer_engine() -> None:
@@ -50,30 +56,16 @@ def test_gpt_with_dropout_and_flash_attention(attention: str, outputs: int) -> N
 
 def test_gpt_with_dropout_and_scores() -> None:
     # 10 h + 24 h / tp + 5 L heads / tp, and two float32 a norm
-    h, heads = 512, 8
-    options = {
-        "hidden": h,
-        "heads": heads,
-        "inner": 4 * h,
-        "library": "megatron-local",
-        "attention": "unfused",
-    }
+    h, heads = SMALL["hidden"], SMALL["heads"]
     cell = {"model": "gpt3-345m", "strategy": "tensor_parallel", "sizes": {"tp": 2}, "batch": 2, "seq_len": L}
     expected = 10 * h + 24 * h // 2 + 5 * L * heads // 2 + 16
-    assert kept_by_a_layer(**cell, model_options=options) == 2 * L * expected
+    assert kept_by_a_layer(**cell, model_options=SMALL) == 2 * L * expected
 
 
 def test_selective_recomputation_keeps_no_scores() -> None:
-    h, heads = 512, 8
-    options = {
-        "hidden": h,
-        "heads": heads,
-        "inner": 4 * h,
-        "library": "megatron-local",
-        "attention": "unfused",
-    }
+    h = SMALL["hidden"]
     cell = {"model": "gpt3-345m", "strategy": "single", "batch": 1, "seq_len": L}
-    kept = kept_by_a_layer(**cell, model_options=options | {"recompute": "selective"})
+    kept = kept_by_a_layer(**cell, model_options=SMALL | {"recompute": "selective"})
     assert kept == L * (10 * h + 24 * h + 16)
 
 
