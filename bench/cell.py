@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from spbench.bench.declarations import declared
-from spbench.bench.files.model_files import names_a_file, read_model_file
+from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
 

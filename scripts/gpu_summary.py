@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.findings import Line, markdown
+from spbench.bench.reproduction.findings import Line, markdown
 from spbench.bench.sweep.results import Row, read_rows
 
 #: of the peak of allocated bytes: libraries' workspaces are allocated on a card, and on fake tensors are not

@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell, Measurement
     from spbench.bench.commands.command_report import Report, Table
-    from spbench.bench.comparison.published import PublishedPlace
-    from spbench.bench.comparison.selector import Selector
-    from spbench.bench.config.answer import Answer
-    from spbench.bench.config.compared import Comparison
     from spbench.bench.config.scenario import Scenario, load_scenario
     from spbench.bench.engines.engine import Engine
     from spbench.bench.engines.plan import plan
     from spbench.bench.errors import UserError
     from spbench.bench.exports.exported import Exported, ExportRequest
-    from spbench.bench.files.published_number import PublishedNumber
     from spbench.bench.meters.meter import Call, Communication, Meter
+    from spbench.bench.published.answer import Answer
+    from spbench.bench.published.compared import Comparison
+    from spbench.bench.published.published import PublishedPlace
+    from spbench.bench.published.selector import Selector
+    from spbench.bench.published_number import PublishedNumber
     from spbench.bench.search.search import Quantity
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
@@ -59,11 +59,11 @@ _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
     "spbench.bench.commands.command_report": ("Report", "Table"),
-    "spbench.bench.config.compared": ("Comparison",),
-    "spbench.bench.comparison.published": ("PublishedPlace",),
-    "spbench.bench.comparison.selector": ("Selector",),
-    "spbench.bench.config.answer": ("Answer",),
-    "spbench.bench.files.published_number": ("PublishedNumber",),
+    "spbench.bench.published.compared": ("Comparison",),
+    "spbench.bench.published.published": ("PublishedPlace",),
+    "spbench.bench.published.selector": ("Selector",),
+    "spbench.bench.published.answer": ("Answer",),
+    "spbench.bench.published_number": ("PublishedNumber",),
     "spbench.bench.config.scenario": ("Scenario", "load_scenario"),
     "spbench.bench.engines.engine": ("Engine",),
     "spbench.bench.engines.plan": ("plan",),

@@ -17,10 +17,10 @@ from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.errors import UserError
-from spbench.bench.files.yaml_files import dotted
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
-from spbench.bench.sweep.workers import measure
+from spbench.bench.workers.worker import measure
+from spbench.bench.yaml_files import dotted
 from spbench.impls.backends.registry import DEFAULT_BACKEND
 
 if TYPE_CHECKING:

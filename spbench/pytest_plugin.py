@@ -21,8 +21,8 @@ import pytest
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from spbench.bench.comparison.regressions import Judgement
-    from spbench.bench.config.compared import Comparison
+    from spbench.bench.published.compared import Comparison
+    from spbench.bench.regressions.regressions import Judgement
 
 WRITE_BASELINE = "--spbench-write-baseline"
 
@@ -93,7 +93,7 @@ class ScenarioRuns:
             baseline: a folder that ``--spbench-write-baseline``, `spbench baseline` or a run has written.
             subset: the cells that are measured may be fewer than those of the baseline.
         """
-        from spbench.bench.comparison.regressions import judge, read_results
+        from spbench.bench.regressions.regressions import judge, read_results
         from spbench.bench.sweep.results import FAULTS
 
         target, folder = self._beside_the_test(baseline), self._folders.mktemp("spbench")
@@ -121,9 +121,9 @@ class ScenarioRuns:
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
         from spbench.api import run
-        from spbench.bench.comparison.comparisons import compare, write
         from spbench.bench.config.scenario import load_scenario
         from spbench.bench.config.select import Narrowing, declared_cells
+        from spbench.bench.reproduction.comparisons import compare, write
         from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 
         beside = self._beside_the_test(scenario)

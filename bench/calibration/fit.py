@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.answers.tables import PublishedTable
-from spbench.bench.comparison.quantity_columns import PublishedRow, QuantityColumn
+from spbench.bench.clusters.cluster import Calibration
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.files.cluster import Calibration
+from spbench.bench.published.answers.tables import PublishedTable
+from spbench.bench.published.quantity_columns import PublishedRow, QuantityColumn
 from spbench.bench.simulator.simulate import Simulator
 from spbench.impls.models.model import model_preset
 

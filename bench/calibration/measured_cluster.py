@@ -22,10 +22,10 @@ from spbench.bench.calibration.collective_rates import (
 from spbench.bench.calibration.compute_rates import SMALL, compute_rates
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.cell import Cell, Sizes
+from spbench.bench.clusters.cluster import Cluster, Device, MeasuredRate
+from spbench.bench.clusters.links import Link, Network
+from spbench.bench.clusters.sourced import Figure
 from spbench.bench.engines import distributed, virtual
-from spbench.bench.files.cluster import Cluster, Device, MeasuredRate
-from spbench.bench.files.figure import Figure
-from spbench.bench.files.links import Link, Network
 from spbench.bench.simulator.program import KERNEL
 from spbench.bench.sweep.machine import cpu_model
 

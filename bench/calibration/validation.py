@@ -14,9 +14,9 @@ import pandas as pd
 
 from spbench.bench.calibration.measured_cluster import measured_cluster
 from spbench.bench.cell import Cell, Sizes, Timing
+from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.engines.virtual import trace_classes
-from spbench.bench.files.cluster import Cluster
 from spbench.bench.sweep.provenance import provenance
 from spbench.impls.models.bert import BertModel
 from spbench.impls.strategies.registry import strategy_class

@@ -15,7 +15,7 @@ from spbench.bench.commands.progress import message
 
 if TYPE_CHECKING:
     from spbench.bench.calibration.fit import Residual
-    from spbench.bench.files.cluster import Calibration
+    from spbench.bench.clusters.cluster import Calibration
 
 
 @click.command("calibrate")
@@ -86,9 +86,9 @@ def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Re
     import torch
 
     from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
-    from spbench.bench.comparison.answers.tables import PublishedTable
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.errors import UserError, suggestion
+    from spbench.bench.published.answers.tables import PublishedTable
 
     loaded = load_scenario(scenario)
     parsed = [Fit.parse(text) for text in fits]

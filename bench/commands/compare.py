@@ -54,7 +54,7 @@ def command(
     of virtual ranks, answers of searches, statuses and errors against published numbers are judged exactly;
     times of real ranks and of benchmarks by a statistical test.
     """
-    from spbench.bench.comparison.regressions import judge, read_results
+    from spbench.bench.regressions.regressions import judge, read_results
 
     if in_turns:
         if scenario is None:

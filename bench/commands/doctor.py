@@ -11,7 +11,7 @@ from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.options import Words, many, reported
 
 if TYPE_CHECKING:
-    from spbench.bench.diagnosis.check import Observation
+    from spbench.bench.doctor.check import Observation
 
 
 @click.command("doctor")
@@ -23,7 +23,7 @@ def command(check: tuple[str, ...]) -> Report:
     Exit code 1 if virtual ranks, or real ranks on CPUs, cannot run. Each check runs in a process of its own
     with a time limit.
     """
-    from spbench.bench.diagnosis.check import checks, diagnose
+    from spbench.bench.doctor.check import checks, diagnose
     from spbench.bench.errors import UserError, suggestion
 
     known = checks()

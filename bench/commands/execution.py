@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from spbench.bench.cell import Cell
-    from spbench.bench.config.compared import Comparison
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
-    from spbench.bench.sweep.crew import Crew
-    from spbench.bench.sweep.executors.executor import Executor
+    from spbench.bench.published.compared import Comparison
     from spbench.bench.sweep.results import ResultsFile, Row
+    from spbench.bench.workers.crew import Crew
+    from spbench.bench.workers.executor import Executor
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ def run_cells(
         UserError: nothing is left to run, or the folder cannot be written.
         click.Abort: interrupted; it says how many cells are kept.
     """
-    from spbench.bench.comparison.comparisons import compare
-    from spbench.bench.comparison.comparisons import write as write_comparisons
     from spbench.bench.config.select import declared_cells, narrowed_cells
+    from spbench.bench.reproduction.comparisons import compare
+    from spbench.bench.reproduction.comparisons import write as write_comparisons
     from spbench.bench.sweep.digest import is_current
     from spbench.bench.sweep.results import ResultsFile
     from spbench.bench.sweep.sweep import at_once, sweep, unfinished
@@ -127,7 +127,7 @@ def opened_executor(address: str | None) -> AbstractContextManager[Executor | No
     Raises:
         UserError: there is none at that address, or it cannot run cells.
     """
-    from spbench.bench.sweep.executors.executor import opened
+    from spbench.bench.workers.executor import opened
 
     return nullcontext() if address is None else opened(address)
 
@@ -152,7 +152,7 @@ def _announce(
 
 def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:
     """The files of the scenario's figure, and whether drawing failed."""
-    from spbench.bench.comparison.comparisons import as_frame
+    from spbench.bench.reproduction.comparisons import as_frame
 
     figure = scenario.document.figure
     if figure is None or not ran.known:

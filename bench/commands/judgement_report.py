@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.commands.command_report import Report, Table
 
 if TYPE_CHECKING:
-    from spbench.bench.comparison.regressions import Difference, Judgement
+    from spbench.bench.regressions.regressions import Difference, Judgement
 
 
 def judgement_report(
@@ -24,7 +24,7 @@ def judgement_report(
         notes: lines that come first.
         about: further entries of the report's content.
     """
-    from spbench.bench.comparison.regressions import Difference
+    from spbench.bench.regressions.regressions import Difference
     from spbench.bench.sweep.results import finite
 
     lines = [finite(asdict(difference)) for difference in judgement.differences]

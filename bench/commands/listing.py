@@ -24,7 +24,7 @@ Entries = Iterator[tuple[str, str]]
 
 def _from_files(package: str, key: str) -> Entries:
     from spbench.bench.errors import UserError
-    from spbench.bench.files.yaml_files import packaged, read_yaml
+    from spbench.bench.yaml_files import packaged, read_yaml
 
     for name, path in packaged(package).items():
         try:
@@ -100,7 +100,7 @@ def _quantities() -> Entries:
 
 
 def _answers() -> Entries:
-    from spbench.bench.config.answer import answer_kinds
+    from spbench.bench.published.answer import answer_kinds
 
     return _described(answer_kinds())
 

@@ -16,7 +16,7 @@ from spbench.bench.commands.progress import message
 if TYPE_CHECKING:
     from spbench.bench.calibration.measured_cluster import Machine
     from spbench.bench.calibration.rate_points import RatePoint, RateSweep
-    from spbench.bench.files.cluster import Cluster
+    from spbench.bench.clusters.cluster import Cluster
 
 
 @dataclass(frozen=True)

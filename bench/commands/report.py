@@ -13,7 +13,7 @@ from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.options import reported
 
 if TYPE_CHECKING:
-    from spbench.bench.site.build import Site
+    from spbench.bench.report.build import Site
 
 #: modules of the extra `report`
 NEEDED = ("altair", "itables", "jinja2", "vl_convert")
@@ -45,8 +45,8 @@ def command(output: Path, results: Path | None, history: Path | None) -> Report:
     made of results/runs where that is there, and of the files that are committed with the code.
     """
     _check_installed()
-    from spbench.bench.site.build import build, check_place
-    from spbench.bench.site.gathered import default_results, gather
+    from spbench.bench.report.build import build, check_place
+    from spbench.bench.report.gathered import default_results, gather
 
     begin = time.perf_counter()
     check_place(output)

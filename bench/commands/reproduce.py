@@ -20,13 +20,13 @@ from spbench.bench.commands.execution import Ran, draw_figure, draw_records, ope
 from spbench.bench.commands.options import executor, fresh, jobs, output_folder, reported
 
 if TYPE_CHECKING:
-    from spbench.bench.comparison.findings import Findings
-    from spbench.bench.comparison.papers import Paper
-    from spbench.bench.config.compared import Comparison
     from spbench.bench.config.scenario import Scenario
-    from spbench.bench.sweep.crew import Crew
-    from spbench.bench.sweep.executors.executor import Executor
+    from spbench.bench.published.compared import Comparison
+    from spbench.bench.reproduction.findings import Findings
+    from spbench.bench.reproduction.papers import Paper
     from spbench.bench.sweep.results import Row
+    from spbench.bench.workers.crew import Crew
+    from spbench.bench.workers.executor import Executor
 
 FOLDER = Path("results", "reproduction")
 
@@ -95,10 +95,10 @@ def reproduce(request: Reproduction) -> Iterator[Report]:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
             written, or results that the documents may not have (see :func:`check_same_code`).
     """
-    from spbench.bench.comparison.document import Pages
-    from spbench.bench.comparison.papers import scenarios_of
     from spbench.bench.engines.engine import run as run_on_engine
-    from spbench.bench.sweep.crew import Crew
+    from spbench.bench.reproduction.document import Pages
+    from spbench.bench.reproduction.papers import scenarios_of
+    from spbench.bench.workers.crew import Crew
 
     papers = scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
@@ -115,10 +115,10 @@ def _run(
     crew: Crew,
     executor: Executor | None,
 ) -> Report:
-    from spbench.bench.comparison.document import Pages
-    from spbench.bench.comparison.findings import Findings, read_records
-    from spbench.bench.comparison.same_code import check_same_code
     from spbench.bench.config.select import ALL, Narrowing
+    from spbench.bench.reproduction.document import Pages
+    from spbench.bench.reproduction.findings import Findings, read_records
+    from spbench.bench.sweep.same_code import check_same_code
 
     records: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
@@ -182,7 +182,7 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
     """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
     from pandas import DataFrame
 
-    from spbench.bench.comparison.comparisons import write_csv
+    from spbench.bench.reproduction.comparisons import write_csv
 
     return write_csv(DataFrame([dict(r) for r in records], columns=list(columns)), path)
 

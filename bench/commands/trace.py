@@ -58,9 +58,9 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
     """
     import torch
 
+    from spbench.bench.clusters.cluster import load_cluster
     from spbench.bench.engines.virtual import trace_classes
     from spbench.bench.errors import UserError
-    from spbench.bench.files.cluster import load_cluster
     from spbench.bench.simulator.costs import RatesUnknown, check_rates
     from spbench.bench.simulator.trace_export import export_trace
     from spbench.bench.sweep.sweep import unproven

@@ -69,9 +69,9 @@ def compared_in_turns(
     Raises:
         UserError: a ref names no commit, or its code cannot run the scenario.
     """
-    from spbench.bench.comparison.alternation import run_in_turns, termination_as_interrupt
-    from spbench.bench.comparison.checkouts import checked_out, own_repository, working_tree
-    from spbench.bench.comparison.regressions import judge, read_results
+    from spbench.bench.regressions.alternation import run_in_turns, termination_as_interrupt
+    from spbench.bench.regressions.checkouts import checked_out, own_repository, working_tree
+    from spbench.bench.regressions.regressions import judge, read_results
 
     repository = own_repository()
     path = Path(scenario)

@@ -122,7 +122,7 @@ def _check_names(
     """
     from spbench.bench.config.choices import strategy_problem
     from spbench.bench.errors import UserError, suggestion
-    from spbench.bench.files.model_files import names_a_file
+    from spbench.bench.model_files import names_a_file
     from spbench.impls.backends.registry import backends
     from spbench.impls.models.model import models as all_models
     from spbench.impls.training.step import PRECISIONS

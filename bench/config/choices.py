@@ -15,9 +15,9 @@ from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import suggestion
-from spbench.bench.files.yaml_files import first_problem
 from spbench.bench.meters.registry import meters
 from spbench.bench.search.search import quantities
+from spbench.bench.yaml_files import first_problem
 from spbench.impls.backends.registry import backends
 from spbench.impls.peers.registry import peers
 from spbench.impls.strategies.nesting import PLUS, nesting

@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.choices import names, option_mistakes, strategy_axes, strategy_problem
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.files.cluster import load_cluster
-from spbench.bench.files.model_files import names_a_file, read_model_file
-from spbench.bench.files.yaml_files import dotted, first_problem, merge
+from spbench.bench.model_files import names_a_file, read_model_file
+from spbench.bench.yaml_files import dotted, first_problem, merge
 from spbench.impls.axes import unused_axes
 
 #: keys of a group that may be lists; so may each axis of sizes, and mesh, itself a list, a list of lists

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.answer import Answer, Mistake, answer_kinds, wrong_inference
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.errors import UserError
-from spbench.bench.files.inferred import InferredSetting
-from spbench.bench.files.yaml_files import find_file, read_yaml, validate
+from spbench.bench.inferred import InferredSetting
+from spbench.bench.published.answer import Answer, Mistake, answer_kinds, wrong_inference
+from spbench.bench.yaml_files import find_file, read_yaml, validate
 
 PACKAGE = "spbench.scenarios"
 

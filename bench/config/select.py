@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.choices import names, strategy_axes, strategy_problem
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.files.cluster import load_cluster
 
 ALL = "all"
 

@@ -25,7 +25,7 @@ from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.engines.workspaces import refuse_workspace_config
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
-from spbench.bench.processes import usable_cores
+from spbench.bench.ranks.processes import usable_cores
 from spbench.bench.ranks.torchrun import check_gpus, ranks_for
 from spbench.impls.training.step import initialize
 

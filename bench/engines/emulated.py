@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.engines import boundary, virtual
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.emulated_group import emulated_mesh
 from spbench.bench.engines.engine import Engine
@@ -35,11 +36,11 @@ from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
 from spbench.bench.engines.workspaces import refuse_workspace_config
-from spbench.bench.files.cluster import load_cluster
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.ranks.torchrun import check_gpus
+from spbench.bench.search import boundary
 from spbench.bench.search.bracket import largest_fitting
 from spbench.bench.search.search import Search
 from spbench.impls.layout import Unavailable

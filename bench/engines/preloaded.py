@@ -1,5 +1,5 @@
-"""Imported by the server that workers and ranks are forked from (:mod:`bench.processes`): everything that a
-cell needs, so that no process imports it again. Nothing is computed here, which could start threads.
+"""Imported by the server that workers and ranks are forked from (:mod:`bench.ranks.processes`): all that a cell
+needs, so that no process imports it again. Nothing is computed here, which could start threads.
 
 Plug-ins are left out, as nothing is known of what they do when they are imported.
 """
@@ -12,7 +12,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from spbench.bench.processes import server_is_ready
+from spbench.bench.ranks.processes import server_is_ready
 
 # the signals on which a worker and all that it has started write what they do; the server does nothing
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -22,7 +22,7 @@ signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 _ROOMS = (
     *("impls.strategies", "impls.models", "impls.backends", "impls.training"),
     *("bench.engines", "bench.ranks", "bench.meters", "bench.search", "bench.simulator"),
-    *("bench.files", "bench.sweep"),
+    *("bench.clusters", "bench.sweep", "bench.workers"),
 )
 
 for _room in _ROOMS:

@@ -20,11 +20,11 @@ import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.declarations import cache_folder
+from spbench.bench.engines.disk_cache import DiskCache
 from spbench.bench.engines.peer_packages import installed
 from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
 from spbench.bench.engines.traces import Trace
-from spbench.bench.files.disk_cache import DiskCache
-from spbench.bench.files.measuring_code import code_digest
+from spbench.bench.measuring_code import code_digest
 
 #: bytes of all traces; one of 64 ranks has some 50 kB, one of 1,024 some MB
 LIMIT_BYTES = 2 * 2**30

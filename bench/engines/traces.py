@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement
+from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.engines.plan import RankClass, model_parameters, plan, sending_class
 from spbench.bench.engines.rank_memory import RankMemory
-from spbench.bench.files.cluster import Cluster, load_cluster
 from spbench.bench.meters.communication import CommunicationMeter
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.meters.recorder import Recorder

@@ -68,7 +68,7 @@ class VirtualEngine(Engine):
 
     def search(self, cell: Cell) -> Measurement:
         # it traces by functions of this module
-        from spbench.bench.engines.boundary import largest_that_fits
+        from spbench.bench.search.boundary import largest_that_fits
 
         return largest_that_fits(cell)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spbench.bench.cell import Cell
-from spbench.bench.files.cluster import load_cluster
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.impls.layout import Unsupported
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from spbench.bench.comparison.metrics import Reading
 from spbench.bench.errors import UserError
 from spbench.bench.exports.suite import Suite
 from spbench.bench.history.expectations import Target
+from spbench.bench.regressions.metrics import Reading
 from spbench.bench.sweep.results import Row
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from spbench.bench.comparison.metrics import has_exact_engine
-from spbench.bench.comparison.regressions import Difference
-from spbench.bench.comparison.result_files import Results
 from spbench.bench.exports.origin import origin_of
+from spbench.bench.regressions.metrics import has_exact_engine
+from spbench.bench.regressions.regressions import Difference
+from spbench.bench.regressions.result_files import Results
 
 
 class ShownDifference(NamedTuple):

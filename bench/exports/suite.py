@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from spbench.bench.comparison.metrics import Reading, readings
-from spbench.bench.comparison.regressions import Judgement, judge
-from spbench.bench.comparison.result_files import Results, read_results, suite_of
 from spbench.bench.errors import UserError
 from spbench.bench.exports.origin import Origin, origin_of
+from spbench.bench.regressions.metrics import Reading, readings
+from spbench.bench.regressions.regressions import Judgement, judge
+from spbench.bench.regressions.result_files import Results, read_results, suite_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row
 
 #: of cells whose numbers say something: as in the gate

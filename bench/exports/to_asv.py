@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.comparison.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest, whole
 from spbench.bench.exports.origin import Origin, commit_time_s
 from spbench.bench.exports.suite import WITH_VALUES, Suite
+from spbench.bench.regressions.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.sweep.results import FAULTS, Row
 
 #: of results and benchmarks.json (asv.results.Results.api_version), and of machine.json

@@ -12,9 +12,9 @@ import json
 import math
 from typing import Any
 
-from spbench.bench.comparison.metrics import Reading
 from spbench.bench.exports.exported import Exported, ExportedValue, ExportRequest, whole
 from spbench.bench.exports.origin import Origin
+from spbench.bench.regressions.metrics import Reading
 
 _MIB = 2**20
 

@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from spbench.bench.comparison.metrics import readings
-from spbench.bench.comparison.regressions import Difference
 from spbench.bench.exports.exported import Exported, ExportRequest, whole
 from spbench.bench.exports.shown import shown_difference, shown_origin
 from spbench.bench.exports.suite import Suite
+from spbench.bench.regressions.metrics import readings
+from spbench.bench.regressions.regressions import Difference
 from spbench.bench.sweep.results import Row
 
 #: what a status makes of a test case, whatever the base says

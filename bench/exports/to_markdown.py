@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from spbench.bench.comparison.metrics import readings
-from spbench.bench.comparison.regressions import Difference, Judgement
-from spbench.bench.comparison.result_files import Claims
-from spbench.bench.comparison.statuses import STATUSES
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest
 from spbench.bench.exports.shown import shown_difference, shown_number, shown_origin
 from spbench.bench.exports.suite import Suite
+from spbench.bench.regressions.metrics import readings
+from spbench.bench.regressions.regressions import Difference, Judgement
+from spbench.bench.regressions.result_files import Claims
+from spbench.bench.regressions.statuses import STATUSES
 
 MARK = "<!-- spbench -->"
 

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.comparison.metrics import readings
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportedValue, ExportRequest, whole
 from spbench.bench.exports.origin import Origin, commit_time_s
+from spbench.bench.regressions.metrics import readings
 
 #: the metrics that are times, of which a row has one
 TIMES = ("step_time_s", "time_s")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
-from spbench.bench.files.yaml_files import read_yaml, validate
 from spbench.bench.history.series import Series
 from spbench.bench.history.steps import Step
+from spbench.bench.yaml_files import read_yaml, validate
 
 TARGETS_FILE, MEANT_FILE = "targets.yaml", "meant.yaml"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.atomic_write import write_whole
-from spbench.bench.comparison.metrics import has_exact_engine, readings
-from spbench.bench.comparison.result_files import read_results, suite_of
-from spbench.bench.comparison.same_code import check_same_code, commit_of
 from spbench.bench.errors import UserError
 from spbench.bench.history.checkout import commit_in
 from spbench.bench.history.run_record import CellRecord, RecordedValue, RunRecord, as_lines, utc
+from spbench.bench.regressions.metrics import has_exact_engine, readings
+from spbench.bench.regressions.result_files import read_results, suite_of
 from spbench.bench.sweep.results import Row
+from spbench.bench.sweep.same_code import check_same_code, commit_of
 
 #: keys of a row's provenance that are no versions
 _NO_VERSIONS = ("commit", "host", "cpu", "machine")

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from spbench.bench.cell import Status
-from spbench.bench.comparison.metrics import METRICS, Metric
 from spbench.bench.errors import UserError
+from spbench.bench.regressions.metrics import METRICS, Metric
 
 FORMAT = 1
 SUFFIX = ".jsonl"

@@ -31,7 +31,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from spbench.bench.processes import STACKS_FOLDER, stacks_of, starting_context
+from spbench.bench.ranks.processes import STACKS_FOLDER, stacks_of, starting_context
 from spbench.bench.ranks.rank_job import Answer, Job
 from spbench.bench.ranks.rank_process import RankProcess, Rendezvous
 

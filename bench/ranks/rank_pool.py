@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spbench.bench.processes import STACKS_FOLDER, stacks_of
+from spbench.bench.ranks.processes import STACKS_FOLDER, stacks_of
 from spbench.bench.ranks.rank_job import Answer, Job, RankError, collect
 from spbench.bench.ranks.rank_process import RankProcess, Rendezvous
 from spbench.bench.ranks.ranks import Ranks

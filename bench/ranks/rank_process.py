@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spbench.bench.processes import (
+from spbench.bench.ranks.processes import (
     STACKS_FOLDER,
     Surroundings,
     end_with_parent,

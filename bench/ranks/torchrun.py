@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spbench.bench.processes import (
+from spbench.bench.ranks.processes import (
     STACKS_S,
     Surroundings,
     end_with_parent,

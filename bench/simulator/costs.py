@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from spbench.bench.files.cluster import Calibration, Cluster
-from spbench.bench.files.links import CollectiveModel
+from spbench.bench.clusters.cluster import Calibration, Cluster
+from spbench.bench.clusters.links import CollectiveModel
 from spbench.bench.simulator.group_links import GroupLinks, LinkRate
 from spbench.bench.simulator.measured_collectives import measured_seconds
 from spbench.bench.simulator.nccl import nccl_seconds

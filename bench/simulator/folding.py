@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spbench.bench.files.cluster import Cluster
+from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.simulator.costs import node_of
 from spbench.bench.simulator.program import Group, Program, shifted_ranks
 

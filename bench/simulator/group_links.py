@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from spbench.bench.files.cluster import Cluster
+from spbench.bench.clusters.cluster import Cluster
 
 
 class LinkRate(NamedTuple):

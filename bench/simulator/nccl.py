@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spbench.bench.files.links import Generation, NcclAlgorithm, NcclProtocol, NcclSettings
+from spbench.bench.clusters.links import Generation, NcclAlgorithm, NcclProtocol, NcclSettings
 from spbench.bench.simulator.group_links import GroupLinks
 from spbench.bench.simulator.ring_collectives import pairwise_seconds
 

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from spbench.bench.files.cluster import Calibration, Cluster
+from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.simulator.channels import Channels
 from spbench.bench.simulator.costs import Costs, check_rates
 from spbench.bench.simulator.folding import smallest_shift

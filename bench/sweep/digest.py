@@ -6,7 +6,7 @@ The digest has five parts, which are kept apart so that a message can say which 
 - ``model``, ``strategy``: class and options, the defaults included; ``model`` also has the cell's other
   settings with their defaults, and ``strategy`` the versions of the packages that a peer calls;
 - ``code``: the Python files that can change a measurement: all of impls/ and bench/ but what only chooses
-  cells or reads rows (:data:`bench.files.measuring_code.NOT_MEASURING`), and all files of installed plug-ins;
+  cells or reads rows (:data:`bench.measuring_code.NOT_MEASURING`), and all files of installed plug-ins;
 - ``torch``: its version.
 """
 
@@ -20,10 +20,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.declarations import declared
 from spbench.bench.engines.peer_packages import installed
-from spbench.bench.files.cluster import load_cluster
-from spbench.bench.files.measuring_code import DIGEST_LENGTH, code_digest
+from spbench.bench.measuring_code import DIGEST_LENGTH, code_digest
 from spbench.bench.sweep.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
 from spbench.impls.strategies.nesting import nesting

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from spbench.bench.meters.nvml import NoPermission, NvmlProblem, nvml, reading
-from spbench.bench.processes import usable_cores
+from spbench.bench.ranks.processes import usable_cores
 
 
 @cache

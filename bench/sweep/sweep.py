@@ -12,13 +12,13 @@ from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.engines.peer_packages import requirements
-from spbench.bench.processes import usable_cores
-from spbench.bench.sweep.crew import Crew
+from spbench.bench.ranks.processes import usable_cores
 from spbench.bench.sweep.digest import digest, is_final
-from spbench.bench.sweep.executors.executor import Executor
 from spbench.bench.sweep.provenance import provenance
 from spbench.bench.sweep.results import ResultsFile, Row
-from spbench.bench.sweep.workers import Outcome, Run
+from spbench.bench.workers.crew import Crew
+from spbench.bench.workers.executor import Executor
+from spbench.bench.workers.worker import Outcome, Run
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from spbench.bench.files.model_files import names_a_file, read_model_file
+from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.ranks.rank_job import RankError
 from spbench.bench.ranks.ranks import Ranks
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend

@@ -17,7 +17,7 @@ from typing import Any
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
-from spbench.bench.files.measuring_code import digest_of_files
+from spbench.bench.measuring_code import digest_of_files
 from spbench.impls.discovery import plugin_files
 
 VERDICTS_FILE = "verdicts.jsonl"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.files.cluster import load_cluster
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.impls.layout import Unsupported
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from spbench.bench import processes
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.ranks import processes
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.sweep.workers import Worker
+from spbench.bench.workers.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 #: whole command lines

@@ -42,7 +42,7 @@ ADDITIONS = (
     Addition("closed_form.py", "spbench.engines", "bench/engines"),
     Addition("flops.py", "spbench.meters", "bench/meters"),
     Addition("vocabulary.py", "spbench.searches", "bench/search"),
-    Addition("bounds.py", "spbench.answers", "bench/comparison/answers"),
+    Addition("bounds.py", "spbench.answers", "bench/published/answers"),
     Addition("as_yaml.py", "spbench.forms", "bench/commands/forms", "yaml = as_yaml:show"),
     Addition("to_prometheus.py", "spbench.exports", "bench/exports", "prometheus = to_prometheus:export"),
 )

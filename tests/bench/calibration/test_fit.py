@@ -10,10 +10,10 @@ import pytest
 
 from spbench.bench.calibration.fit import Fit, Known, chosen, fitted, residuals, summary
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.comparison.answers.tables import PublishedTable
-from spbench.bench.comparison.quantity_columns import PublishedRow
+from spbench.bench.clusters.cluster import Calibration
 from spbench.bench.errors import UserError
-from spbench.bench.files.cluster import Calibration
+from spbench.bench.published.answers.tables import PublishedTable
+from spbench.bench.published.quantity_columns import PublishedRow
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of, clu
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.calibration.validation import rates
 from spbench.bench.cell import Sizes
-from spbench.bench.files.cluster import load_cluster
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.sweep.digest import digest

@@ -18,8 +18,8 @@ from spbench.bench.cell import Cell, Measurement, Status
 from spbench.bench.cli import main
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import as_row, unfinished
-from spbench.bench.sweep.workers import measure
 from spbench.bench.verification.cases import VerifyRow
+from spbench.bench.workers.worker import measure
 from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO, answer
 

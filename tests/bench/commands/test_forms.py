@@ -16,7 +16,7 @@ from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.forms import form_names, load_form
 from spbench.bench.commands.result_table import result_table
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.sweep.workers import Outcome
+from spbench.bench.workers.worker import Outcome
 from spbench.impls.discovery import DiscoveryError
 from spbench.impls.models.model import model_preset
 from tests.bench.commands.conftest import Run

@@ -14,7 +14,7 @@ from spbench.bench.declarations import CACHE_FOLDER
 from spbench.bench.engines import virtual
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.sweep.workers import Outcome
+from spbench.bench.workers.worker import Outcome
 from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.commands import report
-from spbench.bench.site import build as building
+from spbench.bench.report import build as building
 from tests.bench.commands.conftest import Run
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from spbench.bench.commands.execution import draw_records
 from spbench.bench.commands.reproduce import RECORDS, RUNS
-from spbench.bench.comparison.document import Pages, check_parts
-from spbench.bench.comparison.findings import Findings, read_records
-from spbench.bench.comparison.same_code import check_same_code
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
+from spbench.bench.reproduction.document import Pages, check_parts
+from spbench.bench.reproduction.findings import Findings, read_records
+from spbench.bench.sweep.same_code import check_same_code
 from tests.bench.commands.conftest import Run
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.disk import files_of_at_most
@@ -69,7 +69,7 @@ def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) 
     """Run a command line in an empty folder, where small.yaml is the only scenario; its cells are made up."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", sweep_here)
-    monkeypatch.setattr("spbench.bench.comparison.papers.packaged", lambda package: ["small.yaml"])
+    monkeypatch.setattr("spbench.bench.reproduction.papers.packaged", lambda package: ["small.yaml"])
     Path("small.yaml").write_text(SMALL)
     Path("t1.csv").write_text(PUBLISHED)
     made_by(monkeypatch, "abc")

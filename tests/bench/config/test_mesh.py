@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from spbench.bench.cell import Cell
-from spbench.bench.comparison.selector import Selector
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import UNSET, Narrowing, differing_settings, narrowed_cells
 from spbench.bench.errors import UserError
+from spbench.bench.published.selector import Selector
 
 GROUPS: list[dict[str, Any]] = [
     {

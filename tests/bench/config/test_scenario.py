@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import cluster_names, load_cluster
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
 from spbench.bench.errors import UserError
-from spbench.bench.files.cluster import cluster_names, load_cluster
-from spbench.bench.files.yaml_files import packaged
+from spbench.bench.yaml_files import packaged
 from tests.bench.fakes import SCENARIO
 
 

@@ -18,7 +18,7 @@ from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.processes import usable_cores
+from spbench.bench.ranks.processes import usable_cores
 from spbench.bench.ranks.rank_job import RankError
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.strategies.base import Unsupported

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell, Measurement
-from spbench.bench.engines import boundary, emulated, virtual
+from spbench.bench.engines import emulated, virtual
 from spbench.bench.engines.emulated import EmulatedEngine, memory_fraction
 from spbench.bench.engines.emulated_group import EmulatedGroup, emulated_mesh
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.search import boundary
 from spbench.bench.search.bracket import largest_fitting
 from spbench.impls.backends.registry import backends
 from spbench.impls.layout import Unavailable

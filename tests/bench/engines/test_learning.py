@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell, Learning
-from spbench.bench.comparison.answers.curves import deviations, final
-from spbench.bench.comparison.comparisons import compare
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines.engine import run
 from spbench.bench.engines.learning import learning_rate, losses_of_rank
+from spbench.bench.published.answers.curves import deviations, final
 from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.sweep.workers import Outcome
+from spbench.bench.workers.worker import Outcome
 from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported

@@ -10,8 +10,8 @@ import pytest
 
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.config.scenario import load_scenario
-from spbench.bench.engines.boundary import largest_that_fits
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.search.boundary import largest_that_fits
 from spbench.bench.search.search import Search
 from tests.bench.engines.test_virtual import write_cluster
 

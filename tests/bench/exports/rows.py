@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.comparison.comparisons import write
-from spbench.bench.config.compared import Comparison
+from spbench.bench.published.compared import Comparison
+from spbench.bench.reproduction.comparisons import write
 
 Rows = list[dict[str, Any]]
 

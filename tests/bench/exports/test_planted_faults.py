@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.simulator.costs import Costs
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.sweep.workers import measure
+from spbench.bench.workers.worker import measure
 from tests.bench.exports.conftest import Judge
 from tests.bench.exports.reading import cases, tables
 from tests.bench.exports.rows import BASE, Rows, made_up, one_byte_more, planted

@@ -10,9 +10,9 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from spbench.bench.comparison.metrics import METRICS
 from spbench.bench.history.from_results import add_record
 from spbench.bench.history.run_record import CellRecord, Commit, RecordedValue, RunRecord
+from spbench.bench.regressions.metrics import METRICS
 
 METRIC = {metric.name: metric for metric in METRICS}
 MACHINE = {"host": "one", "cpu": "AMD EPYC", "cores": 2, "memory_bytes": 2**34, "gpus": [], "os": "Linux 6"}

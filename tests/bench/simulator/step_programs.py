@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spbench.bench.files.cluster import Calibration, Cluster
+from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.simulator.program import Group, Program, ProgramBuilder
 from spbench.bench.simulator.simulate import simulate
 from spbench.bench.simulator.timeline import Timeline

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.files.cluster import Calibration, Cluster, cluster_names, load_cluster
+from spbench.bench.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
 from spbench.bench.simulator.costs import Costs
 from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT, ProgramBuilder
 from tests.bench.simulator.step_programs import cluster, timed

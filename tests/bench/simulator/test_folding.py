@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import Calibration
 from spbench.bench.engines import virtual
-from spbench.bench.files.cluster import Calibration
 from spbench.bench.simulator import message_matching
 from spbench.bench.simulator import simulate as simulation
 from spbench.bench.simulator.folding import smallest_shift

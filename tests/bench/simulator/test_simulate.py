@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.files.cluster import Calibration, Link, cluster_names, load_cluster
+from spbench.bench.clusters.cluster import Calibration, Link, cluster_names, load_cluster
 from spbench.bench.simulator.costs import Costs, RatesUnknown
 from spbench.bench.simulator.message_matching import Deadlock
 from spbench.bench.simulator.program import (

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
 from spbench.bench.cell import Cell, Sizes
+from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.engines import virtual
-from spbench.bench.files.cluster import Cluster
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.simulator.program import Program, ProgramBuilder

@@ -42,7 +42,7 @@ class Command:
         self.command = [
             sys.executable,
             "-m",
-            "tests.bench.sweep.gated_spbench",
+            "tests.bench.workers.gated_spbench",
             "run",
             "--scenario",
             str(file),

@@ -12,15 +12,15 @@ import pytest
 import spbench.bench.sweep.digest as digest_module
 from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines.engine import run as run_on_engine
-from spbench.bench.files.cluster import load_cluster
-from spbench.bench.files.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
+from spbench.bench.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.bench.sweep.digest import changed_parts, is_final, outdated
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.sweep import sweep as sweep_in_workers
-from spbench.bench.sweep.workers import Outcome, measure
+from spbench.bench.workers.worker import Outcome, measure
 from spbench.impls.models.model import models
 from tests.bench.fakes import answer
 

@@ -10,10 +10,10 @@ import pytest
 
 from spbench.bench.cell import Cell, Learning, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.sweep.crew import Crew
 from spbench.bench.sweep.results import ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
-from spbench.bench.sweep.workers import Outcome
+from spbench.bench.workers.crew import Crew
+from spbench.bench.workers.worker import Outcome
 from tests.bench import fakes
 from tests.bench.sweep.command_process import PATIENCE_S, Command
 

@@ -1,0 +1,235 @@
+"""Clusters: devices and links, each figure with its source.
+
+A figure that is not known is null: nothing is measured or limited by it. A file may say ``extends: NAME`` and
+only what differs from that packaged cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from spbench.bench.clusters.links import CollectiveModel, Link, NcclSettings, Network
+from spbench.bench.clusters.sourced import Figure, StrictModel
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.inferred import InferredSetting
+from spbench.bench.yaml_files import find_file, merge, packaged, parse_yaml, read_file, validate
+
+PACKAGE = "spbench.scenarios.clusters"
+
+Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+Library = Literal["cublas", "transformer_engine"]
+#: a model with more freedom than this explains nothing
+MAX_SCALARS = 3
+
+
+class Device(StrictModel):
+    """One accelerator.
+
+    Attributes:
+        memory_total_bytes: what the card has.
+        memory_context_bytes: what the CUDA context and its libraries take before the first tensor.
+        memory_bandwidth_bytes_per_s: of the card's own memory.
+        peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
+        compute_efficiency: share of the peak rate that matrix products reach; null counts as all of it.
+        memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
+        attention_efficiency: share of the peak rate that attention kernels reach, where of a causal mask only
+            what it leaves is counted; null: they reach what matrix products do.
+        attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
+            null counts as none.
+        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
+            since it takes multiprocessors and memory bandwidth; null counts as none.
+        launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
+        kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
+            launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
+        workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first product
+            of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
+            its first product. One that is left out, or null, takes none.
+    """
+
+    name: str
+    memory_total_bytes: Figure[PositiveInt]
+    memory_context_bytes: Figure[NonNegativeInt]
+    memory_bandwidth_bytes_per_s: Figure[PositiveFloat]
+    peak_flops_per_s: dict[Precision, Figure[PositiveFloat]] = {}
+    compute_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
+    memory_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
+    attention_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
+    attention_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    overlap_loss: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    launch_overhead_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    kernel_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
+    workspaces: dict[Library, Figure[NonNegativeInt]] = {}
+
+    @model_validator(mode="after")
+    def _one_way_to_launch(self) -> Self:
+        if self.launch_overhead_s.value and self.kernel_floor_s.value:
+            raise ValueError(
+                "launch_overhead_s and kernel_floor_s exclude each other: set one of them to null"
+            )
+        return self
+
+
+class Calibration(StrictModel):
+    """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
+
+    Attributes:
+        compute_efficiency: share that matrix products reach of the peak rate, or of the device's figure for
+            it, and attention kernels where the device has none of their own.
+        memory_efficiency: share that kernels reach of the memory bandwidth, or of the device's figure for it.
+        link_efficiency: share of every link's bandwidth that communication reaches.
+        step_overhead_s: added to each step.
+        parameter_overhead_s: added to each step for each parameter of the model, whole.
+        strided_element_s: for each element of a matrix product's operands and result that lies in a block
+            of a wider matrix (block-wise attention scores).
+        fitted_on: the cells that the values were fitted on.
+    """
+
+    compute_efficiency: PositiveFloat = 1.0
+    memory_efficiency: PositiveFloat = 1.0
+    link_efficiency: PositiveFloat = 1.0
+    step_overhead_s: NonNegativeFloat = 0.0
+    parameter_overhead_s: NonNegativeFloat = 0.0
+    strided_element_s: NonNegativeFloat = 0.0
+    fitted_on: list[str] = []
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The values that differ from their defaults."""
+        return {k: v for k, v in self.model_dump(exclude_defaults=True).items() if k != "fitted_on"}
+
+    @property
+    def label(self) -> str:
+        """ "calibrated" or "uncalibrated"."""
+        return "calibrated" if self.scalars else "uncalibrated"
+
+    @model_validator(mode="after")
+    def _few(self) -> Self:
+        if len(self.scalars) > MAX_SCALARS:
+            raise ValueError(f"at most {MAX_SCALARS} values may differ from their defaults: {self.scalars}")
+        return self
+
+
+class MeasuredRate(StrictModel):
+    """What one operation of one size took on a machine; see :class:`RatePoint`.
+
+    Attributes:
+        bytes_per_s: of a rank's own memory, or the algorithm bandwidth of a collective.
+        bus_bytes_per_s: the bus bandwidth of a collective.
+    """
+
+    operation: str
+    size: str
+    precision: Precision
+    ranks: PositiveInt
+    seconds: PositiveFloat
+    flops_per_s: PositiveFloat | None = None
+    bytes_per_s: PositiveFloat | None = None
+    bus_bytes_per_s: PositiveFloat | None = None
+
+
+class Cluster(StrictModel):
+    """A kind of machine that cells run on, or are taken to run on.
+
+    Attributes:
+        name: its file's, without the suffix.
+        collective_model: how collectives are timed: "ring" by latency and bandwidth of each hop,
+            "measured" by the links' ``collectives``, "nccl" by NCCL's own model of its algorithms, which
+            needs ``nccl``.
+        measured: rates by size, of which the figures are some; nothing is computed from the others.
+    """
+
+    name: str
+    about: str
+    device: Device
+    devices_per_node: PositiveInt = 1
+    #: between the devices of a node, a device; unknown or missing: they talk through the network
+    node_link: Link | None = None
+    network: Network
+    collective_model: CollectiveModel = "ring"
+    nccl: NcclSettings | None = None
+    calibration: dict[Precision, Calibration] = {}
+    measured: list[MeasuredRate] = []
+
+    @model_validator(mode="after")
+    def _collectives_known(self) -> Self:
+        links = [link for link in (self.node_link, self.network) if link is not None]
+        if self.collective_model == "measured" and not any(link.collectives for link in links):
+            raise ValueError("collective_model: measured needs collectives of node_link or network")
+        if self.collective_model == "nccl" and self.nccl is None:
+            raise ValueError("collective_model: nccl needs the settings nccl, with a generation")
+        return self
+
+    @property
+    def usable_memory_bytes(self) -> int | None:
+        """Bytes of a device that tensors and the allocator's own waste can have; None: no limit."""
+        total = self.device.memory_total_bytes.value
+        return None if total is None else total - (self.device.memory_context_bytes.value or 0)
+
+    def calibration_of(self, precision: str) -> Calibration:
+        """The calibration of a precision; where there is none, what datasheets promise."""
+        return {str(known): found for known, found in self.calibration.items()}.get(precision, Calibration())
+
+    def figures(self) -> Iterator[tuple[str, Figure[Any]]]:
+        """Every figure under its key path, as device.memory_total_bytes."""
+        return _figures(self, "")
+
+    @property
+    def inferences(self) -> list[InferredSetting]:
+        """What of the cluster was chosen by looking at published numbers."""
+        return [*self.network.inferred_from, *(i for _, f in self.figures() for i in f.inferred_from)]
+
+
+def _figures(part: Any, path: str) -> Iterator[tuple[str, Figure[Any]]]:
+    """The figures of a part of a cluster file; entries of a list under their number."""
+    if isinstance(part, list):
+        part = {str(number): item for number, item in enumerate(part)}
+    for key, value in part.items() if isinstance(part, dict) else part:
+        if isinstance(value, Figure):
+            yield f"{path}{key}", value
+        elif isinstance(value, BaseModel | dict | list):
+            yield from _figures(value, f"{path}{key}.")
+
+
+def cluster_names() -> list[str]:
+    """The clusters that come with the package."""
+    return list(packaged(PACKAGE))
+
+
+def load_cluster(name: str) -> Cluster:
+    """The packaged cluster of that name, or the one in the YAML file at that path, as the file is now.
+
+    Raises:
+        UserError: there is none, or its file is wrong.
+    """
+    path = find_file(name, PACKAGE, "cluster")
+    return _cluster(path, read_file(path))
+
+
+@cache
+def _cluster(path: Path, content: bytes) -> Cluster:
+    declared = _resolved(path, content)
+    if "name" in declared:
+        raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")
+    cluster = validate(Cluster, {**declared, "name": path.stem}, str(path))
+    usable = cluster.usable_memory_bytes
+    if usable is not None and usable <= 0:
+        raise UserError(f"{path}: device.memory_context_bytes: leaves nothing of memory_total_bytes")
+    return cluster
+
+
+def _resolved(path: Path, content: bytes) -> dict[str, Any]:
+    """What a file says and, below it, what the packaged cluster says that it extends."""
+    own = parse_yaml(path, content)
+    base = own.pop("extends", None)
+    if base is None:
+        return own
+    known = packaged(PACKAGE)
+    others = [name for name, file in known.items() if file != path]
+    if base not in others:
+        raise UserError(f"{path}: extends: unknown cluster {base!r}{suggestion(base, others)}")
+    return merge(_resolved(known[base], read_file(known[base])), own)

@@ -1,0 +1,57 @@
+"""Models of the user's own: the config.json files of Hugging Face that cells name by their paths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.declarations import declared
+from spbench.bench.errors import UserError
+from spbench.bench.yaml_files import read_file
+
+SUFFIX = ".json"
+#: what a folder of a model has its configuration in
+CONFIG = "config.json"
+
+
+def names_a_file(model: str) -> bool:
+    """Whether what a cell calls its model is the path of a file, or of a folder with one, and no name."""
+    return "/" in model or model.endswith(SUFFIX)
+
+
+def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
+    """The fields that count of a config.json, as :func:`counting_fields`.
+
+    Args:
+        model: path of the file or of the folder that it lies in.
+        folder: what a relative path starts from.
+
+    Raises:
+        UserError: it cannot be read, is no JSON object, or has something that no model here has.
+    """
+    path = folder / Path(model).expanduser()
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        content = json.loads(read_file(path))
+    except ValueError as error:
+        raise UserError(f"{path}: malformed JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
+    found = _read(content)
+    if problem := found["problem"]:
+        raise UserError(f"{path}: {problem}")
+    fields: dict[str, Any] = found["fields"]
+    return fields
+
+
+@declared
+def _read(content: Mapping[str, Any]) -> dict[str, Any]:
+    """``fields`` that count of a config.json, or the ``problem`` with it."""
+    from spbench.impls.models.huggingface.config import counting_fields
+
+    try:
+        return {"fields": counting_fields(content), "problem": ""}
+    except ValueError as error:
+        return {"fields": {}, "problem": str(error)}

@@ -1,0 +1,98 @@
+"""Gates: what was run now beside the committed baselines, as `spbench compare` judges it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.history.checkout import last_change
+from spbench.bench.history.run_record import SHORT_HASH
+from spbench.bench.regressions.regressions import Difference, Judgement, judge
+from spbench.bench.regressions.result_files import Results, read_results
+from spbench.bench.sweep.results import RESULTS_FILE
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A baseline, and what was run beside it.
+
+    Attributes:
+        scenario: whose cells they are.
+        base: the folder of the baseline.
+        commits, machines: before and now; of rows that do not say, the commit that committed them.
+        judgement: None: nothing was run here, or it cannot be compared.
+        problem: why there is no judgement.
+    """
+
+    scenario: str
+    base: Path
+    commits: tuple[Sequence[str], Sequence[str]]
+    machines: tuple[Sequence[str], Sequence[str]]
+    judgement: Judgement | None
+    problem: str = ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Differences by what they are: worse, missing, better, new; and what is ``equal``."""
+        assert self.judgement is not None
+        found = Counter(difference.verdict for difference in self.judgement.differences)
+        counted = {verdict: found[verdict] for verdict in ("worse", "missing", "better", "new")}
+        return {**counted, "equal": self.judgement.equal.total()}
+
+    @property
+    def lines(self) -> list[Line]:
+        """The differences as lines of a table, the worst first; ``change`` in percent of the base, where more
+        is worse."""
+        return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
+
+
+def gates(results: Path) -> Iterator[Gate]:
+    """The baselines in RESULTS/baseline, each beside RESULTS/runs/NAME."""
+    for path in sorted((results / "baseline").glob(f"*/{RESULTS_FILE}")):
+        yield _gate(path.parent, results / "runs" / path.parent.name)
+
+
+def _gate(base: Path, new: Path) -> Gate:
+    scenario = base.name
+    try:
+        before = read_results(base)
+        if not (new / RESULTS_FILE).is_file():
+            how = f"nothing was run here: spbench run --scenario {scenario} --output {new}"
+            return Gate(scenario, base, (_commits(before), []), (_said(before.machines), []), None, how)
+        now = read_results(new)
+    except UserError as error:
+        return Gate(scenario, base, ([], []), ([], []), None, str(error))
+    return Gate(
+        scenario,
+        base,
+        (_commits(before), _commits(now)),
+        (_said(before.machines), _said(now.machines)),
+        judge(before, now),
+    )
+
+
+def _commits(results: Results) -> list[str]:
+    return _said(results.commits) or _said([last_change(results.path)[:SHORT_HASH]])
+
+
+def _said(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name]
+
+
+def _line(difference: Difference) -> Line:
+    percent = difference.change * 100 if math.isfinite(difference.change) else None
+    return {
+        "verdict": difference.verdict + (" (allowed)" if difference.allowed else ""),
+        "where": difference.where,
+        "quantity": difference.quantity,
+        "before": difference.base,
+        "now": difference.new,
+        "worse by (%)": percent,
+    }

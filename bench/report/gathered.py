@@ -1,0 +1,202 @@
+"""What the site is made of: papers and what reproducing them found, and a result row for each known cell.
+
+Rows come from the first of these places that has any of a scenario: RESULTS/runs (every scenario that was
+run here), RESULTS/baseline (committed rows of a few), and the numbers that RESULTS/reproduction/PAPER.csv
+holds of cells that were measured elsewhere. The last have what was compared with published tables alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import spbench
+from spbench.bench.cell import Cell
+from spbench.bench.config.scenario import Scenario
+from spbench.bench.errors import UserError
+from spbench.bench.published.answers.tables import PublishedTable
+from spbench.bench.reproduction.findings import Findings, Record, read_records, table_of
+from spbench.bench.reproduction.papers import ALL, Paper, scenarios_of
+from spbench.bench.sweep.results import RESULTS_FILE, Row, flat, read_rows
+
+#: where a row was found
+Origin = Literal["runs", "baseline", "reproduction"]
+
+
+@dataclass(frozen=True)
+class PaperResults:
+    """A paper, its scenarios by name, and what reproducing them found.
+
+    Attributes:
+        findings: None where no PAPER.csv is among the results.
+    """
+
+    paper: Paper
+    scenarios: Mapping[str, Scenario]
+    findings: Findings | None
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What is known of a cell.
+
+    Attributes:
+        row: as in a cells.jsonl; of the origin "reproduction" with the compared numbers alone.
+    """
+
+    scenario: str
+    origin: Origin
+    row: Row
+
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """The row as one level of plain values, after the scenario and the origin."""
+        return {"scenario": self.scenario, **flat(self.row), "origin": self.origin}
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All that pages are made of.
+
+    Attributes:
+        results: the folder with reproduction/, baseline/ and runs/.
+        history: the folder of `spbench record`; None: there is none.
+        cells: by scenario, then in the order of the file.
+        problems: a line for each line of a results file that is not a row.
+    """
+
+    results: Path
+    history: Path | None
+    papers: Sequence[PaperResults]
+    cells: Sequence[CellResult]
+    problems: Sequence[str]
+
+    @cached_property
+    def rows(self) -> Mapping[str, Row]:
+        """The rows by the keys of their cells; of a cell in several scenarios the first."""
+        found: dict[str, Row] = {}
+        for cell in self.cells:
+            found.setdefault(cell.row["key"], cell.row)
+        return found
+
+    @cached_property
+    def declared(self) -> Mapping[str, Cell]:
+        """The cells that the scenarios of papers declare, by key."""
+        scenarios = [s for paper in self.papers for s in paper.scenarios.values()]
+        return {cell.key: cell for s in scenarios for cells in s.cells.values() for cell in cells}
+
+
+def default_results() -> Path:
+    """results/ in the working directory, or else in the checkout of this code.
+
+    Raises:
+        UserError: neither has reproduced papers, baselines or runs.
+    """
+    places = [Path("results"), Path(spbench.__file__).resolve().parents[1] / "results"]
+    for place in places:
+        if any((place / name).is_dir() for name in ("reproduction", "baseline", "runs")):
+            return place
+    raise UserError(
+        "there are no results here: run `spbench reproduce all`, or name a folder of results with --results"
+    )
+
+
+def gather(results: Path, history: Path | None) -> Gathered:
+    """Read everything that pages are made of.
+
+    Args:
+        results: a folder with any of reproduction/, baseline/ and runs/.
+        history: of `spbench record`; None: RESULTS/history if that is there.
+
+    Raises:
+        UserError: a folder is missing, or a file in it cannot be read.
+    """
+    if not results.is_dir():
+        raise UserError(f"--results {results} is not a folder; `spbench reproduce all` makes results/")
+    if history is not None and not history.is_dir():
+        raise UserError(f"--history {history} is not a folder; `spbench record` makes one")
+    if history is None and (results / "history").is_dir():
+        history = results / "history"
+    papers = [_paper(results / "reproduction", *found) for found in scenarios_of(ALL)]
+    problems: list[str] = []
+    cells = list(_cells(results, papers, problems))
+    if not cells and not any(paper.findings for paper in papers):
+        raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
+    return Gathered(results, history, papers, cells, problems)
+
+
+def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperResults:
+    files = folder / f"{paper.name}.csv", folder / f"{paper.name}_runs.csv"
+    documents = {scenario.name: scenario.document for scenario in scenarios}
+    findings = None
+    if any(file.exists() for file in files):
+        records, runs = map(read_records, files)
+        findings = Findings(paper.name, records, runs, documents)
+        _check_columns(files[0], records, ("table", "cell", "quantity", "role", "scenario", *_NUMBERS))
+        _check_columns(files[1], runs, ("scenario", "cells", "commit", "torch"))
+    return PaperResults(paper, {scenario.name: scenario for scenario in scenarios}, findings)
+
+
+_NUMBERS = ("published", "reproduced", "relative_error", "status_published", "status_reproduced")
+
+
+def _check_columns(path: Path, records: Sequence[Record], columns: Sequence[str]) -> None:
+    for record in records[:1]:
+        if missing := [name for name in columns if name not in record]:
+            raise UserError(
+                f"{path} has no column {missing[0]!r}; `spbench reproduce {path.stem.removesuffix('_runs')}` "
+                "writes it anew"
+            )
+
+
+def _cells(results: Path, papers: Sequence[PaperResults], problems: list[str]) -> Iterator[CellResult]:
+    """The cells of every scenario, each scenario from the first place that has any."""
+    places: dict[str, tuple[Origin, Path]] = {}
+    for origin in ("baseline", "runs"):  # the latter has precedence
+        for path in sorted((results / origin).glob(f"*/{RESULTS_FILE}")):
+            places[path.parent.name] = (origin, path)
+    reproduced = {name: paper for paper in papers for name in paper.scenarios}
+    for name in sorted({*places, *reproduced}):
+        if name in places:
+            origin, path = places[name]
+            rows, spoilt = read_rows(path)
+            problems += spoilt
+            yield from (CellResult(name, origin, row) for row in rows)
+        elif found := reproduced[name].findings:
+            scenario = reproduced[name].scenarios[name]
+            yield from (CellResult(name, "reproduction", row) for row in _written_rows(scenario, found))
+
+
+def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
+    """A row for each cell of published tables, with the numbers that were compared, in our units."""
+    columns = {
+        (table.table, name): quantity
+        for table in scenario.answers(PublishedTable)
+        for name, quantity in table.by_name.items()
+        if not quantity.of_classes
+    }
+    cells = {cell.key: cell for declared in scenario.cells.values() for cell in declared}
+    made = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
+    rows: dict[str, Row] = {}
+    for record in findings.records:
+        cell, quantity = cells.get(record["cell"]), columns.get((table_of(record), record["quantity"]))
+        if record["scenario"] != scenario.name or cell is None or quantity is None:
+            continue
+        row = rows.setdefault(
+            cell.key,
+            {
+                "key": cell.key,
+                "cell": cell.model_dump(mode="json"),
+                "status": record["status_reproduced"] or "ok",
+                "reason": "",
+                "measurement": {},
+                "provenance": {"commit": made.get("commit", ""), "torch": made.get("torch", "")},
+            },
+        )
+        if record["reproduced"] is not None:
+            value = record["reproduced"] * quantity.unit
+            row["measurement"][quantity.field] = round(value) if quantity.field.endswith("_bytes") else value
+    yield from rows.values()

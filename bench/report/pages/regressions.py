@@ -1,0 +1,82 @@
+"""The page of regressions: gates against their baselines, and the history of metrics over commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.history.history import Assessment, History, read_history
+from spbench.bench.report.gates import Gate, gates
+from spbench.bench.report.gathered import Gathered
+from spbench.bench.report.history_charts import notable_charts, others_chart
+from spbench.bench.report.page import DataTable, Page
+
+
+def pages(gathered: Gathered) -> Iterator[Page]:
+    """regressions.html."""
+    found = list(gates(gathered.results))
+    tables = {gate.scenario: _differences(gate) for gate in found if gate.lines}
+    yield Page(
+        "regressions.html",
+        "Regressions",
+        "regressions.html",
+        {
+            "gates": found,
+            "tables": tables,
+            "results": str(gathered.results),
+            "closed": [gate for gate in found if gate.judgement is not None and gate.judgement.fails],
+            **_history(gathered),
+        },
+        order=80,
+        summary="What is worse than it was: results beside committed baselines, and metrics over commits.",
+    )
+
+
+def _differences(gate: Gate) -> DataTable:
+    return DataTable(
+        f"gate-{gate.scenario.replace('_', '-')}",
+        f"{gate.scenario}: what differs from the baseline, the worst first",
+        gate.lines,
+        sortable=len(gate.lines) > 1,
+    )
+
+
+def _history(gathered: Gathered) -> dict[str, Any]:
+    """The part of the history; without one, why."""
+    empty: dict[str, Any] = {"history": None, "problem": "", "charts": [], "others": None}
+    if gathered.history is None:
+        return empty
+    try:
+        history = read_history(gathered.history)
+        assessments = [history.assess(series) for series in history.series()]
+    except UserError as error:
+        return empty | {"problem": str(error)}
+    return {
+        "history": history,
+        "problem": "",
+        "branch": history.branches[0],
+        "commits": len({record.commit.hash for record in history.records}),
+        "machines": sorted({record.machine_name for record in history.records}),
+        "series": len(assessments),
+        "counts": _counts(assessments),
+        "charts": list(notable_charts(assessments)),
+        "others": others_chart(assessments),
+        "warnings": _warnings(history),
+    }
+
+
+def _counts(assessments: Sequence[Assessment]) -> dict[str, int]:
+    steps = [step for found in assessments for step in found.steps]
+    return {
+        "standing": sum(len(found.regressions) for found in assessments),
+        "missed": sum(len(found.missed) for found in assessments),
+        "steps": len(steps),
+        "meant": sum(bool(step.meant) for step in steps),
+    }
+
+
+def _warnings(history: History) -> list[str]:
+    others = history.branches[1:]
+    left_out = [f"records of {', '.join(others)} are left out"] if others else []
+    return [*history.problems, *left_out]

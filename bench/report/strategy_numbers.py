@@ -1,0 +1,169 @@
+"""The numbers of a strategy's page, as lines of tables: bytes by closed form and by meter, memory at the
+peak, time of a layer, verdicts of verification, and the cells of results that use it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+from spbench.bench.report.gathered import CellResult
+from spbench.bench.simulator.timeline import Timeline
+from spbench.bench.sweep.results import Row
+from spbench.bench.verification.verdicts import Verdict
+
+Line = dict[str, Any]
+_GIB = 2**30
+_MS = 1e3
+
+
+def formula_lines(row: Row) -> list[Line]:
+    """What a rank sends in a step of a cell, in bytes, by phase, collective and axis: by the closed form, as
+    metered, and the difference, which is 0 where both are right. Where the row says that another rank
+    differs, it has a line of its own."""
+    measured = row["measurement"]
+    closed: dict[tuple[str, str, str], float] = defaultdict(float)
+    purposes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for entry in measured.get("formula") or []:
+        key = entry["phase"], entry["collective"], entry.get("axis", "")
+        closed[key] += entry["sent_bytes"]
+        purposes[key].append(entry["purpose"])
+    metered: dict[tuple[str, str, str], float] = defaultdict(float)
+    for entry in measured.get("communication") or []:
+        metered[entry["phase"], entry["collective"], entry["axis"]] += entry["sent_bytes"]
+    keys = [key for key in dict.fromkeys([*closed, *metered]) if closed.get(key) or metered.get(key)]
+    lines = [
+        _line(*key, ", ".join(dict.fromkeys(purposes[key])), closed.get(key, 0), metered.get(key, 0))
+        for key in keys
+    ]
+    seen = {(line["phase"], line["collective"], line["axis"]) for line in lines if line["difference"]}
+    for entry in measured.get("formula_difference") or []:
+        key = entry["phase"], entry["collective"], entry["axis"]
+        if key not in seen:
+            what = f"on rank {entry['rank']}"
+            lines.append(_line(*key, what, entry["formula_bytes"], entry["metered_bytes"]))
+    return lines
+
+
+def _line(phase: str, collective: str, axis: str, purpose: str, formula: float, metered: float) -> Line:
+    return {
+        "phase": phase,
+        "collective": collective,
+        "axis": axis,
+        "what is sent": purpose,
+        "closed form (bytes)": formula,
+        "metered (bytes)": metered,
+        "difference": metered - formula,
+    }
+
+
+def differing(cells: Iterable[CellResult]) -> list[CellResult]:
+    """The cells of results whose meters saw other bytes than the closed form says."""
+    return [cell for cell in cells if cell.row["measurement"].get("formula_difference")]
+
+
+def memory_lines(rows: Mapping[str, Row]) -> list[Line]:
+    """What is held at the peak of the rank with the largest, in GiB, by strategy and category; categories of
+    which no strategy holds any are left out."""
+    held = {name: row["measurement"]["peak_held"] for name, row in rows.items()}
+    categories = [c for c in next(iter(held.values()), {}) if any(of.get(c) for of in held.values())]
+    return [
+        {"strategy": name, "category": category, "GiB": of.get(category, 0) / _GIB}
+        for name, of in sorted(held.items(), key=lambda entry: -sum(entry[1].values()))
+        for category in categories
+    ]
+
+
+def time_lines(layer: Timeline) -> list[Line]:
+    """What each rank's time of a layer goes to, in ms, by :attr:`Timeline.by_rank`."""
+    return [
+        {
+            "rank": rank,
+            **{
+                f"{part.removesuffix('_s').replace('_', ' ')} (ms)": seconds * _MS
+                for part, seconds in layer.breakdown_of(rank).items()
+            },
+        }
+        for rank in range(layer.world_size)
+    ]
+
+
+# -- verification ----------------------------------------------------------------------------------------
+
+
+def verdict_lines(verdicts: Iterable[Verdict]) -> list[Line]:
+    """Verdicts by model, part, precision and backend; red ones first, and of several cases the worst."""
+    groups: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        key = tuple(verdict[name] for name in ("strategy", "model", "part", "dtype", "backend"))
+        groups[key].append(verdict)
+    lines = [_verdict_line(key, group) for key, group in groups.items()]
+    if len({line["strategy"] for line in lines}) == 1:
+        lines = [{name: value for name, value in line.items() if name != "strategy"} for line in lines]
+    return sorted(lines, key=lambda line: (-line["red"], -line["green"]))
+
+
+def _verdict_line(key: tuple[str, ...], group: Sequence[Verdict]) -> Line:
+    counts = count_by_status(group)
+    judged = [verdict for verdict in group if verdict["status"] != "unsupported"]
+    worst = max(judged, key=lambda v: (v["status"] == "RED", _excess(v)), default=None)
+    names = ("strategy", "model", "part", "precision", "backend")
+    return {
+        **dict(zip(names, key, strict=True)),
+        "ranks": ", ".join(map(str, sorted({verdict["size"] for verdict in judged}))),
+        **counts,
+        "largest error": worst["error"] if worst else None,
+        "allowed": worst["limit"] if worst else None,
+        "where": _of(worst) if worst else group[0]["reason"],
+    }
+
+
+def _excess(verdict: Verdict) -> float:
+    """An error for its limit; a red one without an error is beyond any."""
+    if verdict["error"] is None or not verdict["limit"]:
+        return float("inf") if verdict["status"] == "RED" else 0.0
+    return float(verdict["error"] / verdict["limit"])
+
+
+def _of(verdict: Verdict) -> str:
+    where = f" on {verdict['mesh']}" if verdict["mesh"] else ""
+    return f"{verdict['tensor']}{where} {verdict['verdict'] or verdict['reason']}".strip()
+
+
+def count_by_status(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    """How many are green, red and unsupported."""
+    found = {"green": 0, "red": 0, "unsupported": 0}
+    for verdict in verdicts:
+        found[verdict["status"].lower()] += 1
+    return found
+
+
+# -- cells -----------------------------------------------------------------------------------------------
+
+
+def uses(strategy: str, cells: Iterable[CellResult]) -> list[CellResult]:
+    """The cells whose strategy it is, alone or with others around it or within it."""
+    return [cell for cell in cells if strategy in cell.row["cell"].get("strategy", "").split("+")]
+
+
+def scenario_lines(cells: Iterable[CellResult]) -> list[Line]:
+    """Cells by scenario and name of the strategy: how they ended, and a link to them on the page of cells."""
+    found: dict[tuple[str, str], list[CellResult]] = defaultdict(list)
+    for cell in cells:
+        found[cell.scenario, cell.row["cell"]["strategy"]].append(cell)
+    lines = []
+    for (scenario, strategy), some in sorted(found.items()):
+        statuses: dict[str, int] = defaultdict(int)
+        for cell in some:
+            statuses[cell.row["status"]] += 1
+        lines.append(
+            {
+                "scenario": scenario,
+                "strategy": strategy,
+                "cells": len(some),
+                "of which": ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())),
+                "link": "cells.html#" + urlencode({"scenario": scenario, "strategy": strategy}),
+            }
+        )
+    return lines

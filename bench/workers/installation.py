@@ -1,0 +1,56 @@
+"""What of a machine's installation a measurement depends on, and whether another machine has the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spbench.bench.measuring_code import code_digest
+from spbench.bench.sweep.provenance import installed_version
+from spbench.impls.discovery import plugin_entries
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Attributes:
+    spbench, torch: their versions, as the package metadata has them.
+    plugins: the entry points of plug-ins, each as GROUP:NAME.
+    code: :func:`code_digest`.
+    """
+
+    spbench: str
+    torch: str
+    plugins: frozenset[str]
+    code: str
+
+    @classmethod
+    def here(cls) -> Installation:
+        """Of this machine, as its files are now, whenever they were imported."""
+        code_digest.cache_clear()
+        return cls(
+            spbench=installed_version("spbench") or "none",
+            torch=installed_version("torch") or "none",
+            plugins=frozenset(f"{entry.group}:{entry.name}" for entry in plugin_entries()),
+            code=code_digest(),
+        )
+
+    def difference(self, other: Installation) -> str:
+        """What is wrong with the other one, and the remedy, as the end of a sentence; "" if nothing is.
+
+        Versions come from package metadata, which an editable checkout may lack; digests decide.
+        """
+        if lacking := self.plugins - other.plugins:
+            return f"lacks the plug-ins {_listed(lacking)}; install them there and start it again"
+        if unknown := other.plugins - self.plugins:
+            return f"has the plug-ins {_listed(unknown)}, which are not here; install the same on both"
+        if self.torch != other.torch:
+            return f"has torch {other.torch}, not {self.torch}; install the same there and start it again"
+        if self.code != other.code:
+            return (
+                f"has other code of spbench or its plug-ins (version {other.spbench}, digest {other.code}; "
+                f"here {self.spbench}, {self.code}); install the same there and start it again"
+            )
+        return ""
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names))

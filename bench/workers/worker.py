@@ -1,0 +1,282 @@
+"""Worker processes for cells: started once, given one cell at a time, replaced when they die or hang.
+
+Own code rather than a pool of a library: concurrent.futures breaks as a whole when one of its processes is
+killed, and cannot say which cell did it; pebble's pool replaces a process that dies or takes too long, but
+kills only that process, without a moment between the two to ask it for its stacks, while a worker here has
+ranks below it, which have to be asked too and must not be left behind.
+
+A worker leads a process group of its own, in which the ranks that it starts are, so that one signal reaches
+all of them. What they print goes to a file, whose end becomes part of the row of a cell that failed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell, Measurement, Status
+from spbench.bench.declarations import declared
+from spbench.bench.engines.engine import engine_class
+from spbench.bench.ranks.processes import (
+    STACKS_FOLDER,
+    Surroundings,
+    fate,
+    interrupts_blocked,
+    main_module_hidden,
+    starting_context,
+    write_stacks_on_signal,
+    written_stacks,
+)
+from spbench.bench.ranks.rank_job import RankError
+from spbench.impls.layout import Unavailable, Unsupported
+
+#: seconds that a worker has to end its own processes before it is killed
+GRACE_S = 10.0
+
+#: seconds that a worker has to import what it runs and take a cell, of which the cell's limit is no part
+START_LIMIT_S = 300.0
+
+#: seconds after its limit that a cell has whose engine ends it itself, before the worker is ended
+LATER_S = 60.0
+
+#: characters of a reason; the whole text is in the traceback
+REASON_LENGTH = 300
+
+#: characters of what a worker printed that are kept in a row, from the end
+LOG_LENGTH = 8000
+
+#: in a worker's folder: what it printed, and a folder of stacks
+_PRINTED, _STACKS = "printed", "stacks"
+
+Run = Callable[[Cell], Measurement]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell.
+
+    Attributes:
+        traceback: of what was raised; "" unless it failed.
+        log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
+            failed, ran out of time, or ran out of memory on real ranks.
+        final: whether another run would find the same, whatever is there then.
+        provenance: of the process that ran it (:func:`provenance`); None: this one's machine and code.
+    """
+
+    status: Status
+    reason: str = ""
+    measurement: dict[str, Any] = field(default_factory=dict)
+    traceback: str = ""
+    log: str = ""
+    elapsed_s: float | None = None
+    final: bool = True
+    provenance: dict[str, str | None] | None = None
+
+
+def measure(run: Run, cell: Cell) -> Outcome:
+    """Run a cell; whatever it raises becomes an outcome."""
+    start = time.perf_counter()
+    try:
+        found = run(cell)
+        outcome = Outcome(found.status, found.reason, found.as_dict())
+    except Unsupported as error:
+        outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
+    except RankError as error:
+        reason = _shortened(error.reason)
+        said = "" if error.status == "timeout" else str(error)
+        outcome = Outcome(error.status, reason, traceback=said, log=error.log)
+    except (Exception, SystemExit) as error:
+        reason = _shortened(" ".join(f"{type(error).__name__}: {error}".split()))
+        outcome = Outcome("failed", reason, traceback=traceback.format_exc())
+    return replace(outcome, elapsed_s=time.perf_counter() - start)
+
+
+def _shortened(text: str) -> str:
+    """One line for a table; launchers of processes put whole reports into an error, the cause at its end."""
+    return (
+        text
+        if len(text) <= REASON_LENGTH
+        else f"{text[: REASON_LENGTH // 3]} ... {text[-REASON_LENGTH // 2 :]}"
+    )
+
+
+class Worker:
+    """A process that runs cells with ``run``, which must be importable by its name.
+
+    Attributes:
+        cell: what it runs; None: it is idle.
+        deadline: when, by time.monotonic, its cell has run out of time; None: never.
+        begun: whether it has taken its cell.
+    """
+
+    def __init__(self, run: Run):
+        context = starting_context()
+        self.connection, theirs = context.Pipe()
+        self.folder = Path(tempfile.mkdtemp(prefix="spbench-worker-"))
+        self._printed = 0
+        # not a daemon: a cell of the distributed engine starts processes of its own
+        arguments = (Surroundings(), theirs, pickle.dumps(run), self.folder)
+        self.process = context.Process(target=_serve, args=arguments)  # type: ignore[attr-defined]
+        with interrupts_blocked(), main_module_hidden():
+            self.process.start()
+        theirs.close()
+        self.cell: Cell | None = None
+        self.deadline: float | None = None
+        self.begun = False
+
+    @property
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+    def give(self, cell: Cell) -> None:
+        """Start a cell; the connection is ready when it has begun, and when it has ended."""
+        self.cell, self.begun = cell, False
+        self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
+        with suppress(OSError):  # a worker that is dead already is found out by `take`
+            self.connection.send(cell)
+
+    def take(self) -> Outcome | None:
+        """The outcome of the cell given; failed, if the process died of it; None: it has only begun."""
+        assert self.cell is not None
+        try:
+            outcome = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(GRACE_S)
+            more = "; try fewer --jobs" if self.process.exitcode == -signal.SIGKILL else ""
+            outcome = Outcome("failed", f"the worker process {fate(self.process.exitcode)}{more}")
+        if outcome is None:
+            self.begun = True
+            if self.cell.timeout_s:
+                later = LATER_S if _ends_in_time(self.cell.engine) else 0.0
+                self.deadline = time.monotonic() + self.cell.timeout_s + later
+            return None
+        self.cell = self.deadline = None
+        return self._with_log(outcome)
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def time_out(self) -> Outcome:
+        """The outcome of a cell that has run out of time, with its processes' stacks. Follow with stop."""
+        assert self.cell is not None
+        assert self.cell.timeout_s is not None
+        reason = f"no end within its limit of {self.cell.timeout_s:g} s"
+        if not self.begun:
+            reason = f"its worker did not start within {START_LIMIT_S:g} s"
+        outcome = self._with_log(Outcome("timeout", reason, elapsed_s=self.cell.timeout_s))
+        self.cell = self.deadline = None
+        return replace(outcome, log=outcome.log + self._stacks())
+
+    def stop(self) -> None:
+        """Tell the process and its own children to end, whatever they do. Follow with reap."""
+        self.connection.close()
+        self._signal(signal.SIGTERM)
+
+    def reap(self) -> None:
+        """Wait for the end of the process, and make it and what is left of its children end if it is slow."""
+        self.process.join(GRACE_S)
+        self._signal(signal.SIGKILL)
+        self.process.join()
+        self._pass_on_output()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _signal(self, number: int) -> None:
+        """To the process and all that it has started."""
+        assert self.process.pid is not None
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:  # it has no group yet, or nothing of it is left
+            with suppress(ProcessLookupError):
+                if self.process.is_alive():
+                    os.kill(self.process.pid, number)
+
+    def _stacks(self) -> str:
+        """The stacks of the worker and of its ranks, each under its name."""
+        self._signal(signal.SIGUSR1)
+        return written_stacks(self.folder / _STACKS)
+
+    def _with_log(self, outcome: Outcome) -> Outcome:
+        """The outcome, and, of a cell that failed, the end of what was printed meanwhile."""
+        printed = self._pass_on_output()
+        if outcome.status not in ("failed", "timeout") and not outcome.log:
+            return outcome
+        last = printed.rstrip().rsplit("\n", 1)[-1].strip()
+        reason = outcome.reason
+        if last and not outcome.traceback and outcome.status == "failed":
+            reason = _shortened(f"{reason}; it printed last: {last}")
+        return replace(outcome, reason=reason, log=printed[-LOG_LENGTH:] + outcome.log)
+
+    def _pass_on_output(self) -> str:
+        """What was printed since the last call; written to standard error, too."""
+        try:
+            with (self.folder / _PRINTED).open("rb") as file:
+                file.seek(self._printed)
+                content = file.read()
+        except OSError:  # the process died before it could print
+            return ""
+        self._printed += len(content)
+        text = content.decode(errors="replace")
+        sys.stderr.write(text)
+        return text
+
+
+@declared
+def _ends_in_time(engine: str) -> bool:
+    return engine_class(engine).ends_in_time
+
+
+def _serve(surroundings: Surroundings, connection: Connection, pickled_run: bytes, folder: Path) -> None:
+    """The life of a worker: for each cell that it is given it answers None as it begins, then the outcome."""
+    surroundings.take_on()
+    os.setpgid(0, 0)  # the ranks that it starts are in its group
+    printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    (folder / _STACKS).mkdir()
+    os.environ[STACKS_FOLDER] = str(folder / _STACKS)
+    write_stacks_on_signal("stacks of the worker")
+    end = threading.Thread(target=_end_with_parent, args=(folder,), daemon=True)
+    end.start()
+    run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
+    import torch
+
+    from spbench.bench.engines import trace_cache
+
+    torch.set_num_threads(1)  # the workers share the cores
+    trace_cache.use()
+    with suppress(EOFError, OSError):
+        while True:
+            cell = connection.recv()
+            connection.send(None)
+            outcome = measure(run, cell)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send(outcome)
+    end.join(GRACE_S)  # an idle worker whose parent is gone sees that here first, and would leave its folder
+
+
+def _end_with_parent(folder: Path) -> None:
+    """End this process and what it has started when its parent is gone, even by kill -9: terminated first, so
+    that an engine can end the processes that it has started."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.killpg(0, signal.SIGKILL)

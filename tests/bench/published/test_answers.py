@@ -1,0 +1,130 @@
+"""A kind of answer is one file: section, checks and comparisons are taken up by its being there."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import spbench.bench.published.answers
+from spbench.bench.config.scenario import Scenario, document_model, load_scenario
+from spbench.bench.errors import UserError
+from spbench.bench.published.answer import KINDS_PACKAGE, answer_kinds
+from spbench.bench.reproduction.comparisons import compare
+from spbench.bench.sweep.results import Row
+from spbench.impls.discovery import _named_classes
+
+KIND = '''
+"""Bounds: a number that a paper only says is not exceeded."""
+
+from spbench.bench.published.compared import Comparison
+from spbench.bench.published.published import PublishedPlace
+from spbench.bench.published.selector import Selector
+from spbench.bench.published.answer import Answer
+from spbench.bench.errors import UserError
+
+
+class Bound(Answer):
+    name = "bounds"
+
+    claim: str
+    published: PublishedPlace
+    cell: Selector
+
+    def numbers(self, folder):
+        return [self.published.number(self.claim, "bound", folder)]
+
+    def selected(self, declared):
+        return self.cell.select(declared)
+
+    def check(self, declared, folder):
+        for message in self.cell.unclear(declared):
+            yield ["cell"], message
+        try:
+            self.numbers(folder)
+        except UserError as error:
+            yield ["published"], str(error)
+
+    def compare(self, results):
+        (number,) = self.numbers(results.folder)
+        for cell in self.selected(results.cells):
+            ours = results.rows[cell.key]["measurement"]["peak_memory_bytes"]
+            yield Comparison(
+                claim=self.claim, published=number.value, reproduced=ours, relative_error=None,
+                role=results.role(self.claim, number, "peak_memory_bytes", [cell]),
+                note="exceeded" if ours > number.value else "", variant=cell.variant, numerator=cell.key,
+                denominator="", source=number.source,
+            )
+'''
+
+#: what remembers the kinds that were found
+CACHES = (_named_classes, document_model)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for a scenario with a section of a new kind, whose only trace is a file in the package."""
+    package = tmp_path / "kinds"
+    package.mkdir()
+    (package / "bounds.py").write_text(KIND)
+    path = [*spbench.bench.published.answers.__path__, str(package)]
+    monkeypatch.setattr(spbench.bench.published.answers, "__path__", path)
+    (tmp_path / "b.csv").write_text("claim,published\nlow,100\nhigh,3000\n")
+    for cached in CACHES:
+        cached.cache_clear()
+    yield tmp_path
+    sys.modules.pop(f"{KINDS_PACKAGE}.bounds", None)
+    for cached in CACHES:
+        cached.cache_clear()
+
+
+def scenario(folder: Path, **changes: object) -> Scenario:
+    low, high = ({"claim": c, "published": {"file": "b.csv"}, "cell": {"world": 2}} for c in ("low", "high"))
+    content = {
+        "title": "Bounds",
+        "defaults": {"model": "bert-tiny", "batch": 4, "seq_len": 512, "strategy": "tensor_parallel"},
+        "groups": [{"sizes": {"tp": [1, 2]}}],
+        "bounds": [low | changes, high],
+        "inferred_from": [{"setting": "layers", "answers": ["high"], "reason": "a test"}],
+    }
+    (folder / "s.yaml").write_text(yaml.safe_dump(content))
+    return load_scenario(str(folder / "s.yaml"))
+
+
+def test_the_kinds_are_the_modules_of_the_package() -> None:
+    assert list(answer_kinds()) == ["claims", "curves", "formulas", "ratios", "tables"]
+
+
+def test_a_new_kind_is_one_file(folder: Path) -> None:
+    loaded = scenario(folder)
+    cells = loaded.cells[""]
+    rows: dict[str, Row] = {cell.key: {"measurement": {"peak_memory_bytes": 2000}} for cell in cells}
+    found = compare(loaded, cells, rows)
+    assert [(c.claim, c.published, c.reproduced, c.role, c.note) for c in found] == [
+        ("low", 100.0, 2000, "predicted", "exceeded"),
+        ("high", 3000.0, 2000, "inferred", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cell": {"world": 3}}, "bounds[0].cell: no group declares a cell with world 3"),
+        ({"claim": "lower"}, "bounds[0].published: "),
+        ({"claim": "high"}, "bounds[1].claim: 'high' is there already; leave one out"),
+        ({"sell": {}}, "bounds[0].sell: unknown key; did you mean 'cell'?"),
+    ],
+)
+def test_its_mistakes_are_told_as_those_of_the_others(
+    folder: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        scenario(folder, **changes)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{folder / 's.yaml'}: ")
+
+
+def test_without_the_file_its_section_is_unknown(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="bounds: unknown key"):
+        scenario(tmp_path)

@@ -1,0 +1,245 @@
+"""The pages of strategies: what is drawn and listed is what was simulated, metered and verified."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import pytest
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.report.docstrings import as_html
+from spbench.bench.report.gathered import CellResult, Gathered
+from spbench.bench.report.layer_chart import drawn, layer_chart, messages
+from spbench.bench.report.memory_chart import memory_chart
+from spbench.bench.report.one_layer import layer_timeline
+from spbench.bench.report.page import Page
+from spbench.bench.report.pages import strategies as pages_of_strategies
+from spbench.bench.report.rendering import Rendering, environment
+from spbench.bench.report.side_by_side import demonstrations
+from spbench.bench.report.strategy_numbers import formula_lines, memory_lines, scenario_lines, verdict_lines
+from spbench.bench.simulator.timeline import Timeline
+from spbench.bench.verification.verdicts import kept_verdicts, verified_code
+from spbench.impls.strategies.base import Site
+from spbench.impls.strategies.lasp import Lasp
+from spbench.impls.traffic import Traffic
+from tests.bench.verification.test_verdicts import GREEN, MADE, RED
+
+
+def site_of(results: Path, *cells: CellResult) -> dict[str, str]:
+    """The pages of strategies as HTML, by path."""
+    gathered = Gathered(results, None, [], cells, [])
+    return {page.path: html_of(page) for page in pages_of_strategies.pages(gathered)}
+
+
+def html_of(page: Page) -> str:
+    return Rendering(environment(), page, []).html()
+
+
+@pytest.fixture(scope="module")
+def layer() -> Timeline:
+    """A layer of LASP, of which ranks differ and wait for each other."""
+    cell = Cell(
+        model="tnl-tiny",
+        strategy="lasp",
+        sizes=Sizes(sp=4),
+        batch=4,
+        seq_len=96,
+        cluster="dgx-a100",
+        precision="bf16",
+    )
+    return layer_timeline(cell)
+
+
+# -- the drawing -----------------------------------------------------------------------------------------
+
+
+def test_bars_of_a_rank_add_up_to_what_the_simulator_says_of_it(layer: Timeline) -> None:
+    bars = drawn(layer)
+    for rank in range(4):
+        spent: Counter[str] = Counter()
+        for bar in bars:
+            if bar["rank"] == rank:
+                of = "wait" if bar["kind"] == "wait" else "compute" if bar["lane"] == 0 else "network"
+                spent[of] += bar["duration"]
+        told = {name: seconds * 1e3 for name, seconds in layer.breakdown_of(rank).items()}
+        assert spent["compute"] == pytest.approx(told["compute_s"], rel=1e-7)
+        end = max(bar["end"] for bar in bars if bar["rank"] == rank and bar["lane"] == 0)
+        waits = told["exposed_communication_s"] + told["bubble_s"] - (layer.step_time_s * 1e3 - end)
+        assert spent["wait"] == pytest.approx(waits, abs=1e-5)
+        assert spent["network"] > 0
+
+
+def test_a_layer_has_no_embedding_no_head_and_no_sum_of_gradients(layer: Timeline) -> None:
+    operators = {bar["operator"] for bar in drawn(layer)}
+    assert "mm" in operators
+    assert not {"all_reduce", "embedding", "embedding_dense_backward", "nll_loss_forward"} & operators
+
+
+def test_messages_go_from_the_sender_to_where_they_are_received(layer: Timeline) -> None:
+    bars = drawn(layer)
+    lines = list(messages(bars))
+    assert Counter((line["from"], line["to"]) for line in lines) == Counter(
+        {
+            **{(f"rank {r} network", f"rank {r + 1} network"): 1 for r in range(3)},
+            **{(f"rank {r + 1} network", f"rank {r} network"): 1 for r in range(3)},
+        }
+    )
+    sent = {(bar["row"], bar["start"], bar["end"]) for bar in bars if bar["kind"] == "send"}
+    assert {(line["from"], line["start"], line["end"]) for line in lines} == sent
+    # forward, a rank sends after it has received
+    forward = [bar for bar in bars if bar["phase"] == "forward"]
+    (received,) = (bar["end"] for bar in forward if bar["row"].startswith("rank 1") and bar["kind"] == "recv")
+    (sends,) = (bar["start"] for bar in forward if bar["row"].startswith("rank 1") and bar["kind"] == "send")
+    assert received < sends
+
+
+def test_bars_of_a_row_do_not_overlap(layer: Timeline) -> None:
+    by_row: dict[str, list[tuple[float, float]]] = {}
+    for bar in drawn(layer):
+        by_row.setdefault(bar["row"], []).append((bar["start"], bar["end"]))
+    for spans in by_row.values():
+        spans.sort()
+        for (_, end), (start, _) in pairwise(spans):
+            assert end <= start + 1e-6
+
+
+def test_specifications_are_vega_lite(layer: Timeline, one_strategy: None) -> None:
+    """They are not checked when the site is built, which would take as long as all else."""
+    alt.Chart.from_dict(dict(layer_chart(layer, "forward", "layer-forward", "a model").spec))
+    (shown,) = demonstrations(["lasp"])
+    alt.Chart.from_dict(dict(memory_chart(shown.beside, "lasp", "a model").spec))
+
+
+def test_a_chart_and_its_table_show_the_same_events(layer: Timeline) -> None:
+    chart = layer_chart(layer, "forward", "layer-forward", "a model")
+    boxes, lines = chart.spec["layer"]
+    assert len(boxes["data"]["values"]) == len(chart.table.rows) > 50
+    assert len(lines["data"]["values"]) == 3
+    assert {entry.text for entry in chart.legend} == {row["kind"] for row in chart.table.rows}
+    assert "rank 0: " in chart.alt
+
+
+# -- bytes -----------------------------------------------------------------------------------------------
+
+
+def test_closed_form_beside_meter_is_what_the_row_says(one_strategy: None) -> None:
+    shown = demonstrations(["lasp", "ring_self_attention"])
+    assert [s.cell.model for s in shown if s.cell is not None] == ["tnl-tiny", "bert-tiny"]
+    for demonstration in shown:
+        measured, lines = demonstration.row["measurement"], formula_lines(demonstration.row)
+        assert lines
+        assert [line["difference"] for line in lines] == [0] * len(lines)
+        for column, entries in (("closed form (bytes)", "formula"), ("metered (bytes)", "communication")):
+            total = sum(entry["sent_bytes"] for entry in measured[entries])
+            assert sum(line[column] for line in lines) == total > 0
+        held = memory_lines({demonstration.strategy: demonstration.row})
+        assert sum(line["GiB"] for line in held) * 2**30 == pytest.approx(measured["peak_memory_bytes"])
+        assert set(demonstration.beside) == {demonstration.strategy}
+
+
+def test_a_wrong_closed_form_is_red(
+    one_strategy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = Lasp.communication
+
+    def wrong(self: Lasp, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for entry in right(self, sites, element_bytes):
+            more = 1 if entry.phase == "forward" else 0
+            yield dataclasses.replace(entry, payload_bytes=entry.payload_bytes + more)
+
+    monkeypatch.setattr(Lasp, "communication", wrong)
+    pages = site_of(tmp_path)
+    (told,) = re.findall(r'<p class="missing bad">(.*?)</p>', pages["strategy-lasp.html"], re.S)
+    assert "1 of 3 entries differ" in told
+    assert "forward send on sp: " in told
+    assert "Every entry is equal" not in pages["strategy-lasp.html"]
+
+
+def test_another_rank_that_differs_has_a_line() -> None:
+    entry = {"phase": "forward", "collective": "send", "axis": "sp"}
+    row: dict[str, Any] = {
+        "measurement": {
+            "formula": [entry | {"purpose": "state", "sent_bytes": 8}],
+            "communication": [entry | {"sent_bytes": 8}],
+            "formula_difference": [entry | {"rank": 3, "formula_bytes": 0, "metered_bytes": 8}],
+        }
+    }
+    assert [(line["what is sent"], line["difference"]) for line in formula_lines(row)] == [
+        ("state", 0),
+        ("on rank 3", 8),
+    ]
+
+
+# -- verification, cells, text ---------------------------------------------------------------------------
+
+
+def test_verdicts_are_shown_with_their_commit_and_red_ones_first(one_strategy: None, tmp_path: Path) -> None:
+    worse = dataclasses.replace(GREEN, error=3e-14, size=4)
+    with kept_verdicts(tmp_path / "verification", MADE | {"code": verified_code()}) as found:
+        found += map(dataclasses.asdict, (GREEN, worse, RED))
+    html = site_of(tmp_path)
+    page = html["strategy-lasp.html"]
+    assert '<strong class="bad">1 red</strong>' in page
+    assert "3.0e-14" in page
+    assert "<code>abc</code>; the strategies, models and\nkernels are the same now" in page
+    assert '<strong class="bad">1 red</strong>' in html["strategies.html"]
+
+
+def test_of_several_cases_the_worst_is_shown() -> None:
+    rows = [dataclasses.asdict(row) | MADE for row in (GREEN, dataclasses.replace(GREEN, error=9e-11), RED)]
+    red, green = verdict_lines(rows)
+    assert (red["part"], red["red"], red["where"]) == (
+        "model",
+        1,
+        "output y on sp2 is 0.5 times the reference",
+    )
+    assert (green["part"], green["green"], green["largest error"]) == ("block", 2, 9e-11)
+
+
+def test_cells_link_to_their_filter(one_strategy: None, tmp_path: Path) -> None:
+    rows = [("gate", "lasp", "ok"), ("gate", "lasp", "oom"), ("four_d", "tensor_parallel+lasp", "ok")]
+    cells = [
+        CellResult(
+            scenario, "runs", {"key": f"{n}", "cell": {"strategy": name}, "status": status, "measurement": {}}
+        )
+        for n, (scenario, name, status) in enumerate(rows)
+    ]
+    lines = {line["link"]: line["of which"] for line in scenario_lines(cells)}
+    assert lines == {
+        "cells.html#scenario=four_d&strategy=tensor_parallel%2Blasp": "1 ok",
+        "cells.html#scenario=gate&strategy=lasp": "1 ok, 1 oom",
+    }
+    pages = site_of(tmp_path, *cells)
+    assert 'href="cells.html#scenario=gate&amp;strategy=lasp"' in pages["strategy-lasp.html"]
+    assert "Every entry is equal, exactly." in pages["strategy-lasp.html"]
+    assert "spbench verify --strategy lasp --output" in pages["strategy-lasp.html"]
+
+
+def test_a_strategy_that_fails_has_a_page_that_says_so(
+    one_strategy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a plug-in's own mistake")
+
+    monkeypatch.setattr(Lasp, "linear_attention", fails)
+    page = site_of(Path("nowhere"))["strategy-lasp.html"]
+    assert "No layer can be shown" in page
+    assert "None of the results uses it" in page
+    assert "tnl-tiny: failed: RuntimeError: a plug-in&#39;s own mistake" in page
+
+
+def test_docstrings_become_html() -> None:
+    text = "As :class:`Lasp` (arXiv 2404.02882) <b>.\n\n- one\n  line\n- ``two``\n\nSee github.com/a/b."
+    assert str(as_html(text)) == (
+        '<p>As <code>Lasp</code> (<a href="https://arxiv.org/abs/2404.02882">arXiv 2404.02882</a>)'
+        " &lt;b&gt;.</p>"
+        "\n<ul><li>one line</li><li><code>two</code></li></ul>"
+        '\n<p>See <a href="https://github.com/a/b">github.com/a/b</a>.</p>'
+    )

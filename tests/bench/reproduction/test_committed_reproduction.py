@@ -1,0 +1,100 @@
+"""What `spbench reproduce` committed: the documents, and the published numbers and roles in its files."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.reproduction.comparisons import compare
+from spbench.bench.reproduction.document import Pages
+from spbench.bench.reproduction.findings import Findings, markdown, read_records
+from spbench.bench.reproduction.papers import papers, scenarios_of
+from spbench.bench.yaml_files import packaged
+
+ROOT = Path(__file__).parents[3]
+PAPERS = [*papers()]
+KEY = ("table", "cell", "quantity", "variant")
+
+
+def test_tables_are_safe_markdown() -> None:
+    assert markdown([{"a": "x|y", "b": None, "c": 1}, {"a": "", "b": "", "c": 2}]) == (
+        "| a | c |\n| --- | --- |\n| x\\|y | 1 |\n|  | 2 |\n"
+    )
+    assert markdown([]) == "|  |\n|  |\n"
+
+
+def test_a_table_of_several_models_names_them() -> None:
+    records = [r for r in findings("rsa").records if r["table"] == "rsa-pipeline"]
+    ((_, lines), *_) = Findings("rsa", records, []).blocks("rsa_pipeline")
+    assert {line["model"] for line in lines} == {"bert-base", "bert-large"}
+    base = [r for r in records if "bert-base" in r["cell"]]
+    ((_, lines), *_) = Findings("rsa", base, []).blocks("rsa_pipeline")
+    assert {line["model"] for line in lines} == {""}
+
+
+def test_scenarios_name_papers_that_are_known() -> None:
+    known = {name for paper in papers().values() for name in (paper.name, paper.source)}
+    for name in packaged("spbench.scenarios"):
+        assert load_scenario(name).document.paper in {*known, ""}, name
+    ((paper, of_rsa),) = scenarios_of("rsa")
+    assert paper.name == "rsa"
+    assert {"max_batch", "max_seqlen", "communication"} <= {scenario.name for scenario in of_rsa}
+    assert [*loaded()] == PAPERS
+
+
+@cache
+def loaded() -> dict[str, list[Scenario]]:
+    """The scenarios of each paper that has any."""
+    return {paper.name: scenarios for paper, scenarios in scenarios_of("all")}
+
+
+def findings(paper: str) -> Findings:
+    folder = ROOT / "results" / "reproduction"
+    records, runs = (read_records(folder / f"{paper}{kind}.csv") for kind in ("", "_runs"))
+    return Findings(paper, records, runs, {scenario.name: scenario.document for scenario in loaded()[paper]})
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_committed_texts_are_what_the_committed_files_give(
+    paper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`spbench reproduce PAPER --write` makes all of them; one committed without another is found out."""
+    monkeypatch.chdir(ROOT)
+    found, documents = findings(paper), Pages.of(paper)
+    documents.check(paper, found.scenarios)
+    for path, text in documents.rendered(found).items():
+        assert path.read_text() == text, path
+    assert all(run["failed"] == "0" for run in found.runs)
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_page_links_to_what_is_there(paper: str) -> None:
+    links = re.findall(rf"\(results/reproduction/{paper}\.md#(\w+)\)", (ROOT / "REPRODUCE.md").read_text())
+    details = (ROOT / "results" / "reproduction" / f"{paper}.md").read_text()
+    assert sorted(links) == sorted(findings(paper).scenarios)
+    assert sorted(links) == sorted(re.findall(r'<a id="(\w+)"></a>', details))
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", details):
+        assert (ROOT / "results" / "reproduction" / link).exists(), link
+
+
+def test_the_page_is_a_page() -> None:
+    assert len((ROOT / "REPRODUCE.md").read_text().splitlines()) < 120
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> None:
+    """No published number, role or source was changed since, and no published number is missing."""
+    committed = findings(paper).records
+    for scenario in loaded()[paper]:
+        mine = {tuple(r[k] for k in KEY): r for r in committed if r["scenario"] == scenario.name}
+        for entry in compare(scenario, declared_cells(scenario, Narrowing()), {}):
+            if entry.quantity != "sent_bytes" and entry.role != "curve":
+                line = mine[entry.table or entry.claim, entry.cell, entry.quantity, entry.variant]
+                assert (line["published"], line["role"], line["source"]) == (
+                    entry.published,
+                    entry.role,
+                    entry.source,
+                )
