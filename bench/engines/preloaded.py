@@ -1,5 +1,5 @@
-"""Imported by the server that workers and ranks are forked from (:mod:`bench.ranks.processes`): all that a cell
-needs, so that no process imports it again. Nothing is computed here, which could start threads.
+"""What the server that workers and ranks are forked from imports (:mod:`bench.ranks.processes`): all that a
+cell needs, so that no process imports it again. Nothing is computed here, which could start threads.
 
 Plug-ins are left out, as nothing is known of what they do when they are imported.
 """
