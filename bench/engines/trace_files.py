@@ -98,6 +98,7 @@ def _program(rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Progr
         groups=tuple(groups),
         peers=_tuples(rest["peers"]),
         marks=tuple((name, first) for name, first in rest["marks"]),
+        unpriced=tuple(rest["unpriced"]),
     )
 
 

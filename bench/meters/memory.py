@@ -18,9 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spbench.bench.meters.meter import Call, Meter
+from spbench.bench.meters.torch_internals import (
+    in_backward,
+    is_traceable_wrapper_subclass,
+    schema_of,
+    storage_key,
+)
 from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 #: the CUDA caching allocator hands out multiples of this many bytes
@@ -184,7 +189,7 @@ _FILLED_FROM_OTHERS = frozenset(
 @cache
 def _library(func: Any) -> str | None:
     """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
-    name = func._schema.name.split("::")[1]
+    name = schema_of(func).name.split("::")[1]
     if name in TRANSFORMER_ENGINE_PRODUCTS:
         return "transformer_engine"
     return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
@@ -223,7 +228,7 @@ class MemoryMeter(Meter):
         library = _library(func)
         if library is None:
             return
-        thread = library == "cublas" and torch._C._current_graph_task_id() != -1
+        thread = library == "cublas" and in_backward()
         if (library, thread) in self._workspaces:
             return
         self._workspaces.add((library, thread))
@@ -235,7 +240,7 @@ class MemoryMeter(Meter):
     def _note_call(self, call: Call) -> None:
         result, communication = call.result, call.communication
         if communication is not None and not communication.returns_new:
-            if call.func._schema.name in _FILLED_FROM_OTHERS:
+            if schema_of(call.func).name in _FILLED_FROM_OTHERS:
                 filled = call.args[0]
                 for tensors in [filled] if isinstance(filled, Tensor) else filled:
                     nested = tensors if isinstance(tensors, (tuple, list)) else [tensors]
@@ -256,7 +261,7 @@ class MemoryMeter(Meter):
         while is_traceable_wrapper_subclass(tensor):
             tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._numbers or tensor.device.type != self.device:
             return
         log = self.log
@@ -273,7 +278,7 @@ class MemoryMeter(Meter):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a known storage has been given another size: what it was dies, what it is is born."""
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._numbers:
             return
         log, old = self.log, self._numbers[key]
@@ -289,7 +294,7 @@ class MemoryMeter(Meter):
     def tag(self, tensors: Iterable[Tensor], category: str, *, keep: bool = False) -> None:
         """Say what holds these tensors' storages; with ``keep`` an earlier tag stays."""
         for tensor in tensors:
-            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            number = self._numbers.get(storage_key(tensor))
             if number is not None and not (keep and number in self.log.tags):
                 self.log.tags[number] = category
 

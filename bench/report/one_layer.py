@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines.plan import model_parameters, plan, rank_classes
 from spbench.bench.engines.virtual import fake_mesh, no_cyclic_collection
 from spbench.bench.meters.recorder import Recorder
+from spbench.bench.meters.torch_internals import FakeTensorMode
 from spbench.bench.simulator.program import Program
 from spbench.bench.simulator.simulate import simulate
 from spbench.bench.simulator.timeline import Timeline

@@ -100,7 +100,7 @@ def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.Mon
             assert remembered is not None
             assert remembered.results is not None
             new = remembered.results[0]
-            assert isinstance(new, fast_recorder._New)
+            assert isinstance(new, fast_recorder._Made)
             larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
             wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
     monkeypatch.setattr(fast_recorder, "_MEMORY", wrong)
