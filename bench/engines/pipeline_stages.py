@@ -112,8 +112,8 @@ class _Cut:
     def __init__(self, marks: Sequence[tuple[str, int]], length: int, turns: Turns, steps: int):
         self.turns, self.steps, self.keys = turns, steps, _keys(turns, steps)
         names = [name for name, _ in marks]
-        self.starts, self.marks = [0], [[]]
-        at = 0
+        self.starts, at = [0], 0
+        self.marks: list[list[tuple[str, int]]] = [[]]
         for _, turn in self.keys[1:]:
             end = at
             if turn < len(turns):
@@ -196,7 +196,7 @@ class _Rearranged:
             raise NotAlike(f"there is no turn {key}")
         return self.place[key]
 
-    def joined(self, values: Sequence[Any]) -> np.ndarray:
+    def joined(self, values: np.ndarray) -> np.ndarray:
         """What each part has of a list, for all parts of the other turns."""
         return np.concatenate([values[self.cut.part(at)] for at in self.likes])
 
@@ -237,7 +237,8 @@ def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
         pairs = zip(whole.likes, whole.shifts, strict=True)
         return {number + by: known[number] for like, by in pairs for number in by_part[like]}
 
-    ends, start = [], 0
+    ends: list[int] = []
+    start = 0
     for (_, turn), like, part in zip(whole.keys, whole.likes, numbers, strict=True):
         if turn == len(turns) and log.ends:
             ends.append(start + log.ends[len(ends)] - cut.starts[like])
@@ -255,7 +256,7 @@ def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
 def _program(program: Program, held: Turns, turns: Turns) -> Program:
     cut = _Cut(program.marks, len(program), held, 1)
     whole = _Rearranged(cut, turns, cut.starts, program.kind)
-    columns = {
+    columns: dict[str, Any] = {
         field.name: whole.joined(column)
         for field in fields(program)
         if isinstance(column := getattr(program, field.name), np.ndarray)

@@ -174,7 +174,7 @@ def test_what_is_not_made_of_turns_is_refused() -> None:
     trace = virtual.trace(cell_of(), 2 * (PP - 1 - 4))
     held = Turns(17, 4)
     assert put_together(trace, held, Turns(17, 5)).memory.events != trace.memory.events
-    with pytest.raises(NotAlike, match=r"turn 0 is .*backward"):
+    with pytest.raises(NotAlike, match="turn 0 is"):
         put_together(trace, Turns(17, 0), Turns(17, 5))
     trace.memory.marks.append(("forward", 1))
     with pytest.raises(NotAlike, match="forward comes after the last step"):
