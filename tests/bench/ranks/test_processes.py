@@ -17,7 +17,7 @@ from spbench.bench.ranks.processes import START_METHOD, Surroundings, main_modul
 
 pytestmark = pytest.mark.skipif(START_METHOD != "forkserver", reason="processes are spawned here")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VARIABLE = "SPBENCH_TEST_VARIABLE"
 
 

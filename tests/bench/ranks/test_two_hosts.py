@@ -18,7 +18,7 @@ from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.sweep.results import read_rows
 from tests.bench import fakes
 from tests.bench.hosts import Host, two_hosts
-from tests.bench.ranks.processes import left_of
+from tests.bench.processes import left_of
 
 PATIENCE_S = 240.0
 LOOPBACK = "127.0.0.1"

@@ -15,7 +15,7 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.sweep.results import ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import sweep, unfinished
 from tests.bench import fakes
-from tests.bench.ranks.processes import left_of, needs_proc
+from tests.bench.processes import left_of, needs_proc
 
 #: of the cell that hangs; the others end by themselves
 LIMIT_S = 12.0

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from spbench.bench.sweep.executors import dask_executor, dask_tasks
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.cli import exit_code
@@ -18,6 +17,7 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import ResultsFile
 from spbench.bench.sweep.sweep import at_once, sweep, unfinished
+from spbench.bench.workers import dask_executor, dask_tasks
 from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Parcel, opened
 from spbench.bench.workers.installation import Installation

@@ -16,7 +16,7 @@ from spbench.bench.sweep.results import FINAL, ResultsFile, Row
 from spbench.bench.sweep.sweep import sweep, unfinished
 from spbench.bench.workers.crew import Crew
 from tests.bench import fails_to_import, fakes, slow_to_import
-from tests.bench.ranks.processes import left_of, needs_proc
+from tests.bench.processes import left_of, needs_proc
 from tests.bench.sweep.command_process import LIGHT_PATH, until
 
 #: of the cells that hang; the others may take as long as they do
