@@ -110,12 +110,6 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
     return [name] if name else found
 
 
-@declared
-def strategy_axes(strategy: str) -> list[str]:
-    """The axes of the strategies of that name; see :func:`nesting`."""
-    return list(nesting(strategy).axes)
-
-
 def strategy_problem(name: str) -> str:
     """What is wrong with the name of a strategy, or of several around each other; empty if nothing. A peer
     whose package is not installed cannot be named."""

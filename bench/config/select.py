@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.choices import cell_names, names, strategy_axes, strategy_problem, unknown
+from spbench.bench.config.choices import cell_names, names, strategy_problem, unknown
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError, suggestion
