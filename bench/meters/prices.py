@@ -30,7 +30,7 @@ _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float
 _OTHER = len(PRECISION_NAMES) - 1
 
 #: matrix products -> position of their first operand; the second follows it
-_PRODUCTS = {
+PRODUCTS = {
     "mm": 0,
     "bmm": 0,
     "addmm": 1,
@@ -126,7 +126,7 @@ class Price:
         elif name == "scatter_add_":
             # self [..., V] is touched only where the index points: read, add, write
             self._positional[0], self._positional[3] = 0, 3
-        self._product = _PRODUCTS.get(name, -1)
+        self._product = PRODUCTS.get(name, -1)
         formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         self._formula = None if self._product >= 0 else formula
         self._category = ATTENTION if "softmax" in name or "attention" in name else MEMORY_BOUND
