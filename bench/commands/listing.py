@@ -94,7 +94,7 @@ def _meters() -> Entries:
 
 
 def _quantities() -> Entries:
-    from spbench.bench.search.search import quantities
+    from spbench.bench.search.quantities import quantities
 
     return _described(quantities())
 
