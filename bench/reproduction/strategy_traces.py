@@ -1,4 +1,4 @@
-"""Strategies beside each other, as the report shows them: rows of two scenarios, and the trace of one layer each.
+"""Strategies beside each other, as the report shows them: the rows of two scenarios, and traces of a layer.
 
 ``spbench reproduce strategies`` writes them into STRATEGIES below the folder of reproductions, where they are
 committed; the report reads them and measures nothing.
@@ -14,8 +14,6 @@ from typing import Any
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
-from spbench.bench.engines.virtual import trace_classes
-from spbench.bench.simulator.trace_export import trace_events
 from spbench.bench.sweep.results import RESULTS_FILE, Row, finite
 
 #: the argument of `spbench reproduce`, and the folder
@@ -62,6 +60,9 @@ def write_trace(cell: Cell, folder: Path) -> Path:
         Unsupported: the strategy cannot run the cell.
         UserError: the file cannot be written.
     """
+    from spbench.bench.engines.virtual import trace_classes  # which imports torch
+    from spbench.bench.simulator.trace_export import trace_events
+
     timeline = trace_classes(cell, events=True).simulator()()
     ranks = range(timeline.world_size)
     other = {
