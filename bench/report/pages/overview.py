@@ -14,7 +14,7 @@ from spbench.bench.report.page import DataTable, Page
 from spbench.bench.report.rendering import dated
 from spbench.bench.report.verdict import counts, verdict_on, why
 from spbench.bench.reproduction.findings import Record, distinct, label_of, role_errors
-from spbench.bench.reproduction.measured_sources import MEASURED
+from spbench.bench.reproduction.papers import MEASURED
 from spbench.bench.reproduction.validation import QUANTITY_NAMES, records_by_source, validation_lines
 from spbench.bench.sweep.same_code import commit_of
 
