@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell, Measurement
-    from spbench.bench.commands.command_report import Report, Table
+    from spbench.bench.commands.output import Output, Table
     from spbench.bench.config.scenario import Scenario, load_scenario
     from spbench.bench.engines.engine import Engine
     from spbench.bench.engines.plan import plan
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from spbench.bench.exports.exported import Exported, ExportRequest
     from spbench.bench.meters.meter import Call, Communication, Meter
     from spbench.bench.published.answer import Answer
-    from spbench.bench.published.compared import Comparison
-    from spbench.bench.published.published import PublishedPlace
+    from spbench.bench.published.comparison import Comparison
+    from spbench.bench.published.files import PublishedPlace
     from spbench.bench.published.selector import Selector
     from spbench.bench.published_number import PublishedNumber
     from spbench.bench.search.search import Quantity
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
-    "spbench.bench.commands.command_report": ("Report", "Table"),
-    "spbench.bench.published.compared": ("Comparison",),
-    "spbench.bench.published.published": ("PublishedPlace",),
+    "spbench.bench.commands.output": ("Output", "Table"),
+    "spbench.bench.published.comparison": ("Comparison",),
+    "spbench.bench.published.files": ("PublishedPlace",),
     "spbench.bench.published.selector": ("Selector",),
     "spbench.bench.published.answer": ("Answer",),
     "spbench.bench.published_number": ("PublishedNumber",),
@@ -98,11 +98,11 @@ __all__ = [
     "Model",
     "ModelPart",
     "Options",
+    "Output",
     "PlannedStep",
     "PublishedNumber",
     "PublishedPlace",
     "Quantity",
-    "Report",
     "Scenario",
     "Selector",
     "SequenceChunks",

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.disk_cache import CACHE_FOLDER, DiskCache
 from spbench.bench.engines import trace_cache
-from spbench.bench.engines.disk_cache import DiskCache
 from spbench.bench.ranks.rank_pool import RankPool
 
 torch.set_num_threads(1)  # as the ranks have

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.judgement_report import judgement_report
-from spbench.bench.commands.options import output_folder, reported
+from spbench.bench.commands.options import output_folder, printed
+from spbench.bench.commands.output import Output
 from spbench.bench.commands.turns import compared_in_turns, passed_on
 
 #: rounds of `--run`; docs/regressions.md says which changes they find
@@ -36,7 +36,7 @@ ROUNDS = 12
 )
 @output_folder("With --run: folder for the results, in base/ and new/; default results/runs/compare_NAME.")
 @passed_on
-@reported
+@printed
 def command(
     base: str,
     new: str | None,
@@ -46,7 +46,7 @@ def command(
     rounds: int,
     output: Path | None,
     arguments: list[str],
-) -> Report:
+) -> Output:
     """Say whether the results NEW are worse than BASE; exit code 1 if they are.
 
     Each is a folder with cells.jsonl and comparison.csv, or a cells.jsonl; or a JSON file of

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spbench.bench.commands.command_report import Report, Table
-from spbench.bench.commands.options import reported
+from spbench.bench.commands.options import printed
+from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
     from spbench.bench.report.build import Site
@@ -37,8 +37,8 @@ _LISTED = 5
     type=click.Path(path_type=Path),
     help="Folder of `spbench record`; RESULTS/history if left out and there.",
 )
-@reported
-def command(output: Path, results: Path | None, history: Path | None) -> Report:
+@printed
+def command(output: Path, results: Path | None, history: Path | None) -> Output:
     """Write a static site of the results: OUTPUT/index.html, which opens without a server or a network.
 
     It shows each paper beside our numbers, the strategies, the gate and its history, and every cell. It is
@@ -63,11 +63,11 @@ def _check_installed() -> None:
         raise UserError(f"spbench report needs {missing[0]}: pip install 'spbench[report]'")
 
 
-def _report(site: Site, problems: list[str] | Any, seconds: float) -> Report:
+def _report(site: Site, problems: list[str] | Any, seconds: float) -> Output:
     index = site.folder / "index.html"
     largest = sorted(site.files.items(), key=lambda entry: -entry[1])[:_LISTED]
     lines = [{"file": path, "MB": f"{size / 1e6:.2f}"} for path, size in largest]
-    return Report(
+    return Output(
         [Table(f"{index}: the largest of {len(site.files)} files", lines)],
         {
             "index": str(index),

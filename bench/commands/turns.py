@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.judgement_report import judgement_report
+from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
 #: options of `spbench run` that choose what is measured; each side's own code reads their values
@@ -57,7 +57,7 @@ def compared_in_turns(
     arguments: list[str],
     *,
     subset: bool,
-) -> Report:
+) -> Output:
     """Run a scenario with the code of two commits in turns, and judge what that gave.
 
     Args:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import STACKS_FOLDER
 from spbench.bench.ranks.rank_job import AGENTS

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from spbench.bench.measuring_code import code_digest
 from spbench.bench.sweep.provenance import installed_version
+from spbench.impls import loose_files
 from spbench.impls.discovery import plugin_entries
 
 
@@ -13,7 +14,7 @@ from spbench.impls.discovery import plugin_entries
 class Installation:
     """Attributes:
     spbench, torch: their versions, as the package metadata has them.
-    plugins: the entry points of plug-ins, each as GROUP:NAME.
+    plugins: the entry points of plug-ins, each as GROUP:NAME, and files in no package, as file:NAME.py.
     code: :func:`code_digest`.
     """
 
@@ -29,7 +30,12 @@ class Installation:
         return cls(
             spbench=installed_version("spbench") or "none",
             torch=installed_version("torch") or "none",
-            plugins=frozenset(f"{entry.group}:{entry.name}" for entry in plugin_entries()),
+            plugins=frozenset(
+                [
+                    *(f"{entry.group}:{entry.name}" for entry in plugin_entries()),
+                    *(f"file:{path.name}" for path in loose_files.paths()),
+                ]
+            ),
             code=code_digest(),
         )
 
