@@ -82,3 +82,15 @@ def last_change(path: Path) -> str:
         return _git(place.parent, "log", "-1", "--format=%H", "--", place.name)
     except UserError:
         return ""
+
+
+@cache
+def day_of(commit: str) -> str:
+    """The day of a commit of spbench's checkout, as 2026-11-20; "" where no git knows of it."""
+    name = commit.removesuffix("-dirty")
+    try:
+        return _git(
+            Path(__file__).resolve().parent, "show", "--no-patch", "--format=%cs", f"{name}^{{commit}}"
+        )
+    except UserError:
+        return ""

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.published.comparison import COMPARISON_FILE
 from spbench.bench.regressions.checkouts import CodeVersion
 from spbench.bench.regressions.rounds import merged_rounds
-from spbench.bench.reproduction.comparisons import COMPARISON_FILE
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 
 #: seconds that a run which is interrupted has to end its own processes

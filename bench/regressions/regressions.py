@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from spbench.bench.published.comparison import COMPARISON_FILE
 from spbench.bench.regressions.measured_change import MeasuredChange, measured_changes
 from spbench.bench.regressions.metrics import METRICS, Metric, readings
 from spbench.bench.regressions.result_files import Results, read_results
 from spbench.bench.regressions.statuses import STATUSES
-from spbench.bench.reproduction.comparisons import COMPARISON_FILE
 from spbench.bench.sweep.results import Row
 
 __all__ = ["Difference", "Judgement", "Results", "judge", "read_results"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
+from spbench.bench.published.comparison import COMPARISON_FILE, NUMBERS, read_records
 from spbench.bench.regressions.pytest_benchmark_files import benchmark_files, read_benchmarks
-from spbench.bench.reproduction.comparisons import COMPARISON_FILE
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 
 Claims = dict[tuple[str, ...], Mapping[str, Any]]
@@ -100,18 +100,6 @@ def read_results(path: Path) -> Results:
 
 
 def _read_claims(path: Path) -> Claims:
-    from pandas import read_csv
-
-    numbers = ("published", "reproduced", "relative_error")
     name = ("claim", "variant", "numerator", "denominator")
-    needed = (*name, *numbers, "status_published", "status_reproduced")
-    try:
-        frame = read_csv(path, dtype=str, keep_default_na=False)
-        if missing := [column for column in needed if column not in frame.columns]:
-            raise ValueError(f"no column {missing[0]!r}")
-        rows: Sequence[dict[Any, Any]] = frame.to_dict("records")
-        for row in rows:
-            row |= {number: float(row[number]) if row[number] else None for number in numbers}
-    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
-        raise UserError(f"cannot read {path}: {error}") from error
+    rows = read_records(path, (*name, *NUMBERS, "status_published", "status_reproduced"))
     return {tuple(row[column] for column in name): row for row in rows}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.checkout import last_change
+from spbench.bench.history.checkout import day_of, last_change
 from spbench.bench.history.run_record import SHORT_HASH
 from spbench.bench.regressions.regressions import Difference, Judgement, judge
 from spbench.bench.regressions.result_files import Results, read_results
@@ -37,6 +37,16 @@ class Gate:
     machines: tuple[Sequence[str], Sequence[str]]
     judgement: Judgement | None
     problem: str = ""
+
+    @property
+    def days(self) -> list[str]:
+        """The days of the baseline's commits, as far as git knows them."""
+        return [day for day in map(day_of, self.commits[0]) if day]
+
+    @property
+    def table_name(self) -> str:
+        """The name of the table of differences on its page."""
+        return f"gate-{self.scenario.replace('_', '-')}"
 
     @property
     def counts(self) -> dict[str, int]:

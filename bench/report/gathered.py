@@ -18,8 +18,11 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.answers.tables import PublishedTable
-from spbench.bench.reproduction.findings import Findings, Record, read_records, table_of
+from spbench.bench.published.comparison import read_records
+from spbench.bench.report.page import Figure
+from spbench.bench.reproduction.findings import Findings, Record, table_of
 from spbench.bench.reproduction.papers import ALL, Paper, scenarios_of
+from spbench.bench.reproduction.strategy_traces import SIDE_BY_SIDE, STRATEGIES
 from spbench.bench.sweep.results import RESULTS_FILE, Row, flat, read_rows
 
 #: where a row was found
@@ -64,6 +67,7 @@ class Gathered:
     Attributes:
         results: the folder with reproduction/, baseline/ and runs/.
         history: the folder of `spbench record`; None: there is none.
+        strategy_rows: of the scenario that sets strategies beside each other, in its order.
         cells: by scenario, then in the order of the file.
         problems: a line for each line of a results file that is not a row.
     """
@@ -73,6 +77,26 @@ class Gathered:
     papers: Sequence[PaperResults]
     cells: Sequence[CellResult]
     problems: Sequence[str]
+    strategy_rows: Sequence[Row] = ()
+
+    def figure(self, name: str | None) -> Figure | None:
+        """A figure of the reproduction, as SVG or else as PNG; None where it was not drawn."""
+        for form in ("svg", "png") if name else ():
+            path = self.results / "reproduction" / "figures" / f"{name}.{form}"
+            if path.is_file():
+                return Figure(str(name), f"figures/{path.name}", path.read_bytes())
+        return None
+
+    @property
+    def strategies(self) -> Path:
+        """The folder of strategies' rows and traces."""
+        return self.results / "reproduction" / STRATEGIES
+
+    @cached_property
+    def cell_fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """The fields of every cell that was declared or run, by key."""
+        declared = {key: cell.model_dump() for key, cell in self.declared.items()}
+        return declared | {key: row["cell"] for key, row in self.rows.items()}
 
     @cached_property
     def rows(self) -> Mapping[str, Row]:
@@ -125,7 +149,8 @@ def gather(results: Path, history: Path | None) -> Gathered:
     cells = list(_cells(results, papers, problems))
     if not cells and not any(paper.findings for paper in papers):
         raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
-    return Gathered(results, history, papers, cells, problems)
+    rows, spoilt = read_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE / RESULTS_FILE)
+    return Gathered(results, history, papers, cells, problems + spoilt, rows)
 
 
 def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperResults:
