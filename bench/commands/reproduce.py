@@ -118,7 +118,7 @@ def _run(
     from spbench.bench.config.select import ALL, Narrowing
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.findings import Findings, read_records
-    from spbench.bench.sweep.same_code import check_same_code
+    from spbench.bench.sweep.provenance import check_same_code
 
     records: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []

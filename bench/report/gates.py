@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.checkout import last_change
-from spbench.bench.history.run_record import SHORT_HASH
-from spbench.bench.regressions.regressions import Difference, Judgement, judge
+from spbench.bench.git import SHORT_HASH, last_change
+from spbench.bench.regressions.judgement import Difference, Judgement, judge
 from spbench.bench.regressions.result_files import Results, read_results
 from spbench.bench.sweep.results import RESULTS_FILE
 
@@ -66,7 +65,7 @@ def _gate(base: Path, new: Path) -> Gate:
         if not (new / RESULTS_FILE).is_file():
             how = f"nothing was run here: spbench run --scenario {scenario} --output {new}"
             return Gate(scenario, base, (_commits(before), []), (_said(before.machines), []), None, how)
-        now = read_results(new)
+        now = read_results(new, judged=True)
     except UserError as error:
         return Gate(scenario, base, ([], []), ([], []), None, str(error))
     return Gate(

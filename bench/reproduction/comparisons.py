@@ -12,12 +12,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.published.answer import answer_kinds
 from spbench.bench.published.compared import Comparison, ScenarioResults
-from spbench.bench.sweep.results import Row
+from spbench.bench.sweep.results import COMPARISON_FILE, Row
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-COMPARISON_FILE = "comparison.csv"
 
 
 def number_or_status(number: float | None, status: str) -> str | None:

@@ -17,7 +17,7 @@ from spbench.bench.report.page import Chart, DataTable, Page, Panel
 from spbench.bench.reproduction.findings import Record, distinct, role_errors
 from spbench.bench.reproduction.measured_sources import MEASURED
 from spbench.bench.reproduction.validation import validation_lines
-from spbench.bench.sweep.same_code import commit_of
+from spbench.bench.sweep.provenance import commit_of
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spbench.bench.history.checkout import commit_in
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.checkout import commit_in
 from spbench.bench.history.from_results import Naming, record_of
 from tests.bench.history.records import MACHINE
 

@@ -11,10 +11,10 @@ import pytest
 
 from spbench.bench.cli import exit_code
 from spbench.bench.errors import UserError
+from spbench.bench.regressions.judgement import judge
 from spbench.bench.regressions.measured_change import FEWEST, measured_changes
-from spbench.bench.regressions.metrics import readings
-from spbench.bench.regressions.regressions import judge, read_results
-from spbench.bench.regressions.rounds import merged_rounds
+from spbench.bench.regressions.metrics import merged_rounds, readings
+from spbench.bench.regressions.result_files import read_results
 from tests.bench.regressions.noise import Machine
 
 METRICS = 20

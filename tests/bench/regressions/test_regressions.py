@@ -14,7 +14,8 @@ from spbench.bench.commands.baseline import FOLDER
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.compared import Comparison
-from spbench.bench.regressions.regressions import judge, read_results
+from spbench.bench.regressions.judgement import judge
+from spbench.bench.regressions.result_files import read_results
 from spbench.bench.reproduction.comparisons import write
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.fakes import SCENARIO

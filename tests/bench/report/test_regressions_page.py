@@ -14,8 +14,9 @@ import pytest
 from spbench.bench.history.from_results import add_record
 from spbench.bench.history.history import read_history
 from spbench.bench.history.run_record import CellRecord, Commit, RecordedValue, RunRecord
+from spbench.bench.regressions.judgement import judge
 from spbench.bench.regressions.metrics import METRICS
-from spbench.bench.regressions.regressions import judge, read_results
+from spbench.bench.regressions.result_files import read_results
 from spbench.bench.report.gates import gates
 from spbench.bench.report.gathered import Gathered
 from spbench.bench.report.history_charts import notable_charts, others_chart, places_of
