@@ -1,64 +1,124 @@
-"""The code that a measurement may run, as a digest: what was measured by other code may be out of date."""
+"""A digest of the code that a measurement may run: rows that were measured by other code are out of date.
+
+The digest is of what the code means, so comments, docstrings and line breaks do not change it.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import json
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.declarations import cache_folder
+from spbench.bench.errors import UserError
 from spbench.impls.discovery import plugin_files
 
 #: rooms and modules of bench that no measurement runs through; a new room counts until it is named here
 NOT_MEASURING = frozenset(
     {
-        "calibration",
-        "commands",
-        "doctor",
-        "exports",
-        "history",
-        "published",
-        "regressions",
-        "report",
-        "reproduction",
-        "sweep",
-        "verification",
-        "workers",
-        "atomic_write.py",
-        "cli.py",
-        "errors.py",
-        "git.py",
+        *("calibration", "commands", "config", "doctor", "exports", "history", "published", "regressions"),
+        *("report", "reproduction", "sweep", "verification", "workers"),
+        *("atomic_write.py", "cli.py", "errors.py", "git.py", "measuring_code.py"),
     }
 )
 
 #: hexadecimal digits of a digest
 DIGEST_LENGTH = 16
 
+#: file in the cache folder: path -> [stamp, digest of the file's meaning]; parsing all files takes 0.6 s
+_FILE = "code.json"
+#: a file written this recently may be written again under the same stamp, so its digest is not kept
+_SETTLED_NS = 2 * 10**9
+
 
 @cache
 def code_digest() -> str:
-    """A digest of the Python files that can change a measurement, as they are at the first call.
-
-    They are all of impls/, all of bench/ but :data:`NOT_MEASURING`, and all of installed plug-ins.
-    """
-    here = Path(__file__).resolve()
-    return digest_of_files(here.parents[1], [*measuring_files(here.parents[1]), *plugin_files()])
+    """The digest of the Python files that can change a measurement, as they are at the first call: all of
+    impls/, bench/ without :data:`NOT_MEASURING`, and plug-ins."""
+    root = Path(__file__).resolve().parents[1]
+    return digest_of_files(root, [*measuring_files(root), *plugin_files()])
 
 
 def measuring_files(root: Path) -> Iterator[Path]:
     """The Python files below ``root``, which has the folders impls and bench, that a measurement may run."""
-    for path in (root / "impls").rglob("*.py"):
-        yield path
+    yield from (root / "impls").rglob("*.py")
     for path in (root / "bench").rglob("*.py"):
         if path.relative_to(root / "bench").parts[0] not in NOT_MEASURING:
             yield path
 
 
 def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
-    """A digest of names and contents of files; where ``root`` lies does not matter to it."""
-    found = hashlib.sha256()
-    for path in sorted(paths):
-        name = path.relative_to(root) if path.is_relative_to(root) else path.name
-        content = path.read_bytes()
-        found.update(f"{name} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:DIGEST_LENGTH]
+    """A digest of the files' names below ``root`` and of what they mean."""
+    whole = hashlib.sha256()
+    with _kept_digests() as kept:
+        for path in sorted(paths):
+            name = path.relative_to(root) if path.is_relative_to(root) else path.name
+            whole.update(f"{name} {_digest(path, kept)}\n".encode())
+    return whole.hexdigest()[:DIGEST_LENGTH]
+
+
+def _digest(path: Path, kept: dict[str, list[str]]) -> str:
+    status = path.stat()
+    stamp = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    if kept.get(str(path), [""])[0] == stamp:
+        return kept[str(path)][1]
+    digest = hashlib.sha256(_meaning(path.read_bytes())).hexdigest()
+    if time.time_ns() - status.st_ctime_ns > _SETTLED_NS:
+        kept[str(path)] = [stamp, digest]
+    return digest
+
+
+def _meaning(source: bytes) -> bytes:
+    """The syntax tree of a Python file without docstrings, in one form for all releases of Python; the file
+    itself if it cannot be parsed."""
+    parts: list[str] = []
+    try:
+        _write(ast.parse(source), parts)
+    except (SyntaxError, ValueError, RecursionError):
+        return source
+    return "\n".join(parts).encode()
+
+
+def _write(node: ast.AST, parts: list[str]) -> None:
+    parts.append(type(node).__name__)
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            values = value[1:] if _begins_with_docstring(node, name) else value
+        else:
+            values = [] if value is None else [value]
+        if values:  # fields that newer releases add are mostly empty
+            parts.append(f"{name} {len(values)}")
+        for each in values:
+            if isinstance(each, ast.AST):
+                _write(each, parts)
+            else:
+                parts.append(repr(each))
+
+
+def _begins_with_docstring(node: ast.AST, field: str) -> bool:
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return field == "body" and ast.get_docstring(node, clean=False) is not None
+    return False
+
+
+@contextmanager
+def _kept_digests() -> Iterator[dict[str, list[str]]]:
+    """What :data:`_FILE` holds, written again at the end if it has changed; what cannot be read or written
+    is left out."""
+    folder = cache_folder()
+    kept: dict[str, list[str]] = {}
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged
+        content = json.loads((folder / _FILE).read_bytes()) if folder else {}
+        kept = {path: each for path, each in content.items() if [*map(type, each)] == [str, str]}
+    before = dict(kept)
+    yield kept
+    if folder and kept != before:
+        with suppress(OSError, UserError):
+            write_whole(folder / _FILE, json.dumps({p: each for p, each in kept.items() if Path(p).exists()}))

@@ -1,12 +1,33 @@
 """The communication primitives that strategies share.
 
+Each of these has a gradient; its backward is the transpose of its forward:
+
+====================  =======================  ==========================  =================================
+function              forward                  backward                    use: x before, result after
+====================  =======================  ==========================  =================================
+copy_to_group         nothing                  all-reduce                  same on all ranks, used differently
+copy_rows_to_group    nothing                  all-reduce of some rows     the same, for these rows of x
+reduce_from_group     all-reduce               nothing                     parts of a sum, used alike
+sum_over_group        all-reduce               all-reduce                  parts of a sum, used differently
+gather_from_group     all-gather               own chunk                   chunks, used alike
+all_gather            all-gather               reduce-scatter              chunks, used differently
+scatter_to_group      own chunk                all-gather                  same on all ranks, chunks
+reduce_scatter        reduce-scatter           all-gather                  parts of a sum, chunks
+all_to_all            all-to-all               all-to-all, dims swapped    chunks along one dim, then another
+====================  =======================  ==========================  =================================
+
+"Used alike" means that every rank computes the same from the result, so that each already has its whole
+gradient; "used differently" that the gradients of the ranks must be summed. Dims count from the front. The
+other functions work on plain tensors, as inside a strategy's own backward. Those that may be given a group
+of None, or of one rank, then do nothing.
+
 Everything here goes through torch.distributed's own collectives on the group that is passed in, so
 it runs alike on NCCL, Gloo and the fake group, and a meter that observes the c10d operators sees all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,114 +35,179 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.kernels.reused_buffer import ReusedBuffer
-from spbench.impls.keyed_steps import Key, keyed_steps
+from spbench.impls.rings import OwnerKey, Ring, add_from_peer, exchange, owners_in_turn, ring
+
+__all__ = [
+    "OwnerKey",
+    "Ring",
+    "add_from_peer",
+    "all_gather",
+    "all_gather_flat",
+    "all_gather_in_place",
+    "all_reduce",
+    "all_reduce_async",
+    "all_to_all",
+    "copy_rows_to_group",
+    "copy_to_group",
+    "exchange",
+    "gather_from_group",
+    "joined",
+    "owners_in_turn",
+    "reduce_from_group",
+    "reduce_scatter",
+    "reduce_scatter_flat",
+    "reduce_scatter_in_place",
+    "ring",
+    "scatter_to_group",
+    "start_all_gather",
+    "start_reduce_scatter",
+    "sum_over_group",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 # renamed in torch 2.13
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Group = dist.ProcessGroup | None
+#: of a tensor, the arguments of a collective, and a group
+Collective = Callable[..., Tensor]
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+
+def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum (or ``op``) x over the group, in place; nothing to do without one or with one rank."""
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)
     return x
 
 
-def all_reduce_async(x: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+def all_reduce_async(x: Tensor, group: Group) -> dist.Work | None:
     """Begin to sum x over the group, in place; it may be read when what is returned has been waited for."""
     if group is None or group.size() == 1:
         return None
     return dist.all_reduce(x, group=group, async_op=True)
 
 
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """``forward(x, *args)``, whose gradient is ``backward(gradient, *args)``; the last argument is the group.
+    A ``forward`` that returns x itself has worked in place."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.contiguous(), ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(x)
-        return all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, forward: Collective, backward: Collective, *args: Any) -> Tensor:
+        ctx.transposed, ctx.args = backward, args
+        y = forward(x, *args)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.transposed(gradient, *ctx.args), None, None, *(None for _ in ctx.args)
 
 
-class _SumOverGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        ctx.mark_dirty(x)
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.contiguous(), ctx.group), None
+def _with_gradient(forward: Collective, backward: Collective, x: Tensor, *args: Any) -> Tensor:
+    group: Group = args[-1]
+    return x if group is None or group.size() == 1 else _Collective.apply(x, forward, backward, *args)
 
 
-def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Identity forward, all-reduce backward: x is the same on all ranks, its uses differ
-    (Megatron-LM's f, arXiv 1909.08053 section 3).
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """x, which is the same on all ranks; its gradient is summed over them (Megatron-LM's f, arXiv 1909.08053
+    section 3).
 
     The gradient is summed in place, so what uses the result must make a gradient of its own, as a
     matrix product does and an addition does not.
     """
-    return x if group is None or group.size() == 1 else _CopyToGroup.apply(x, group)
+    return _with_gradient(_alias, _sum, x, group)
 
 
-class _CopyRowsToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: slice, group: dist.ProcessGroup) -> Tensor:
-        ctx.rows, ctx.group = rows, group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        gradient = gradient.contiguous()
-        all_reduce(gradient[ctx.rows], ctx.group)
-        return gradient, None, None
-
-
-def copy_rows_to_group(x: Tensor, rows: slice, group: dist.ProcessGroup | None) -> Tensor:
+def copy_rows_to_group(x: Tensor, rows: slice, group: Group) -> Tensor:
     """As :func:`copy_to_group`, where only these rows of x are the same on all ranks; the gradient of the
     other rows is each rank's own."""
-    return x if group is None or group.size() == 1 else _CopyRowsToGroup.apply(x, rows, group)
+    return _with_gradient(_alias, _sum_of_rows, x, rows, group)
 
 
-def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce forward (in place), identity backward: the sum is used alike on all ranks
-    (Megatron-LM's g, arXiv 1909.08053 section 3)."""
-    return x if group is None or group.size() == 1 else _ReduceFromGroup.apply(x, group)
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """The sum of x over the ranks, in place, for the same use on all of them (Megatron-LM's g, arXiv
+    1909.08053 section 3)."""
+    return _with_gradient(all_reduce, _unchanged, x, group)
 
 
-def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce forward and backward, both in place: each rank uses the sum in its own way, with the
+def sum_over_group(x: Tensor, group: Group) -> Tensor:
+    """The sum of x over the ranks, in place, for another use on each; backward sums in place too, with the
     condition of :func:`copy_to_group` on that use."""
-    return x if group is None or group.size() == 1 else _SumOverGroup.apply(x, group)
+    return _with_gradient(all_reduce, _sum, x, group)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.split_dim, ctx.gather_dim, ctx.group = split_dim, gather_dim, group
-        return _exchange_parts(x, split_dim, gather_dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange_parts(gradient, ctx.gather_dim, ctx.split_dim, ctx.group), None, None, None
+def gather_from_group(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The x of all ranks one after another along ``dim``, for the same use on all of them: backward sends
+    nothing."""
+    return _with_gradient(_gathered, _own_chunk, x, dim, group)
 
 
-def _exchange_parts(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
+def scatter_to_group(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's chunk along ``dim`` of x, which is the same on all ranks: forward sends nothing."""
+    return _with_gradient(_own_chunk, _gathered, x, dim, group)
+
+
+def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The x of all ranks one after another along ``dim``, for another use on each: backward sums the
+    gradients of the ranks."""
+    return _with_gradient(_gathered, _summed_chunk, x, dim, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's chunk along ``dim`` of the sum of x over the ranks."""
+    return _with_gradient(_summed_chunk, _gathered, x, dim, group)
+
+
+def all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tensor:
+    """Exchange which dim of a tensor is spread over the ranks: x is whole along ``split_dim`` and this rank's
+    chunk along ``gather_dim``; the result is this rank's chunk along ``split_dim`` and whole along
+    ``gather_dim``. N must divide the dim that is split."""
+    return _with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)
+
+
+def _unchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x
+
+
+def _alias(x: Tensor, *args: Any) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return all_reduce(x.contiguous(), group)
+
+
+def _sum_of_rows(x: Tensor, rows: slice, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    all_reduce(x[rows], group)
+    return x
+
+
+def _own_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    # never a view of x, which would keep all of it
+    length = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    whole, work = start_all_gather(x, group)
+    work.wait()
+    return joined(whole, dim)
+
+
+def _summed_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    chunk, work = start_reduce_scatter(x, dim, group)
+    work.wait()
+    return chunk
+
+
+def _exchanged(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
     # the collective sends row r of dim 0 to rank r, and puts what rank r sent into row r
     sent = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
     received = torch.empty_like(sent)
@@ -129,130 +215,8 @@ def _exchange_parts(x: Tensor, split_dim: int, gather_dim: int, group: dist.Proc
     return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
-def all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Exchange which dim of a tensor is spread over the ranks: x is whole along ``split_dim`` and this rank's
-    chunk along ``gather_dim``; the result is this rank's chunk along ``split_dim`` and whole along
-    ``gather_dim``. Dims count from the front; N must divide the one that is split. Backward is the inverse.
-    """
-    return x if group is None or group.size() == 1 else _AllToAll.apply(x, split_dim, gather_dim, group)
-
-
-#: what the work on a block depends on of its owner's rank, beside what :func:`ring` knows already
-OwnerKey = Callable[[int], Hashable]
-
-
-def ring(
-    chunk: Tensor, group: dist.ProcessGroup | None, depends_on: OwnerKey | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """Pass ``chunk`` around the ring: yields (owner, chunk of that owner), this rank's own first.
-
-    After N steps every rank has seen every chunk and has sent N-1 of them. A chunk that is yielded
-    may be read until the next one is asked for.
-
-    Args:
-        depends_on: of an owner, what the operators and shapes of the loop's body depend on. Whether it is
-            this rank, a lower or a higher one, and whether its chunk is the last, need not be said. Of the
-            steps that depend on the same, the virtual engine runs only some (:func:`keyed_steps`).
-    """
-    if group is None or group.size() == 1:
-        yield 0, chunk
-        return
-    size, rank = group.size(), group.rank()
-    current = chunk.contiguous()
-    for step in keyed_steps(size, _ring_key(size, rank, depends_on)):
-        yield (rank - step) % size, current
-        if step < size - 1:
-            current = _shift(current, group)
-
-
-def owners_in_turn(group: dist.ProcessGroup) -> Iterator[int]:
-    """The ranks in the order in which their chunks pass by in a :func:`ring`, for what is here already."""
-    size, rank = group.size(), group.rank()
-    for step in keyed_steps(size, _ring_key(size, rank, None)):
-        yield (rank - step) % size
-
-
-def _ring_key(size: int, rank: int, depends_on: OwnerKey | None) -> Key:
-    """What a step round the ring depends on: whether it is the first, which has the rank's own block, or the
-    last, which sends nothing; whether the owner is a lower rank, as causal masks do; ``depends_on``."""
-
-    def key(step: int) -> Hashable:
-        owner = (rank - step) % size
-        return step == 0, step == size - 1, owner < rank, depends_on and depends_on(owner)
-
-    return key
-
-
-def _shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send ``chunk`` to the next rank and return what the previous one sent."""
-    size, rank = group.size(), group.rank()
-    received = torch.empty_like(chunk)
-    exchange([(chunk, (rank + 1) % size)], [(received, (rank - 1) % size)], group)
-    return received
-
-
-class Ring:
-    """Messages to the next rank while it works on something else, one set of tensors under way at a time.
-
-    Raises RuntimeError where it is misused: started twice, finished before it was started, or what is being
-    sent was written to meanwhile.
-    """
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self._sent: list[tuple[Tensor, int]] = []
-        self._received: list[Tensor] = []
-        self._works: list[dist.Work] = []
-
-    def start(self, *tensors: Tensor) -> None:
-        """Begin to send tensors to the next rank, and to receive as many from the previous one."""
-        if self._sent:
-            raise RuntimeError("tensors are under way already; finish first")
-        size, rank = self.group.size(), self.group.rank()
-        sent = [x.contiguous() for x in tensors]
-        self._sent = [(x, x._version) for x in sent]
-        self._received = [torch.empty_like(x) for x in sent]
-        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=(rank + 1) % size) for x in sent]
-        operations += [
-            dist.P2POp(dist.irecv, x, group=self.group, group_peer=(rank - 1) % size) for x in self._received
-        ]
-        self._works = dist.batch_isend_irecv(operations)
-
-    def finish(self) -> tuple[Tensor, ...]:
-        """Wait for what is under way; returns what the previous rank sent."""
-        if not self._sent:
-            raise RuntimeError("nothing is under way; start first")
-        for work in self._works:
-            work.wait()
-        if any(x._version != version for x, version in self._sent):
-            raise RuntimeError("a tensor was written to while it was being sent")
-        received = tuple(self._received)
-        self._sent, self._received, self._works = [], [], []
-        return received
-
-    def round(
-        self, *tensors: Tensor, depends_on: OwnerKey | None = None
-    ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Pass tensors round the ring: yields (owner, tensors of that owner), this rank's own first, each set
-        while the next one is under way. After N steps every rank has seen all and has sent N-1 sets.
-        ``depends_on`` is that of :func:`ring`."""
-        size, rank = self.group.size(), self.group.rank()
-        for step in keyed_steps(size, _ring_key(size, rank, depends_on)):
-            if step < size - 1:
-                self.start(*tensors)
-            yield (rank - step) % size, tensors
-            if step < size - 1:
-                tensors = self.finish()
-
-
-def exchange(
-    sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup
-) -> None:
-    """Send tensors and fill others, each with the rank of its peer in the group, and wait for all of it."""
-    operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
-    operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+def _exchanged_back(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
+    return _exchanged(x, gather_dim, split_dim, group)
 
 
 def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -277,13 +241,6 @@ def all_gather_in_place(whole: Tensor, group: dist.ProcessGroup, *, begin: bool)
     part = whole.chunk(group.size())[group.rank()]
     work: dist.Work | None = _gather_into(whole, part, group=group, async_op=begin)
     return work
-
-
-def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
-    """Add to x, in place, the peer's x, while the peer does the same."""
-    received = torch.empty_like(x)
-    exchange([(x, peer)], [(received, peer)], group)
-    x.add_(received)
 
 
 def all_gather_flat(part: Tensor, group: dist.ProcessGroup, into: Tensor | None = None) -> Tensor:
@@ -315,42 +272,3 @@ def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple
 def joined(gathered: Tensor, dim: int) -> Tensor:
     """The parts [N, ...] of :func:`start_all_gather` one after another along ``dim`` of each."""
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
-
-
-class _GatherFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        whole, work = start_all_gather(x, group)
-        work.wait()
-        return joined(whole, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
-
-
-def gather_from_group(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
-    """All-gather forward, along a dim that counts from the front; backward each rank takes its chunk of the
-    gradient, without a message: the whole is used alike on all ranks."""
-    return x if group is None or group.size() == 1 else _GatherFromGroup.apply(x, dim, group)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        chunk, work = start_reduce_scatter(x, dim, group)
-        work.wait()
-        return chunk
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        whole, work = start_all_gather(gradient, ctx.group)
-        work.wait()
-        return joined(whole, ctx.dim), None, None
-
-
-def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's chunk along ``dim`` of the sum of x over the ranks; backward gathers the gradients."""
-    return x if group is None or group.size() == 1 else _ReduceScatter.apply(x, dim, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -14,8 +14,37 @@ if TYPE_CHECKING:
 #: may choose; None: it has none, or every rank needs all
 SequenceDim = int | tuple[int, ...] | None
 
-#: kinds of sites at which positions meet, which a strategy that spreads positions must have a way for
-MEETINGS = {
+#: what a layer can ask a strategy for where positions meet
+MeetingKind = Literal[
+    "attention",
+    "causal_attention",
+    "whole_attention",
+    "full_attention",
+    "linear_attention",
+    "project_sequence",
+]
+#: what else a model, a layer or a step can ask for; most kinds are the names of the hooks that are asked
+OtherKind = Literal[
+    "embedding",
+    "linear_in",
+    "linear_in_text",
+    "grouped_query_linear_in",
+    "shared_by_heads",
+    "feature_norm",
+    "linear_out",
+    "vocabulary_logits",
+    "cross_entropy",
+    "cross_entropy_in_place",
+    "parameters",
+    "stage_boundary",
+    "tied_embedding",
+    "overflow_flag",
+]
+SiteKind = MeetingKind | OtherKind
+SITE_KINDS: frozenset[str] = frozenset(get_args(MeetingKind) + get_args(OtherKind))
+
+#: what happens at sites where positions meet; a strategy that spreads positions must have a way for it
+MEETINGS: Mapping[str, str] = {
     "attention": "softmax attention under a mask",
     "causal_attention": "causal softmax attention",
     "whole_attention": "softmax attention with dropout, or by way of all scores",
@@ -38,17 +67,26 @@ class Unavailable(Unsupported):
 
 @dataclass(frozen=True)
 class Site:
-    """One kind of place in a model that asks its strategy for something, and how often a step does.
+    """What a model asks its strategy for, and how often in a step.
 
     A model lists its sites so that a strategy can write its communication in closed form without
     knowing the model. ``dims`` holds the shape letters as integers. ``recomputed`` says that
     activation checkpointing runs the forward of this site again during backward.
+
+    Raises:
+        ValueError: the kind is not one of :data:`SITE_KINDS`.
     """
 
-    kind: str
+    kind: SiteKind
     count: int
     dims: Mapping[str, int] = field(default_factory=dict)
     recomputed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in SITE_KINDS:
+            raise ValueError(
+                f"a site cannot be {self.kind!r}; its kind is one of {', '.join(sorted(SITE_KINDS))}"
+            )
 
 
 @dataclass(frozen=True)

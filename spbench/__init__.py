@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell, Measurement
-    from spbench.bench.commands.command_report import Report, Table
+    from spbench.bench.commands.output import Output, Table
     from spbench.bench.config.scenario import Scenario, load_scenario
     from spbench.bench.engines.engine import Engine
     from spbench.bench.engines.plan import plan
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
-    "spbench.bench.commands.command_report": ("Report", "Table"),
+    "spbench.bench.commands.output": ("Output", "Table"),
     "spbench.bench.published.compared": ("Comparison",),
     "spbench.bench.published.published": ("PublishedPlace",),
     "spbench.bench.published.selector": ("Selector",),
@@ -98,11 +98,11 @@ __all__ = [
     "Model",
     "ModelPart",
     "Options",
+    "Output",
     "PlannedStep",
     "PublishedNumber",
     "PublishedPlace",
     "Quantity",
-    "Report",
     "Scenario",
     "Selector",
     "SequenceChunks",

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.execution import opened_executor, run_cells
-from spbench.bench.commands.options import Words, executor, jobs, many, output_folder, reported, variant
+from spbench.bench.commands.options import Words, executor, jobs, many, output_folder, printed, variant
+from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ FOLDER = Path("results", "baseline")
 @executor
 @output_folder("Folder of the baselines; default results/baseline.")
 @click.option("--resume", is_flag=True, help="Keep the rows in results/runs that are up to date.")
-@reported
+@printed
 def command(
     scenario: tuple[str, ...],
     variant: str | None,
@@ -41,7 +41,7 @@ def command(
     executor: str | None,
     output: Path | None,
     resume: bool,
-) -> Iterator[Report]:
+) -> Iterator[Output]:
     """Run scenarios afresh on virtual ranks, and write the results for spbench compare."""
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.config.select import Narrowing
@@ -55,14 +55,14 @@ def command(
             ran = run_cells(loaded, narrowing, folder, jobs, fresh=not resume, executor=there)
         if ran.failed():
             message(f"spbench: no baseline of {loaded.name} was written")
-            yield Report(code=1)
+            yield Output(code=1)
         else:
             yield _written(write_baseline(ran.rows, ran.comparisons, (output or FOLDER) / loaded.name))
 
 
-def _written(files: list[Path]) -> Report:
+def _written(files: list[Path]) -> Output:
     names = [str(path) for path in files]
-    return Report(content={"files": names}, records=[{"file": name} for name in names], files=files)
+    return Output(content={"files": names}, records=[{"file": name} for name in names], files=files)
 
 
 def canonical(row: Row) -> Row:

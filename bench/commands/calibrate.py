@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.command_report import Report, Table
-from spbench.bench.commands.options import Numbers, Words, many, reported
+from spbench.bench.commands.options import Numbers, Words, many, printed
+from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="The measured cluster's file; samples and plots go beside it.",
 )
-@reported
+@printed
 def command(
     scenario: str | None,
     table: str | None,
@@ -67,7 +67,7 @@ def command(
     world_size: int | None,
     precision: tuple[str, ...],
     **sizes: tuple[int, ...],
-) -> Report:
+) -> Output:
     """Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
     --fit), or measure this machine and write a cluster file for --cluster (--engine)."""
     from spbench.bench.commands.machine_report import MachineRequest, measured_machine
@@ -82,7 +82,7 @@ def command(
     return _fitted(scenario, table, quantity, fits)
 
 
-def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Report:
+def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Output:
     import torch
 
     from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
@@ -102,7 +102,7 @@ def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Re
     calibration = fitted(parsed, known)
     lines = residuals(parsed, known, tables[table], quantity)
     records = [dataclasses.asdict(line) for line in lines]
-    return Report(
+    return Output(
         [_errors(lines), summary(lines), _profile(calibration, known[0].cell.precision)],
         {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
         records,

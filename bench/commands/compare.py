@@ -10,9 +10,8 @@ from typing import Any
 
 import click
 
-from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.judgement_report import judgement_report
-from spbench.bench.commands.options import output_folder, reported
+from spbench.bench.commands.options import output_folder, printed
 from spbench.bench.commands.progress import message
 
 #: rounds of `--run`; docs/regressions.md says which changes they find
@@ -62,7 +61,7 @@ def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @output_folder("With --run: folder for the results, in base/ and new/; default results/runs/compare_NAME.")
 @_passed_on
-@reported
+@printed
 def command(
     base: str,
     new: str | None,
@@ -72,7 +71,7 @@ def command(
     rounds: int,
     output: Path | None,
     arguments: list[str],
-) -> Report:
+) -> Output:
     """Say whether the results NEW are worse than BASE: exit code 1 if they are, 2 if nothing can be judged.
 
     Each is a folder with cells.jsonl and comparison.csv, or a cells.jsonl; or a JSON file of
@@ -106,7 +105,7 @@ def _compared_in_turns(
     arguments: list[str],
     *,
     subset: bool,
-) -> Report:
+) -> Output:
     """Run a scenario at two commits in turns, and judge what that gave.
 
     Raises:

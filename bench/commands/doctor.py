@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.command_report import Report, Table
-from spbench.bench.commands.options import Words, many, reported
+from spbench.bench.commands.options import Words, many, printed
+from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
     from spbench.bench.doctor.check import Observation
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @click.command("doctor")
 @many("--check", Words(), "Only these checks; all if left out.")
-@reported
-def command(check: tuple[str, ...]) -> Report:
+@printed
+def command(check: tuple[str, ...]) -> Output:
     """Say what of Python, torch, CUDA, GPUs, ranks and disks works here, each with a remedy.
 
     Exit code 1 if virtual ranks, or real ranks on CPUs, cannot run. Each check runs in a process of its own
@@ -32,7 +32,7 @@ def command(check: tuple[str, ...]) -> Report:
     found = diagnose({name: known[name] for name in check or known})
     lines = [{key: value for key, value in asdict(line).items() if key != "is_needed"} for line in found]
     broken = [line.subject for line in found if line.is_needed and line.status == "missing"]
-    return Report(
+    return Output(
         [Table("Diagnosis", lines)],
         {"works": not broken, "observations": [asdict(line) for line in found]},
         [asdict(line) for line in found],

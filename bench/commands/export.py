@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from spbench.bench.commands.command_report import Report
-from spbench.bench.commands.options import output_folder, reported
+from spbench.bench.commands.options import output_folder, printed
+from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.exports import export_names, load_export
@@ -50,7 +50,7 @@ def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
 )
 @click.option("--commit", default="", help="The commit of the results, in place of what their rows say.")
 @output_folder("File that is written, or folder where there are several; default standard output.")
-@reported
+@printed
 def command(
     system: str,
     results: tuple[Path, ...],
@@ -59,7 +59,7 @@ def command(
     targets: Path | None,
     commit: str,
     output: Path | None,
-) -> Report:
+) -> Output:
     """Write RESULTS for another system.
 
     RESULTS are what spbench compare takes. Cells without a value are left out and counted, never written as
@@ -77,7 +77,7 @@ def command(
         files = _written(exported.content, output)
         names = [str(path) for path in files]
         content = {"files": names, "notes": list(exported.notes)}
-        return Report((), content, [{"file": name} for name in names], notes=exported.notes, files=files)
+        return Output((), content, [{"file": name} for name in names], notes=exported.notes, files=files)
     if isinstance(exported.content, Mapping):
         raise UserError(
             f"{system} is several files ({', '.join(exported.content)}); name a folder by --output"
@@ -85,7 +85,7 @@ def command(
     for note in exported.notes:
         message(f"spbench: {note}")
     text = exported.content
-    return Report([text.removesuffix("\n")], {"text": text, "notes": list(exported.notes)}, [{"text": text}])
+    return Output([text.removesuffix("\n")], {"text": text, "notes": list(exported.notes)}, [{"text": text}])
 
 
 def _written(content: str | Mapping[str, str], output: Path) -> list[Path]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.history_tables import as_content, as_records, sections
-from spbench.bench.commands.options import reported
+from spbench.bench.commands.options import printed
+from spbench.bench.commands.output import Output
 
 if TYPE_CHECKING:
     from spbench.bench.history.history import Assessment, History
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     help="Exit code 1 if a metric is worse than before a step that is not said to be meant, or misses its "
     "target.",
 )
-@reported
+@printed
 def command(
     folder: Path,
     suite: str | None,
@@ -38,7 +38,7 @@ def command(
     machine: str | None,
     branch: str | None,
     fail_on_regression: bool,
-) -> Report:
+) -> Output:
     """Show metrics over the commits recorded in FOLDER, and their steps.
 
     Three series or fewer are shown commit by commit, more as an overview. A step has the range of commits
@@ -52,7 +52,7 @@ def command(
     chosen = history.series(suite=suite, metric=metric, cell=cell, machine=machine, branch=branch)
     found = [history.assess(series) for series in chosen]
     failing = [assessment for assessment in found if assessment.fails]
-    return Report(
+    return Output(
         sections(found),
         {"branch": branch, "fails": bool(failing), **as_content(found)},
         as_records(found),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from spbench.bench.commands.command_report import Table
+from spbench.bench.commands.output import Table
 
 if TYPE_CHECKING:
     from spbench.bench.history.expectations import Target

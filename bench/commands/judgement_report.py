@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from spbench.bench.commands.command_report import Report, Table
+from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
     from spbench.bench.regressions.judgement import Difference, Judgement
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def judgement_report(
     judgement: Judgement, title: str, notes: Sequence[str] = (), about: Mapping[str, Any] | None = None
-) -> Report:
+) -> Output:
     """A table of the differences, the worst first, and a summary; the exit code is 1 if the gate is closed, 2
     if nothing could be judged.
 
@@ -31,7 +31,7 @@ def judgement_report(
     lines = [finite(asdict(difference)) for difference in judgement.differences]
     tested = any(difference.p is not None for difference in judgement.differences)
     shown = [_line(difference, tested) for difference in judgement.differences]
-    return Report(
+    return Output(
         [Table(title, shown)] if shown else [],
         {
             **(about or {}),

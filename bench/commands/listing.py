@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spbench.bench.commands.command_report import Report
-from spbench.bench.commands.options import reported
+from spbench.bench.commands.options import printed
+from spbench.bench.commands.output import Output
 from spbench.bench.declarations import declared
 
 if TYPE_CHECKING:
@@ -162,11 +162,11 @@ def _declared_entries(kind: str) -> dict[str, str]:
     help=f"List what there is of a KIND, or of every kind if none is named.\n\nKinds: {', '.join(_KINDS)}.",
 )
 @click.argument("kind", type=click.Choice(_KINDS), required=False, metavar="[KIND]")
-@reported
-def command(kind: str | None) -> Report:
+@printed
+def command(kind: str | None) -> Output:
     """The names of a kind, or of every kind, each with a line about it."""
     found = {name: _entries(name) for name in ([kind] if kind else _KINDS)}
-    return Report(
+    return Output(
         [_paragraph(name, entries) for name, entries in found.items()],
         found,
         [

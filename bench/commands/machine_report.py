@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spbench.bench.commands.command_report import Report, Table
+from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class MachineRequest:
         return " ".join(words)
 
 
-def measured_machine(asked: MachineRequest, output: Path) -> Report:
+def measured_machine(asked: MachineRequest, output: Path) -> Output:
     """Measure, and write the cluster file ``output`` with samples (.csv) and plots beside it.
 
     Raises:
@@ -87,7 +87,7 @@ def measured_machine(asked: MachineRequest, output: Path) -> Report:
     title = f"{machine.device_name} ({about['host']}, {day})"
     files += draw_machine_rates(rates, title, output)
     wrong = [point for point in machine.points if point.wrong]
-    return Report(
+    return Output(
         [_figures(cluster), _rates(machine), *_collectives(machine)],
         {"cluster": cluster.model_dump(mode="json"), "rates": rates},
         rates,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spbench.bench.commands.command_report import Table
+from spbench.bench.commands.output import Table
 
 _GIB = 2**30
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
-from spbench.bench.commands.command_report import Report
 from spbench.bench.commands.forms import form_names, load_form
+from spbench.bench.commands.output import Output
 
 DEFAULT_FORM = "table"
 Function = Callable[..., Any]
@@ -137,8 +137,8 @@ def choosing_cells(command: Function) -> Function:
     return functools.reduce(lambda inner, option: option(inner), reversed(options), narrowed)
 
 
-def reported(command: Callable[..., Report | Iterable[Report]]) -> Function:
-    """Add --format, and print in that form what the command returns: a :class:`Report`, or several, each as
+def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:
+    """Add --format, and print in that form what the command returns: an :class:`Output`, or several, each as
     soon as it is made. The command's exit code is the largest of theirs."""
 
     @click.option(
@@ -152,11 +152,11 @@ def reported(command: Callable[..., Report | Iterable[Report]]) -> Function:
     @functools.wraps(command)
     def printed(form: str, **arguments: Any) -> int:
         show = load_form(form)
-        found = command(**arguments)
+        result = command(**arguments)
         code = 0
-        for report in [found] if isinstance(found, Report) else found:
-            show(report, sys.stdout, sys.stderr)
-            code = max(code, report.code)
+        for output in [result] if isinstance(result, Output) else result:
+            show(output, sys.stdout, sys.stderr)
+            code = max(code, output.code)
         return code
 
     return printed

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from spbench.bench.commands.command_report import Report
-from spbench.bench.commands.options import reported
+from spbench.bench.commands.options import printed
+from spbench.bench.commands.output import Output
 
 
 @click.command("record")
@@ -27,7 +27,7 @@ from spbench.bench.commands.options import reported
     help="Repository that has the commit; that around the working folder or the results if left out.",
 )
 @click.option("--branch", help="Branch that was measured; the one that is checked out if left out.")
-@reported
+@printed
 def command(
     results: Path,
     history: Path,
@@ -36,7 +36,7 @@ def command(
     commit: str | None,
     repository: Path | None,
     branch: str | None,
-) -> Report:
+) -> Output:
     """Keep the metrics of RESULTS, with commit and machine, as a file in a history.
 
     RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a file of pytest-benchmark. Results of
@@ -57,4 +57,4 @@ def command(
     }
     what = f"{len(record.cells)} cells of {record.suite} at {record.commit.short} ({record.commit.branch})"
     note = f"{what} on {record.machine_name}: {'recorded' if is_new else 'were recorded already'}"
-    return Report(content={**about, "file": str(path)}, records=[about], notes=[note], files=[path])
+    return Output(content={**about, "file": str(path)}, records=[about], notes=[note], files=[path])

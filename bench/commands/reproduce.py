@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.execution import Ran, draw_figure, draw_records, opened_executor, run_cells
-from spbench.bench.commands.options import executor, fresh, jobs, output_folder, reported
+from spbench.bench.commands.options import executor, fresh, jobs, output_folder, printed
+from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
@@ -71,7 +71,7 @@ class Reproduction:
 @output_folder("Folder for results; default results/reproduction.")
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
-@reported
+@printed
 def command(
     paper: str,
     all_variants: bool,
@@ -80,7 +80,7 @@ def command(
     output: Path | None,
     fresh: bool,
     write: bool,
-) -> Iterator[Report]:
+) -> Iterator[Output]:
     """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
@@ -88,7 +88,7 @@ def command(
     return reproduce(Reproduction(paper, all_variants, jobs, executor, output or FOLDER, fresh, write))
 
 
-def reproduce(request: Reproduction) -> Iterator[Report]:
+def reproduce(request: Reproduction) -> Iterator[Output]:
     """Reproduce a paper, or all: the report of each as soon as its cells have run.
 
     Raises:
@@ -114,7 +114,7 @@ def _run(
     scenarios: Sequence[Scenario],
     crew: Crew,
     executor: Executor | None,
-) -> Report:
+) -> Output:
     from spbench.bench.config.select import ALL, Narrowing
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.findings import Findings, read_records
@@ -189,7 +189,7 @@ def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], 
 
 def _report(
     paper: Paper, scenarios: Sequence[Scenario], found: Findings, files: Sequence[Path], code: int
-) -> Report:
+) -> Output:
     from spbench.bench.sweep.results import finite
 
     sections: list[Table | str] = [f"{paper.title} ({paper.source})"]
@@ -199,4 +199,4 @@ def _report(
     sections.append(Table("Verdict", found.verdict()))
     content = {"paper": paper.name, "records": found.records, "runs": found.runs}
     content["files"] = [str(path) for path in files]
-    return Report(sections, finite(content), found.records, RECORDS, files=files, code=code)
+    return Output(sections, finite(content), found.records, RECORDS, files=files, code=code)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
 from spbench.bench.commands.options import (
     Words,
@@ -20,8 +19,9 @@ from spbench.bench.commands.options import (
     jobs,
     many,
     output_folder,
-    reported,
+    printed,
 )
+from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     help="Show the memory of each class of ranks at each traced step: which fits, and what holds it.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
-@reported
+@printed
 def command(
     scenario: str,
     narrowing: Narrowing,
@@ -76,7 +76,7 @@ def command(
     plain_trace: bool,
     memory: bool,
     dry_run: bool,
-) -> Report:
+) -> Output:
     """Run a scenario's cells, and compare them with what was published.
 
     Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
@@ -102,7 +102,7 @@ def _plain_traces() -> AbstractContextManager[None]:
     return only_plain_traces()
 
 
-def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Report:
+def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
     """The cells that would run, and those that are kept from before."""
     from spbench.bench.config.select import narrowed_cells
     from spbench.bench.sweep.digest import is_final, outdated
@@ -129,7 +129,7 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
         for cell in cells
     ]
     title = f"{scenario.name}: {scenario.document.title} ({len(cells)} cells)"
-    return Report([Table(title, lines)], lines, lines)
+    return Output([Table(title, lines)], lines, lines)
 
 
 def _asked(cell: Cell) -> str:
@@ -138,7 +138,7 @@ def _asked(cell: Cell) -> str:
     return f"largest {cell.search.quantity}" if cell.search else "measurement"
 
 
-def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, memory: bool = False) -> Report:
+def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, memory: bool = False) -> Output:
     """What a scenario's cells have measured, and the published numbers beside it; with ``memory`` a table of
     that of each class of ranks too."""
     from spbench.bench.commands.memory_table import memory_table
@@ -158,4 +158,4 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
         "files": [str(path) for path in files],
     }
     records = [flat(row) for row in ran.rows]
-    return Report(sections, finite(content), records, files=files, code=code)
+    return Output(sections, finite(content), records, files=files, code=code)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.command_report import Report
-from spbench.bench.commands.options import Numbers, choosing_cells, many, reported
+from spbench.bench.commands.options import Numbers, choosing_cells, many, printed
+from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NAMED = 3
 @click.option(
     "--output", type=click.Path(path_type=Path), default="trace.json", show_default=True, help="The file."
 )
-@reported
+@printed
 def command(
     scenario: str,
     narrowing: Narrowing,
@@ -38,7 +38,7 @@ def command(
     seq_len: int | None,
     ranks: tuple[int, ...],
     output: Path,
-) -> Report:
+) -> Output:
     """Write the simulated step of one cell, event by event, as a trace that Perfetto opens.
 
     It also says the memory of each class of ranks that run the same program.
@@ -50,7 +50,7 @@ def command(
     return write_trace(cell, ranks, output)
 
 
-def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
+def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     """Simulate a cell, and write ranks' timelines; none named: the first of each pipeline stage.
 
     Raises:
@@ -91,14 +91,14 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Report:
 
 def _report(
     cell: Cell, memory: Measurement, step_time_s: float, breakdown: Mapping[str, float], output: Path
-) -> Report:
+) -> Output:
     from spbench.bench.commands.memory_table import memory_table
 
     parts = ", ".join(
         f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s" for part, seconds in breakdown.items()
     )
     record = {"cell": cell.key, "step_time_s": step_time_s, **breakdown, "file": str(output)}
-    return Report(
+    return Output(
         [
             f"step time {step_time_s:.4g} s; mean over ranks: {parts}\n"
             f"{output}: open it in https://ui.perfetto.dev",

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import click
 
-from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.options import (
     Numbers,
     Settings,
@@ -18,8 +17,9 @@ from spbench.bench.commands.options import (
     device,
     many,
     output_folder,
-    reported,
+    printed,
 )
+from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 
 
@@ -37,7 +37,7 @@ from spbench.bench.commands.progress import message
 )
 @device
 @output_folder("Keep the verdicts in this folder, beside those of other cases; nowhere if left out.")
-@reported
+@printed
 def command(
     strategy: tuple[str, ...],
     model: tuple[str, ...],
@@ -50,7 +50,7 @@ def command(
     backend: str,
     device: Literal["cpu", "cuda"] | None,
     output: Path | None,
-) -> Report:
+) -> Output:
     """Check strategies against the single-device model on real ranks: outputs and every gradient.
 
     A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
@@ -87,7 +87,7 @@ def command(
             message(f"{' '.join(word for word in case if word)}: {row.status}")
     counts = Counter(line["status"] for line in lines)
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
-    return Report(
+    return Output(
         [Table(title, [_rounded(line) for line in lines])] if lines else [],
         lines,
         lines,

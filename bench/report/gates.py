@@ -52,10 +52,10 @@ class Gate:
         return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
 
 
-def gates(results: Path) -> Iterator[Gate]:
-    """The baselines in RESULTS/baseline, each beside RESULTS/runs/NAME."""
-    for path in sorted((results / "baseline").glob(f"*/{RESULTS_FILE}")):
-        yield _gate(path.parent, results / "runs" / path.parent.name)
+def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
+    """The baselines in a folder, each beside the run of its name."""
+    for path in sorted(baseline.glob(f"*/{RESULTS_FILE}")):
+        yield _gate(path.parent, runs / path.parent.name)
 
 
 def _gate(base: Path, new: Path) -> Gate:

@@ -5,8 +5,7 @@ The digest has five parts, which are kept apart so that a message can say which 
 - ``cluster``: the figures of the resolved cluster file (``extends`` followed), without sources and notes;
 - ``model``, ``strategy``: class and options, the defaults included; ``model`` also has the cell's other
   settings with their defaults, and ``strategy`` the versions of the packages that a peer calls;
-- ``code``: the Python files that can change a measurement: all of impls/ and bench/ but what only chooses
-  cells or reads rows (:data:`bench.measuring_code.NOT_MEASURING`), and all files of installed plug-ins;
+- ``code``: what the Python files mean that can change a measurement (:mod:`spbench.bench.measuring_code`);
 - ``torch``: its version.
 """
 

@@ -31,8 +31,8 @@ LINEAR_ATTENTION_WAYS = {
 
 
 class AttentionHooks:
-    """The part of :class:`Strategy` about attention. The defaults hold where this rank has all the keys and
-    values that its queries attend to, of the heads that its projections made."""
+    """How do positions of a sequence meet? The defaults hold where this rank has all the keys and values that
+    its queries attend to, of the heads that its projections made."""
 
     random: DropoutRandom
     if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class AttentionHooks:
 
     @property_left_within
     def attention_axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks attention probabilities are spread, so that each rank draws its own
-        dropout; along all other axes they draw the same."""
+        """The axes over which attention probabilities are spread: along these each rank draws its own
+        dropout, along all others they draw the same."""
         return ()
 
     @left_within
@@ -90,15 +90,15 @@ class AttentionHooks:
         into: ReusedBuffer | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Softmax attention where this rank has all positions of its heads, with dropout of probabilities, or
-        by way of all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
+        """Softmax attention of heads whose positions this rank has all, with dropout of probabilities or with
+        all scores in memory: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
 
         Args:
             scores: None: no tensor holds them (causal flash attention); "fused" or "plain": they are made,
                 with the softmax of :func:`softmax_of_scores`; k and v then have as many heads as q.
-            into: of scores, lends memory that Megatron-LM hands to the product of queries and keys, and
-                keeps.
-            mask: of scores, True where a key must not be attended [B, 1, 1 or L, L]; None: the causal mask.
+            into: lends the memory that Megatron-LM hands to the product of queries and keys; for scores only.
+            mask: for scores only, True where a key must not be attended [B, 1, 1 or L, L]; None: the causal
+                mask.
         """
         axes = self.outermost.attention_axes
         if scores is None:

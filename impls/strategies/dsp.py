@@ -17,14 +17,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from spbench.impls.collectives import all_to_all, joined, start_all_gather, start_reduce_scatter
+from spbench.impls.collectives import all_gather, all_to_all
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.grid import Grid, grid_of, part_of
 from spbench.impls.strategies.sequence_chunks import GridChunks
@@ -75,23 +72,6 @@ def plan_switches(
             if dim != needed
         }
     return min((spent + cost(dim, last), cut) for dim, (spent, cut) in ways.items())[1]
-
-
-class _AllGather(torch.autograd.Function):
-    """The parts of all ranks along ``dim``; each rank uses the whole in its own way, so backward sums."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        parts, arrival = start_all_gather(x, group)
-        arrival.wait()
-        return joined(parts, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        chunk, arrival = start_reduce_scatter(gradient, ctx.dim, ctx.group)
-        arrival.wait()
-        return chunk, None, None
 
 
 class DynamicSequenceParallel(GridChunks):
@@ -177,7 +157,7 @@ class DynamicSequenceParallel(GridChunks):
         if grid.sharded is None or self.group is None:
             return grid.x
         dim, size = grid.sharded + 1, grid.sizes[grid.sharded]
-        whole = _AllGather.apply(_padded(grid.x, dim, -(-size // self.size)), dim, self.group)
+        whole = all_gather(_padded(grid.x, dim, -(-size // self.size)), dim, self.group)
         return whole.narrow(dim, 0, size)
 
     def switch(self, grid: Grid, from_dim: int | None, to_dim: int) -> Grid:

@@ -1,4 +1,4 @@
-"""Positions on a grid of several dims, as models of videos have them: what strategies share for these.
+"""Positions on a grid of several dims, as models of videos have them, and the hooks of strategies for these.
 
 A grid tensor is [B, n1, .., nK, H]. A stage that mixes positions does so along one dim of the grid and needs
 that one whole on every rank; along the others it acts on each position alone. Grid dims count from 0 for n1.
@@ -20,8 +20,8 @@ from spbench.impls.strategies.delegation import left_within, property_left_withi
 
 
 def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, count) of part ``index`` of that many positions: ceil(size / parts) each, as far as they last,
-    so the last parts may be short or empty, and every rank knows what the others have."""
+    """(first, count) of part ``index`` of that many positions. Each part has ceil(size / parts) of them as
+    far as they last, so the last parts may be short or empty."""
     each = -(-size // parts)
     first = min(index * each, size)
     return first, min(each, size - first)
@@ -29,7 +29,7 @@ def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's part of a tensor on a grid, and which part that is, so that none is taken for another.
+    """This rank's part of a tensor on a grid, and which part that is.
 
     Attributes:
         x: [B, n1, .., nK, H], along the grid dim ``sharded`` part ``index`` of ``parts`` (:func:`part_of`).
@@ -61,7 +61,7 @@ class Grid:
         return replace(self, x=x)
 
     def rows(self, table: Tensor, dim: int) -> Tensor:
-        """Of a table [n, ...] with a row a place along a grid dim the rows that x has."""
+        """The rows that x has of a table [n, ...] with one row for each place along a grid dim."""
         if dim != self.sharded:
             return table
         return table.narrow(0, *part_of(table.shape[0], self.parts, self.index))
@@ -71,8 +71,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_along(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dim: int) -> Tensor:
-    """Attention along one grid dim: q, k, v [B, n1, .., nK, Z, A] -> the same shape, by an ``attend`` of
-    [B times the other dims, Z, n, A], each of whose batches is a line of the grid."""
+    """Attention along one grid dim: q, k, v [B, n1, .., nK, Z, A] -> the same shape. ``attend`` gets [B times
+    the other dims, Z, n, A]: each line of the grid is a sample of its batch."""
     lines = [x.movedim(dim + 1, -2) for x in (q, k, v)]
     shape = lines[0].shape[:-3]
     y = attend(*(x.flatten(0, -4) for x in lines))
@@ -90,8 +90,8 @@ def grid_letters(sizes: Sequence[int]) -> dict[str, int]:
 
 
 def as_sequences(sites: Iterable[Site], dim: int) -> Iterator[Site]:
-    """The sites of grids as those of the sequences (B, L) along one dim, with the other dims as part of the
-    batch; without those where positions meet ``along`` another dim. Other sites stay as they are.
+    """The sites, where those of grids have become sites of the sequences (B, L) along one dim: the other dims
+    are part of the batch, and sites where positions meet ``along`` another dim are left out.
 
     Raises:
         Unsupported: a grid has no such dim.
@@ -109,7 +109,7 @@ def as_sequences(sites: Iterable[Site], dim: int) -> Iterator[Site]:
 
 
 class GridHooks:
-    """The part of :class:`Strategy` that is about grids.
+    """Which part of a grid has this rank, and how do positions meet along a dim of it?
 
     The defaults hold for one device, for strategies that split features, and for strategies that cut one dim
     of the grid and communicate along it in :meth:`full_attention`.
@@ -127,13 +127,13 @@ class GridHooks:
 
     @left_within
     def plan_grid(self, stages: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
-        """For a model whose stages need these dims whole, one after another: along which dim the grid is cut
-        during each, for :meth:`along`."""
+        """The dim along which the grid is cut during each stage of a model, for :meth:`along`; ``stages`` are
+        the dims that the stages need whole, one after another."""
         return [None] * len(stages)
 
     @left_within
     def along(self, grid: Grid, dim: int, planned: int | None) -> Grid:
-        """The next stage mixes along this grid dim; returns the grid laid out for that as planned."""
+        """The grid laid out as planned for the next stage, which mixes along ``dim``."""
         return grid
 
     @left_within

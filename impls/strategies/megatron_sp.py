@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from spbench.impls.collectives import (
     joined,
     reduce_scatter,
+    scatter_to_group,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -43,7 +44,8 @@ from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy, union
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.linear import Linear
-from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, chunk_of
+from spbench.impls.strategies.parameters import ParameterKind
+from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions
 from spbench.impls.strategies.tensor_parallel import (
     ColumnParallelLinear,
     TensorParallel,
@@ -88,19 +90,6 @@ class GatheredProjection(torch.autograd.Function):
         d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
         departure.wait()
         return d_x, d_weight, d_bias, None, None, None
-
-
-class _OwnPositions(torch.autograd.Function):
-    """x [B, L], the same on all ranks -> this rank's [B, L/N]; the gradients of all ranks' are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return chunk_of(x, 1, group.rank(), group.size()).clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return whole_ids(gradient, ctx.group), None
 
 
 def whole_ids(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -201,13 +190,13 @@ class MegatronSP(GridChunks, TensorParallel):
         if not self._splits_vocabulary:
             return Strategy.cross_entropy(self, logits, labels, fused=fused)
         loss = TensorParallel.cross_entropy(self, logits, whole_ids(labels, self.group), fused=fused)
-        return _OwnPositions.apply(loss, self.group)
+        return scatter_to_group(loss, 1, self.group)
 
     def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
         if not self._splits_vocabulary:
             return Strategy.cross_entropy_in_place(self, logits, labels)
         loss = TensorParallel.cross_entropy_in_place(self, logits, whole_ids(labels, self.group))
-        return _OwnPositions.apply(loss, self.group)
+        return scatter_to_group(loss, 1, self.group)
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         TensorParallel.check_sizes(self, sites)
@@ -251,7 +240,7 @@ class MegatronSP(GridChunks, TensorParallel):
             yield Traffic("backward", "gradient of tokens' losses", "all_gather", count, precise)
             yield from TensorParallel.communication(self, [site], element_bytes)
 
-    def split_over(self, kind: str) -> tuple[str, ...]:
+    def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
         others = Strategy.split_over(self, kind)
         kinds = {"features", "key_value"} | ({"vocabulary"} if self.options.vocabulary == "split" else set())
         return union(self.axes, others) if kind in kinds else others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Literal, final
 
 from torch import nn
 
@@ -11,51 +12,58 @@ from spbench.impls.axes import Place
 from spbench.impls.layout import Site, shard_of
 from spbench.impls.strategies.delegation import left_within, property_left_within
 
+#: ``vocabulary``: rows of an embedding or head; ``features``: what tensor parallelism can split;
+#: ``key_value``: projections to keys and values of grouped-query attention, which it can split into
+#: ``kv_heads`` parts; ``sequence``: one column a position
+ParameterKind = Literal["vocabulary", "features", "key_value", "sequence", "others"]
+
 
 class ParameterHooks:
-    """The part of :class:`Strategy` about parameters.
+    """Over which ranks are positions spread, and parameters split?
 
-    A strategy says over which axes it spreads positions, and over which it splits parameters of each kind.
-    What gradients are summed over follows from both, here alone.
+    The ranks over which a gradient is summed follow from both, here alone.
     """
 
     place: Place
 
     @property_left_within
     def position_axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks the positions of hidden states between blocks are spread. Each of them
-        draws its own dropout, computes its share of the loss, which is one sum over all positions, and makes
-        its part of the gradient of what all of them hold."""
+        """The axes over which the positions of hidden states between blocks are spread. Each of their ranks
+        draws its own dropout and computes its share of the loss, which is one sum over all positions. So of
+        the gradient of a parameter that all of them hold each rank has a part of the sum."""
         return ()
 
     @left_within
-    def split_over(self, kind: str) -> tuple[str, ...]:
-        """The axes over whose ranks parameters of a kind, a key of :func:`elements_by_kind`, are split."""
+    def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
+        """The axes over whose ranks parameters of a kind are split."""
         return ()
 
+    @final
     def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """The axes over whose ranks this parameter's gradient must be summed, since backward gives each of
-        them a part of the sum: those over which positions are spread, but for one over which the parameter
-        itself is split, for of what a rank has a part of alone, it has the whole gradient."""
+        """The axes over which this parameter's gradient must be summed: those over which positions are
+        spread, without the one over which the parameter itself is split. (A rank that alone holds a part of a
+        parameter sees all positions there, and has the whole gradient of that part.)"""
         shard = shard_of(parameter)
         return self._summed_over(() if shard is None else (shard.axis,))
 
     def _summed_over(self, split: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in self.position_axes if axis not in split)
 
+    @final
     def held_elements(self, site: Site) -> int:
         """Elements that one rank holds of the parameters of a site."""
         return sum(self._held_by_kind(site).values())
 
+    @final
     def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
-        """Of :meth:`held_elements`, those with :meth:`partial_axes`, by these axes."""
-        found: Counter[tuple[str, ...]] = Counter()
+        """Those of :meth:`held_elements` whose gradients must be summed, by :meth:`partial_axes`."""
+        partial: Counter[tuple[str, ...]] = Counter()
         for kind, held in self._held_by_kind(site).items():
             if axes := self._summed_over(self.split_over(kind)):
-                found[axes] += held
-        return found
+                partial[axes] += held
+        return partial
 
-    def _held_by_kind(self, site: Site) -> dict[str, int]:
+    def _held_by_kind(self, site: Site) -> dict[ParameterKind, int]:
         held = {}
         for kind, n in elements_by_kind(site).items():
             parts = self.place.size(*self.split_over(kind))
@@ -64,16 +72,14 @@ class ParameterHooks:
         return held
 
 
-def elements_by_kind(site: Site) -> dict[str, int]:
-    """Elements of a site's parameters: of the ``vocabulary``, of ``features`` that tensor parallelism can
-    split, of grouped-query attention's projections to keys and values (``key_value``), which it can split
-    into ``kv_heads`` parts, those with a column a position (``sequence``), and the ``others``."""
+def elements_by_kind(site: Site) -> dict[ParameterKind, int]:
+    """Elements of a site's parameters of each kind."""
     d = site.dims
     split, vocabulary, key_value = d.get("split", 0), d.get("vocabulary", 0), d.get("key_value", 0)
-    found = {
+    elements: dict[ParameterKind, int] = {
         "vocabulary": vocabulary,
         "features": split - vocabulary - key_value,
         "sequence": d.get("sequence", 0),
         "others": d["elements"] - split,
     }
-    return found | ({"key_value": key_value} if key_value else {})
+    return elements | ({"key_value": key_value} if key_value else {})

@@ -1,11 +1,11 @@
-"""Whether a strategy can run a model, and what it sends: checks and closed forms, without process groups."""
+"""Checks of sizes and closed forms of what a strategy sends, without process groups or tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast, final
 
-from spbench.impls.layout import MEETINGS, Site, Unsupported
+from spbench.impls.layout import MEETINGS, MeetingKind, Site, Unsupported
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.traffic import Traffic
@@ -15,20 +15,23 @@ if TYPE_CHECKING:
 
 
 class PlanningHooks(GridHooks):
-    """The part of :class:`Strategy` that needs no tensors.
-
-    Shape letters: L sequence, N ranks in the group.
-    """
+    """Can the strategy run these sizes, which ranks run the same program, and what does each send?"""
 
     name: ClassVar[str]
     axes: tuple[str, ...]
     size: int
     within: Strategy | None
-    #: the keys of MEETINGS that it can run on more than one rank
-    meets: ClassVar[frozenset[str]] = frozenset(MEETINGS)
-    #: whether between the projections of a block a rank has some of the heads and features only
+    if TYPE_CHECKING:
+
+        @property
+        def sequence_parts(self) -> int: ...
+
+    #: the kinds of sites where positions meet that it can run on more than one rank
+    meets: ClassVar[frozenset[MeetingKind]] = frozenset(MEETINGS)  # type: ignore[arg-type]
+    #: whether a rank has only some of the heads and features between the projections of a block
     splits_features: ClassVar[bool] = False
 
+    @final
     def check(self, sites: Iterable[Site]) -> None:
         """Raise :class:`Unsupported` if the model's sites cannot be spread over the ranks of this strategy
         and of those within it."""
@@ -65,18 +68,20 @@ class PlanningHooks(GridHooks):
         self.check_sizes(list(as_sequences(sites, self.grid_dim)))
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        """The part of :meth:`check` that is about this strategy's sizes, called where it has more than one
-        rank, with the sites as it sees them (:meth:`as_seen`)."""
+        """Raise :class:`Unsupported` if this strategy cannot split these sizes over its ranks. Called on more
+        than one rank, with the sites as this strategy sees them (:meth:`as_seen`), grids as sequences."""
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
-        """The coordinates 0 to ``size`` - 1 along one of its axes, in sets whose ranks run the same program.
-        The first set is the one that sends the most, and the first of a set stands for it in traces."""
+        """The coordinates 0 to ``size`` - 1 along one of its axes, as sets of ranks that run the same
+        program. The first set is the one that sends the most; the first rank of each set is traced for the
+        set."""
         return [list(range(size))]
 
+    @final
     def as_seen(self, sites: Iterable[Site]) -> Iterator[tuple[Strategy, list[Site]]]:
-        """This strategy and each within it, with the sites as that one sees them: with the positions that the
-        strategies within it leave to a rank, and the heads and features that those around it do."""
+        """This strategy and each one within it, beside the sites as it sees them: with the heads and features
+        of one rank of the strategies around it, and the positions of one rank of those within it."""
         sites, within = list(sites), self.within
         yield cast("Strategy", self), sites if within is None else [within.outside(site) for site in sites]
         if within is not None:
@@ -91,33 +96,23 @@ class PlanningHooks(GridHooks):
         """A site as the strategy within this one sees it: with the heads and features of one of its ranks."""
         return site
 
+    @final
     def traffic(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of what this rank sends over the groups of this strategy and of those within it, each
-        entry with its ``axes``, which are all of a strategy's where :meth:`communication`, whose arguments
-        these are, names none."""
+        """The closed forms of this strategy and of those within it; the arguments are those of
+        :meth:`communication`. An entry that names no ``axes`` goes over all axes of its strategy."""
         for strategy, seen in self.as_seen(sites):
             for entry in strategy.communication(seen, element_bytes):
                 yield entry if entry.axes else entry.over(*strategy.axes)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Closed form of what this rank sends over this strategy's own group for one micro-batch, and in the
-        phases gradient_sync and optimizer for one step.
+        """The closed form: what this rank sends over this strategy's own group, for one micro-batch in the
+        phases forward and backward, and for one step in gradient_sync and optimizer.
 
         Args:
             sites: what the model and the step ask for, as this strategy sees them (:meth:`as_seen`).
             element_bytes: bytes of an element of activations and gradients.
         """
         yield from ()
-
-    @property_left_within
-    def sequence_parts(self) -> int:
-        """The number of parts that every sequence is split into."""
-        return 1
-
-    @property_left_within
-    def sequence_part(self) -> int:
-        """Which of :attr:`sequence_parts` this rank has, from 0."""
-        return 0
 
     @property_left_within
     def length_multiple(self) -> int:

@@ -20,6 +20,7 @@ from spbench.impls.strategies.base import (
     union,
 )
 from spbench.impls.strategies.grid import Grid, attend_along, grid_of
+from spbench.impls.strategies.parameters import ParameterKind
 
 
 def chunk_of(x: Tensor, dim: int, number: int, parts: int) -> Tensor:
@@ -66,7 +67,7 @@ class SequenceChunks(Strategy):
             return site
         return replace(site, dims={**site.dims, letter: site.dims[letter] // self.size})
 
-    def split_over(self, kind: str) -> tuple[str, ...]:
+    def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
         others = super().split_over(kind)
         return union(self.axes, others) if kind == "sequence" else others
 

@@ -31,6 +31,7 @@ from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisor
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.grouped_query import ColumnParallelGroupedQuery, GroupedQueryLinear
 from spbench.impls.strategies.linear import GroupedLinear, Linear
+from spbench.impls.strategies.parameters import ParameterKind
 from spbench.impls.traffic import Traffic
 
 
@@ -238,7 +239,7 @@ class TensorParallel(Strategy):
             return received.view(shape)
         return all_gather_flat(received, self.group).view(shape)
 
-    def split_over(self, kind: str) -> tuple[str, ...]:
+    def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
         others = super().split_over(kind)
         return union(self.axes, others) if kind in ("features", "key_value", "vocabulary") else others
 

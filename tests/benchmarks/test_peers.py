@@ -23,8 +23,8 @@ import pandas as pd
 import pytest
 import torch
 
-from spbench.bench.commands.command_report import Table
 from spbench.bench.commands.forms.as_table import drawn
+from spbench.bench.commands.output import Table
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.peers.registry import absent, peers
 from spbench.impls.strategies.nesting import nesting

@@ -13,12 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.collectives import (
+    all_gather,
     all_reduce,
     all_to_all,
     copy_rows_to_group,
     copy_to_group,
+    gather_from_group,
     reduce_from_group,
+    reduce_scatter,
     ring,
+    scatter_to_group,
     sum_over_group,
 )
 from spbench.impls.traffic import WIRE_SHARE, wire_bytes
@@ -63,6 +67,28 @@ def test_what_is_summed(
         assert torch.equal(y, total if sums_forward else mine(rank))
         expected = sum(range(1, N + 1)) if sums_backward else rank + 1
         assert torch.equal(gradient, torch.full_like(y, expected))
+
+
+def chunks_of_second_dim(
+    mesh: DeviceMesh, primitive: Callable[..., Tensor], xs: list[Tensor], weights: list[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    x = xs[dist.get_rank()].requires_grad_()
+    y = primitive(x, 1, mesh.get_group("sp"))
+    (y * weights[dist.get_rank()]).sum().backward()
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("primitive", [all_gather, gather_from_group, scatter_to_group, reduce_scatter])
+def test_backward_is_the_transpose_of_forward(pool: RankPool, primitive: Callable[..., Tensor]) -> None:
+    whole, chunk = ([torch.randn(2, n * 3, 5) for _ in range(N)] for n in (N, 1))
+    gathers = primitive in (all_gather, gather_from_group)
+    xs, weights = (chunk, whole) if gathers else (whole, chunk)
+    ranks = pool.run({"sp": N}, chunks_of_second_dim, primitive, xs, weights)
+    for rank, (y, gradient) in enumerate(ranks):
+        summed = sum(whole) if primitive in (all_gather, reduce_scatter) else whole[rank]
+        own, joined = summed.chunk(N, 1)[rank], torch.cat(chunk, 1)
+        torch.testing.assert_close(y, joined if gathers else own)
+        torch.testing.assert_close(gradient, own if gathers else joined)
 
 
 def copy_second_row(x: Tensor, group: dist.ProcessGroup) -> Tensor:

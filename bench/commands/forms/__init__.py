@@ -1,6 +1,6 @@
 """The forms in which reports are printed.
 
-A form is a function ``show(report, out, err)``: it writes a :class:`Report` to ``out`` and what does not
+A form is a function ``show(output, out, err)``: it writes an :class:`Output` to ``out`` and what does not
 belong there to ``err``. The form called NAME is such a function in a module ``as_NAME`` of this package, or
 of another distribution in an entry point NAME of the group ``spbench.forms``. Only the form that is chosen is
 imported, as every command needs the names for its help.
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TextIO
 
-from spbench.bench.commands.command_report import Report
+from spbench.bench.commands.output import Output
 from spbench.impls.discovery import FunctionModules
 
-Form = Callable[[Report, TextIO, TextIO], None]
+Form = Callable[[Output, TextIO, TextIO], None]
 
 _FORMS = FunctionModules(__name__, "as_", "show", "spbench.forms", "output forms")
 

@@ -1,17 +1,17 @@
-"""CSV: the records of a report; notes and paths of files go to standard error."""
+"""CSV: the records of an output; notes and paths of files go to standard error."""
 
 from __future__ import annotations
 
 import csv
 from typing import TextIO
 
-from spbench.bench.commands.command_report import Report
+from spbench.bench.commands.output import Output
 
 
-def show(report: Report, out: TextIO, err: TextIO) -> None:
+def show(output: Output, out: TextIO, err: TextIO) -> None:
     """Write the records under a line of column names; a value that is None or absent is empty."""
-    table = csv.DictWriter(out, report.all_columns(), lineterminator="\n")
+    table = csv.DictWriter(out, output.all_columns(), lineterminator="\n")
     table.writeheader()
-    table.writerows(report.records)
-    for line in (*report.notes, *report.files):
+    table.writerows(output.records)
+    for line in (*output.notes, *output.files):
         print(line, file=err)

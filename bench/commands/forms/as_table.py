@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-from spbench.bench.commands.command_report import Report, Table
+from spbench.bench.commands.output import Output, Table
 
 
-def show(report: Report, out: TextIO, err: TextIO) -> None:
+def show(output: Output, out: TextIO, err: TextIO) -> None:
     """Write sections, notes and paths of files to ``out``, with a blank line between."""
     terminal = out.isatty()
     blocks = [
-        section if isinstance(section, str) else drawn(section, terminal) for section in report.sections
+        section if isinstance(section, str) else drawn(section, terminal) for section in output.sections
     ]
-    blocks += ["\n".join(report.notes), "\n".join(map(str, report.files))]
+    blocks += ["\n".join(output.notes), "\n".join(map(str, output.files))]
     if text := "\n\n".join(block for block in blocks if block):
         print(text, file=out)
 

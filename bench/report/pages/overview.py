@@ -51,7 +51,6 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         "unreproduced": [paper.paper for paper in gathered.papers if paper.findings is None],
         "heat_maps": [chart for chart in heat_maps if chart is not None],
         "machines": _machines(gathered),
-        "problems": gathered.problems,
     }
     yield Page(
         "index.html",

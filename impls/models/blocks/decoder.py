@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer, make_norm
 from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention, Places
 from spbench.impls.models.blocks.recomputation import recomputed
@@ -144,15 +145,16 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     ) -> list[Site]:
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
-        alike: Counter[tuple[str, tuple[tuple[str, int], ...], bool]] = Counter()
+        alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool]] = Counter()
         for run, again in self.recomputed_runs(layers):
             for width in (self.attention_width, self.inner):
-                for kind in ("linear_in", "linear_out"):
-                    alike[kind, tuple((hidden | {"F": width}).items()), again] += len(run)
+                dims = tuple((hidden | {"F": width}).items())
+                alike["linear_in", dims, again] += len(run)
+                alike["linear_out", dims, again] += len(run)
             for layer in run:
                 for site in self.mixing(layer).sites(self, batch, seq_len, again):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
-        found = [Site(kind, n, dict(dims), again) for (kind, dims, again), n in alike.items() if n]
+        found = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
         found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
         if self.cross_entropy == "in_place":
             found = [

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.rotary import fused_rotary, rotated
+from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.mixers import DecoderOptions, Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.options import check_choices
@@ -78,7 +79,7 @@ class SoftmaxAttention:
             found.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
         if model.qk_norm:
             found.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
-        kind = "whole_attention" if self.needs_all_positions else "causal_attention"
+        kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         return [*found, Site(kind, 1, {"B": batch, "L": seq_len} | heads, again)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell, Learning, Measurement
-from spbench.bench.commands.command_report import Report, Table
 from spbench.bench.commands.forms import form_names, load_form
+from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.result_table import result_table
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.workers.worker import Outcome
@@ -22,7 +22,7 @@ from spbench.impls.models.model import model_preset
 from tests.bench.commands.conftest import Run
 
 ROOT = Path(__file__).parents[3]
-REPORT = Report(
+OUTPUT = Output(
     ["a paragraph", Table("A title", [{"name": "a", "number": "1.5", "none": None}])],
     {"all": [1, None]},
     [{"name": "a", "number": 1.5}, {"name": "b,c", "other": True, "number": None}],
@@ -31,23 +31,23 @@ REPORT = Report(
 )
 #: a form that another distribution might have: tab-separated values
 TSV = """
-def show(report, out, err):
-    for record in report.records:
+def show(output, out, err):
+    for record in output.records:
         print(*record.values(), sep="\\t", file=out)
 """
 
 
-def shown(form: str, report: Report) -> tuple[str, str]:
+def shown(form: str, output: Output) -> tuple[str, str]:
     out, err = io.StringIO(), io.StringIO()
-    load_form(form)(report, out, err)
+    load_form(form)(output, out, err)
     return out.getvalue(), err.getvalue()
 
 
 def test_each_form_prints_its_part_of_a_report() -> None:
     asides = "a note\na/file\n"
-    assert shown("json", REPORT) == ('{\n "all": [\n  1,\n  null\n ]\n}\n', asides)
-    assert shown("csv", REPORT) == ('name,number,other\na,1.5,\n"b,c",,True\n', asides)
-    assert shown("table", REPORT) == (
+    assert shown("json", OUTPUT) == ('{\n "all": [\n  1,\n  null\n ]\n}\n', asides)
+    assert shown("csv", OUTPUT) == ('name,number,other\na,1.5,\n"b,c",,True\n', asides)
+    assert shown("table", OUTPUT) == (
         "a paragraph\n\n"
         "A title\n| name | number |\n|------|--------|\n| a    |    1.5 |\n\n"
         "a note\n\na/file\n",
@@ -56,13 +56,13 @@ def test_each_form_prints_its_part_of_a_report() -> None:
 
 
 def test_an_empty_report() -> None:
-    assert shown("table", Report()) == ("", "")
-    assert shown("csv", Report(columns=("a", "b"))) == ("a,b\n", "")
+    assert shown("table", Output()) == ("", "")
+    assert shown("csv", Output(columns=("a", "b"))) == ("a,b\n", "")
 
 
 def test_json_refuses_what_json_cannot_say() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        shown("json", Report(content=float("inf")))
+        shown("json", Output(content=float("inf")))
 
 
 def plugged_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -93,12 +93,12 @@ def test_a_file_adds_a_command(tmp_path: Path) -> None:
     """A folder beside the package's own stands for one more file in it."""
     (tmp_path / "hello.py").write_text(
         "import click\n"
-        "from spbench.bench.commands.options import reported\n"
-        "from spbench.bench.commands.command_report import Report\n"
+        "from spbench.bench.commands.options import printed\n"
+        "from spbench.bench.commands.output import Output\n"
         '@click.command("hello")\n'
-        "@reported\n"
+        "@printed\n"
         "def command():\n"
-        '    return Report(["hello"], {"hello": 1}, code=1)\n'
+        '    return Output(["hello"], {"hello": 1}, code=1)\n'
     )
     script = (
         "import sys\nfrom spbench.bench import commands\ncommands.__path__.append(sys.argv.pop(1))\n"
@@ -119,7 +119,7 @@ def test_a_file_adds_a_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "as_tsv.py").write_text(TSV)
     monkeypatch.setattr("spbench.bench.commands.forms.__path__", [str(tmp_path)])
     assert form_names() == ["tsv"]
-    assert shown("tsv", REPORT)[0] == "a\t1.5\nb,c\tTrue\tNone\n"
+    assert shown("tsv", OUTPUT)[0] == "a\t1.5\nb,c\tTrue\tNone\n"
 
 
 def test_a_form_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spbench.bench.commands.command_report import Table
 from spbench.bench.commands.memory_table import memory_table
+from spbench.bench.commands.output import Table
 
 GIB = 2**30
 

@@ -67,7 +67,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_planted_changes_are_listed_the_worst_first(results: Path) -> None:
-    gate, other = gates(results)
+    gate, other = gates(results / "baseline", results / "runs")
     assert gate.judgement is not None
     assert gate.judgement.fails
     assert gate.counts == {"worse": 2, "missing": 1, "better": 1, "new": 1, "equal": 1}
@@ -92,7 +92,7 @@ def test_a_closed_gate_is_red(results: Path) -> None:
     assert '<strong class="bad">closed</strong>' in html
     cells = re.findall(r"<tr>\s*<th scope=\"row\"><a href=\"#gate-gate\">gate</a></th>(.*?)</tr>", html, re.S)
     assert re.findall(r'<td class="number">(\d+)</td>', cells[0]) == ["2", "1", "1", "1", "1"]
-    assert [table.rows for table in page.values["tables"].values()] == [next(iter(gates(results))).lines]
+    assert [table.rows for table in page.values["tables"].values()] == [next(iter(gates(results / "baseline", results / "runs"))).lines]
 
 
 def test_an_open_gate_is_not(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Report:
+class Output:
     """The outcome of a command.
 
     Attributes:

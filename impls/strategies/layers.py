@@ -1,0 +1,111 @@
+"""What layers compute with weights: projections, embedding and loss, on a single device.
+
+Shape letters: B batch, L sequence, H hidden, V vocabulary, Z heads, G heads of keys and values, A head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_parallel_cross_entropy
+from spbench.impls.kernels.projection import project
+from spbench.impls.strategies.delegation import left_within, property_left_within
+from spbench.impls.strategies.grouped_query import GroupedQueryLinear
+from spbench.impls.strategies.linear import GroupedLinear, Linear
+
+
+class LayerHooks:
+    """What does a layer compute with its weights, and which part of them has this rank?"""
+
+    @left_within
+    def linear_in(self, in_features: int, out_features: int) -> Linear:
+        """The projection that opens a block: [..., in_features] -> [..., out_features or a part of it]."""
+        return Linear(in_features, out_features)
+
+    @left_within
+    def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
+        """Several projections of one input that open a block, without biases:
+        [..., in_features] -> ``groups`` times [..., out_features or the same part of it]."""
+        return GroupedLinear(in_features, out_features, groups)
+
+    @left_within
+    def grouped_query_linear_in(
+        self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False
+    ) -> GroupedQueryLinear:
+        """The projection that opens grouped-query attention: [..., in_features] -> queries [..., G, Z/G, A],
+        keys and values [..., G, A], of all ``heads`` and ``kv_heads`` or of a part of them; ``kv_heads``
+        divides ``heads``."""
+        return GroupedQueryLinear(in_features, head_size, heads, kv_heads, bias=bias)
+
+    @left_within
+    def shared_by_heads(self, weight: Tensor) -> Tensor:
+        """A weight that all heads share and every rank holds, for use on the heads that this rank has between
+        the projections of a block."""
+        return weight
+
+    @left_within
+    def linear_in_text(self, in_features: int, out_features: int) -> Linear:
+        """As :meth:`linear_in`, of an input that every rank has whole, also where sequences are cut."""
+        return self.linear_in(in_features, out_features)
+
+    @left_within
+    def linear_out(self, in_features: int, out_features: int) -> Linear:
+        """The projection that closes a block, without bias (the model adds it after the sum over ranks):
+        [..., in_features or a part] -> [..., out_features]."""
+        return Linear(in_features, out_features, bias=False)
+
+    @left_within
+    def embedding(self, vocabulary: int, hidden: int) -> nn.Module:
+        """Word embedding: token ids [B, L] -> [B, L, hidden]; its ``weight`` is tied to the head."""
+        return nn.Embedding(vocabulary, hidden)
+
+    @left_within
+    def vocabulary_parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter with one row a vocabulary entry, laid out as :meth:`embedding` lays out its weight."""
+        return nn.Parameter(torch.zeros(shape))
+
+    @left_within
+    def feature_parameter(self, initial: Tensor) -> nn.Parameter:
+        """A parameter with a number for each feature between the projections of a block [H or a part of it],
+        from the values [H] that it starts with."""
+        return nn.Parameter(initial.to(torch.get_default_dtype()))
+
+    @left_within
+    def sequence_parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter whose last dim is the sequence (one column a position)."""
+        return nn.Parameter(torch.empty(shape))
+
+    @property_left_within
+    def vocabulary_parts(self) -> int:
+        """The number of parts that the vocabulary is split into; padding makes it divisible."""
+        return 1
+
+    @left_within
+    def vocabulary_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Scores [B, L, V or a part of it] of x [B, L, H] against a :meth:`vocabulary_parameter` [V, H]."""
+        return project(x, weight, bias)
+
+    @left_within
+    def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """As :meth:`cross_entropy`, in the memory of the logits, which nothing else may read; see
+        :func:`impls.kernels.cross_entropy.cross_entropy_in_place`."""
+        return cross_entropy_in_place(logits, labels, None)
+
+    @left_within
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+        """Per-token loss [B, L] in at least float32 from :meth:`vocabulary_logits` and labels [B, L].
+
+        ``fused`` keeps one full-precision copy of the softmax and works in place, as Megatron-LM does.
+        """
+        if fused:
+            return vocab_parallel_cross_entropy(logits, labels, None)
+        return F.cross_entropy(
+            full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none"
+        ).view_as(labels)
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """x in float32 where it is a half precision, else x itself."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
