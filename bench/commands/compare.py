@@ -12,6 +12,7 @@ import click
 
 from spbench.bench.commands.judgement_report import judgement_report
 from spbench.bench.commands.options import output_folder, printed
+from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
 #: rounds of `--run`; docs/regressions.md says which changes they find

@@ -246,7 +246,8 @@ def read_record(path: Path) -> RunRecord:
         commit = Commit(head.commit.hash, utc(head.commit.date), head.commit.branch)
         date = utc(head.date)
         cells = {}
-        for number, line in enumerate(others, start=2):
+        for line in others:
+            number += 1
             stored = _Line.model_validate_json(line)
             if unknown := next((name for name in stored.values if name not in head.metrics), None):
                 raise ValueError(f"values.{unknown}: no such metric in line 1")

@@ -78,5 +78,4 @@ def _counts(assessments: Sequence[Assessment]) -> dict[str, int]:
 
 def _warnings(history: History) -> list[str]:
     others = history.branches[1:]
-    left_out = [f"records of {', '.join(others)} are left out"] if others else []
-    return [**left_out]
+    return [f"records of {', '.join(others)} are left out"] if others else []

@@ -201,7 +201,7 @@ def test_files_without_a_comparison(tmp_path: Path, base: Path, capsys: pytest.C
     assert out[:3] == out[3:]
     assert "errors against published numbers are not judged" in out[0]
     assert out[1] == "note: 2 measured metrics not judged: there are no samples"
-    assert out[2] == "not worse: 3 cells equal"
+    assert out[2] == "not worse: 2 cells equal, 3 not judged in full"
     (other := folder(tmp_path / "new", ROWS)).joinpath("comparison.csv").unlink()
     assert exit_code(["compare", str(base), str(other)]) == 1  # a folder should have it
 
@@ -217,7 +217,7 @@ def test_formats(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str])
     assert [word.strip() for word in first.split("|")[1:-1]] == [
         *("worse", "peak_memory_bytes", "1000", "1100", "+10.000%", "a")
     ]
-    assert lines[-1] == "WORSE: 1 worse, 1 better, 1 cells equal, 2 claims equal"
+    assert lines[-1] == "WORSE: 1 worse, 1 better, 0 cells equal, 2 claims equal, 1 not judged in full"
     assert exit_code(["compare", str(base), str(new), "--format", "json"]) == 1
     content = json.loads(capsys.readouterr().out)
     assert (content["fails"], len(content["differences"])) == (True, 2)
@@ -233,14 +233,14 @@ def unreadable(path: Path) -> Iterator[tuple[Path, str]]:
     yield folder(path / "empty", []), "has no rows"
     cut = folder(path / "cut", ROWS) / "cells.jsonl"
     cut.write_text(cut.read_text()[:-9])
-    yield cut.parent, "cells.jsonl:3: cut short, so that nothing can be compared"
+    yield cut.parent, "cells.jsonl:3: not a result row; mend or remove the line"
     (spoilt := folder(path / "spoilt", ROWS)).joinpath("comparison.csv").write_text("claim,published\nx,1\n")
     yield spoilt, "no column 'variant'"
     (words := folder(path / "words", ROWS)).joinpath("comparison.csv").write_bytes(b"\xff\xfe")
     yield words, "comparison.csv"
     text = (folder(path / "number", ROWS) / "comparison.csv").read_text()
     (path / "number" / "comparison.csv").write_text(text.replace("0.1", "a tenth"))
-    yield path / "number", "could not convert"
+    yield path / "number", "comparison.csv:2: relative_error: 'a tenth'"
 
 
 def test_unreadable_files_are_one_line(

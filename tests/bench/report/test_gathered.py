@@ -55,8 +55,9 @@ def test_runs_have_precedence_over_baselines(small_results: Path, tmp_path: Path
     (run / "cells.jsonl").write_text(json.dumps(line) + "\n")
     found = gather(results, None)
     assert [(cell.origin, cell.row["key"]) for cell in found.cells] == [("runs", line["key"])]
-    (run / "cells.jsonl").write_text(json.dumps(line).replace(': 16', ': "16"') + "\n")
-    with pytest.raises(UserError, match=r"cells.jsonl:1: not a result row; .*: '16"):
+    line["measurement"]["peak_memory_bytes"] = "16"
+    (run / "cells.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(UserError, match=r"cells.jsonl:1: .*measurement.peak_memory_bytes: '16'"):
         gather(results, None)
 
 

@@ -34,7 +34,7 @@ from tests.bench.verification.test_verdicts import GREEN, MADE, RED
 
 def site_of(results: Path, *cells: CellResult) -> dict[str, str]:
     """The pages of strategies as HTML, by path."""
-    gathered = Gathered(results, None, [], cells, [])
+    gathered = Gathered(results, results / "baseline", None, [], cells)
     return {page.path: html_of(page) for page in pages_of_strategies.pages(gathered)}
 
 
