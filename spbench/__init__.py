@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from spbench.bench.exports.exported import Exported, ExportRequest
     from spbench.bench.meters.meter import Call, Communication, Meter
     from spbench.bench.published.answer import Answer
-    from spbench.bench.published.compared import Comparison
-    from spbench.bench.published.published import PublishedPlace
+    from spbench.bench.published.comparison import Comparison
+    from spbench.bench.published.files import PublishedPlace
     from spbench.bench.published.selector import Selector
     from spbench.bench.published_number import PublishedNumber
     from spbench.bench.search.search import Quantity
@@ -59,8 +59,8 @@ _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
     "spbench.bench.commands.output": ("Output", "Table"),
-    "spbench.bench.published.compared": ("Comparison",),
-    "spbench.bench.published.published": ("PublishedPlace",),
+    "spbench.bench.published.comparison": ("Comparison",),
+    "spbench.bench.published.files": ("PublishedPlace",),
     "spbench.bench.published.selector": ("Selector",),
     "spbench.bench.published.answer": ("Answer",),
     "spbench.bench.published_number": ("PublishedNumber",),

@@ -21,7 +21,7 @@ import pytest
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from spbench.bench.published.compared import Comparison
+    from spbench.bench.published.comparison import Comparison
     from spbench.bench.regressions.judgement import Judgement
 
 WRITE_BASELINE = "--spbench-write-baseline"
@@ -124,7 +124,8 @@ class ScenarioRuns:
         from spbench.api import run
         from spbench.bench.config.scenario import load_scenario
         from spbench.bench.config.select import Narrowing, declared_cells
-        from spbench.bench.reproduction.comparisons import compare, write
+        from spbench.bench.published.comparison import write
+        from spbench.bench.reproduction.comparisons import compare
         from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 
         beside = self._beside_the_test(scenario)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spbench.bench.cell import Cell
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
-    from spbench.bench.published.compared import Comparison
+    from spbench.bench.published.comparison import Comparison
     from spbench.bench.sweep.results import ResultsFile, Row
     from spbench.bench.workers.crew import Crew
     from spbench.bench.workers.executor import Executor
@@ -80,8 +80,8 @@ def run_cells(
         click.Abort: interrupted; it says how many cells are kept.
     """
     from spbench.bench.config.select import declared_cells, narrowed_cells
+    from spbench.bench.published.comparison import write as write_comparisons
     from spbench.bench.reproduction.comparisons import compare
-    from spbench.bench.reproduction.comparisons import write as write_comparisons
     from spbench.bench.sweep.digest import is_current
     from spbench.bench.sweep.results import ResultsFile
     from spbench.bench.sweep.sweep import at_once, sweep, unfinished
@@ -152,7 +152,7 @@ def _announce(
 
 def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:
     """The files of the scenario's figure, and whether drawing failed."""
-    from spbench.bench.reproduction.comparisons import as_frame
+    from spbench.bench.published.comparison import as_frame
 
     figure = scenario.document.figure
     if figure is None or not ran.known:

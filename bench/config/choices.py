@@ -54,12 +54,6 @@ def engine_property(engine: str, name: str) -> bool:
 ELSEWHERE = {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"}
 
 
-@declared
-def strategy_axes(strategy: str) -> list[str]:
-    """The axes of the strategies of that name; see :func:`nesting`."""
-    return list(nesting(strategy).axes)
-
-
 def strategy_problem(name: str) -> str:
     """What is wrong with the name of a strategy, or of several around each other; empty if nothing. A peer
     whose package is not installed cannot be named."""

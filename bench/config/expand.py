@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.choices import names, option_mistakes, strategy_axes, strategy_problem
+from spbench.bench.config.choices import names, option_mistakes, strategy_problem
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import dotted, first_problem, merge

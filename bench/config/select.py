@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.choices import names, strategy_axes, strategy_problem
+from spbench.bench.config.choices import names, strategy_problem
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError, suggestion

@@ -255,6 +255,13 @@ def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Comp
         return rank_module(partial(model.build, strategy, seq_len), around)
 
 
+def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
+    """The module of the ranks of a class, on the meta device."""
+    around = Composition(Place.of_rank(cell.mesh_sizes, ranks.first), cell.training.virtual_stages)
+    role = planned_strategy(cell, ranks.coordinates)
+    return _without_values(model_preset(*cell.model_arguments), role, cell.shape[1], around)
+
+
 def model_parameters(cell: Cell) -> int:
     """Parameters of the whole model, with the padding of its vocabulary that the strategy asks for."""
     parts = planned_strategy(cell).vocabulary_parts

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import trace_cache
 from spbench.bench.engines.engine import Engine
+from spbench.bench.engines.pipeline_stages import stage_traces
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import ClassTraces, Trace, can_time
@@ -147,5 +148,12 @@ def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
         Unsupported: the strategy cannot run these sizes.
     """
     classes = rank_classes(cell)
-    traces = [trace(cell, each.first, events=events) for each in classes]
+
+    def traced(rank: int) -> Trace:
+        return trace(cell, rank, events=events)
+
+    if cell.sizes.pp == 1 or cell.meters or _plain():
+        traces = [traced(each.first) for each in classes]
+    else:
+        traces = stage_traces(cell, classes, traced)
     return ClassTraces(cell, classes, traces, fold=not _plain())

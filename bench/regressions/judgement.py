@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from spbench.bench.published.comparison import COMPARISON_FILE
 from spbench.bench.regressions.measured_change import MeasuredChange, measured_changes
 from spbench.bench.regressions.metrics import METRICS, STATUSES, readings
 from spbench.bench.regressions.result_files import Results
-from spbench.bench.sweep.results import COMPARISON_FILE, Row
+from spbench.bench.sweep.results import Row
 
 #: absolute, of relative errors
 ERROR_TOLERANCE = 1e-6

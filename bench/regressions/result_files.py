@@ -6,28 +6,20 @@ Each benchmark of pytest-benchmark is a row: its full name is the key, its time 
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, SHORT_HASH
+from spbench.bench.published.comparison import COMPARISON_FILE, NUMBERS, read_records
 from spbench.bench.regressions.metrics import merged_rounds
 from spbench.bench.sweep.provenance import commit_of
-from spbench.bench.sweep.results import (
-    COMPARISON_FILE,
-    RESULTS_FILE,
-    Row,
-    read_all_rows,
-    read_new_rows,
-)
+from spbench.bench.sweep.results import RESULTS_FILE, Row, read_all_rows, read_new_rows
 from spbench.bench.sweep.row_schema import Number
 from spbench.bench.yaml_files import dotted, read_file
 
@@ -126,46 +118,11 @@ def read_results(path: Path, *, judged: bool = False) -> Results:
     return Results(path, by_key, read, notes, not_finite)
 
 
-# -- comparison.csv --------------------------------------------------------------------------------------
-
-_CellNumber = Annotated[float | None, BeforeValidator(lambda text: text or None)]
-
-
-class _Claim(BaseModel):
-    claim: str
-    variant: str
-    numerator: str
-    denominator: str
-    published: _CellNumber
-    reproduced: _CellNumber
-    relative_error: _CellNumber
-    status_published: str
-    status_reproduced: str
-    role: str = ""
-
-
 def _read_claims(path: Path, judged: bool) -> Claims:
-    """The claims of a comparison.csv; numbers that are not finite only where they are to be ``judged``."""
-    claims: Claims = {}
-    try:
-        lines = csv.DictReader(io.StringIO(read_file(path).decode(), newline=""), strict=True)
-        needed = [name for name, field in _Claim.model_fields.items() if field.is_required()]
-        if missing := [name for name in needed if name not in (lines.fieldnames or ())]:
-            raise UserError(f"cannot read {path}: no column {missing[0]!r}")
-        for row in lines:
-            claim = _Claim.model_validate({name: row[name] for name in row if name and row[name] is not None})
-            for name, value in claim:
-                if isinstance(value, float) and not math.isfinite(value) and not judged:
-                    raise UserError(f"{path}:{lines.line_num}: {name}: {value}: not a finite number")
-            claims[claim.claim, claim.variant, claim.numerator, claim.denominator] = claim.model_dump()
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(
-            f"{path}:{lines.line_num}: {dotted(first['loc'])}: {first['input']!r:.60}: {first['msg']}"
-        ) from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    return claims
+    name = ("claim", "variant", "numerator", "denominator")
+    needed = (*name, *NUMBERS, "status_published", "status_reproduced")
+    rows = read_records(path, needed, any_number=judged)
+    return {tuple(row[column] for column in name): row for row in rows}
 
 
 # -- pytest-benchmark ------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.answers.tables import PublishedTable
-from spbench.bench.reproduction.findings import Findings, Record, read_records, table_of
+from spbench.bench.published.comparison import read_records
+from spbench.bench.reproduction.findings import Findings, Record, table_of
 from spbench.bench.reproduction.papers import ALL, Paper, scenarios_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row, flat, read_all_rows
 

@@ -26,8 +26,7 @@ from spbench.impls.axes import MESH_AXES, in_order, spelled
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-#: what a run leaves in its folder: rows, and what was published beside them
-RESULTS_FILE, COMPARISON_FILE = "cells.jsonl", "comparison.csv"
+RESULTS_FILE = "cells.jsonl"
 
 #: a cell with one of these is done, until its digest changes; others are run again by the next sweep
 FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")

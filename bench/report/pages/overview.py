@@ -15,7 +15,7 @@ from spbench.bench.report.gathered import Gathered
 from spbench.bench.report.measured_charts import measured_chart
 from spbench.bench.report.page import Chart, DataTable, Page, Panel
 from spbench.bench.reproduction.findings import Record, distinct, role_errors
-from spbench.bench.reproduction.measured_sources import MEASURED
+from spbench.bench.reproduction.papers import MEASURED
 from spbench.bench.reproduction.validation import validation_lines
 from spbench.bench.sweep.provenance import commit_of
 

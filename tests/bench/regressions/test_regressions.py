@@ -13,10 +13,9 @@ from spbench.bench.cli import exit_code
 from spbench.bench.commands.baseline import FOLDER
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
-from spbench.bench.published.compared import Comparison
+from spbench.bench.published.comparison import Comparison, write
 from spbench.bench.regressions.judgement import judge
 from spbench.bench.regressions.result_files import read_results
-from spbench.bench.reproduction.comparisons import write
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.fakes import SCENARIO
 
@@ -240,7 +239,7 @@ def unreadable(path: Path) -> Iterator[tuple[Path, str]]:
     yield words, "comparison.csv"
     text = (folder(path / "number", ROWS) / "comparison.csv").read_text()
     (path / "number" / "comparison.csv").write_text(text.replace("0.1", "a tenth"))
-    yield path / "number", "comparison.csv:2: relative_error: 'a tenth'"
+    yield path / "number", "row 1: relative_error: 'a tenth' is no finite number"
 
 
 def test_unreadable_files_are_one_line(

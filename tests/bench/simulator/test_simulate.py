@@ -22,7 +22,7 @@ from spbench.bench.simulator.program import (
 from spbench.bench.simulator.simulate import simulate, step_time_of
 from tests.bench.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
 
-INFINITE = cluster(bandwidth=float("inf"), node_bandwidth=float("inf"))
+INFINITE = cluster(bandwidth=1e300, node_bandwidth=1e300)
 
 
 def test_a_group_is_translated_to_other_ranks() -> None:
@@ -310,8 +310,8 @@ def test_zero_cost_links_leave_only_computing_and_waiting_for_it(
     world: tuple[list[Program], list[list[int]]],
 ) -> None:
     found = timed(*world, INFINITE)
-    assert found.breakdown["exposed_communication_s"] == 0
-    assert found.breakdown["hidden_communication_s"] == 0
+    assert found.breakdown["exposed_communication_s"] < 1e-200
+    assert found.breakdown["hidden_communication_s"] < 1e-200
     alone = timed([ring(4, 3, 2, overlap=False)], [range(4)], INFINITE)
     assert alone.step_time_s == alone.breakdown["compute_s"] == 12
 
