@@ -88,6 +88,16 @@ def commit_time_s(commit: str, near: Path) -> int | None:
     return int(seconds) if seconds.isdecimal() else None
 
 
+@cache
+def day_of(commit: str) -> str:
+    """The day of a commit, as 2026-11-20; "" where neither spbench's checkout nor that around the working
+    folder has it."""
+    name = f"{commit.removesuffix(DIRTY)}^{{commit}}"
+    places = dict.fromkeys([own_checkout() or Path(), Path()])
+    days = (asked(place, "show", "--no-patch", "--format=%cs", "--end-of-options", name) for place in places)
+    return next(filter(None, days), "")
+
+
 def _near(path: Path, *arguments: str) -> str:
     folder = path if path.is_dir() else path.parent
     return asked(folder, *arguments) or asked(Path(), *arguments)

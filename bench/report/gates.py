@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.git import SHORT_HASH, last_change
+from spbench.bench.git import SHORT_HASH, day_of, last_change
 from spbench.bench.regressions.judgement import Difference, Judgement, judge
 from spbench.bench.regressions.result_files import Results, read_results
 from spbench.bench.sweep.results import RESULTS_FILE
@@ -36,6 +36,16 @@ class Gate:
     machines: tuple[Sequence[str], Sequence[str]]
     judgement: Judgement | None
     problem: str = ""
+
+    @property
+    def days(self) -> list[str]:
+        """The days of the baseline's commits, as far as git knows them."""
+        return [day for day in map(day_of, self.commits[0]) if day]
+
+    @property
+    def table_name(self) -> str:
+        """The name of the table of differences on its page."""
+        return f"gate-{self.scenario.replace('_', '-')}"
 
     @property
     def counts(self) -> dict[str, int]:

@@ -19,8 +19,10 @@ from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.answers.tables import PublishedTable
 from spbench.bench.published.comparison import read_records
+from spbench.bench.report.page import Figure
 from spbench.bench.reproduction.findings import Findings, Record, table_of
 from spbench.bench.reproduction.papers import ALL, Paper, scenarios_of
+from spbench.bench.reproduction.strategy_traces import SIDE_BY_SIDE, STRATEGIES
 from spbench.bench.sweep.results import RESULTS_FILE, Row, flat, read_all_rows
 
 #: where a row was found
@@ -66,6 +68,7 @@ class Gathered:
         results: the folder with reproduction/, baseline/ and runs/.
         baseline: the folder with a baseline of each of some scenarios.
         history: the folder of `spbench record`; None: there is none.
+        strategy_rows: of the scenario that sets strategies beside each other, in its order.
         cells: by scenario, then in the order of the file.
     """
 
@@ -74,6 +77,26 @@ class Gathered:
     history: Path | None
     papers: Sequence[PaperResults]
     cells: Sequence[CellResult]
+    strategy_rows: Sequence[Row] = ()
+
+    def figure(self, name: str | None) -> Figure | None:
+        """A figure of the reproduction, as SVG or else as PNG; None where it was not drawn."""
+        for form in ("svg", "png") if name else ():
+            path = self.results / "reproduction" / "figures" / f"{name}.{form}"
+            if path.is_file():
+                return Figure(str(name), f"figures/{path.name}", path.read_bytes())
+        return None
+
+    @property
+    def strategies(self) -> Path:
+        """The folder of strategies' rows and traces."""
+        return self.results / "reproduction" / STRATEGIES
+
+    @cached_property
+    def cell_fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """The fields of every cell that was declared or run, by key."""
+        declared = {key: cell.model_dump() for key, cell in self.declared.items()}
+        return declared | {key: row["cell"] for key, row in self.rows.items()}
 
     @cached_property
     def rows(self) -> Mapping[str, Row]:
@@ -129,7 +152,8 @@ def gather(results: Path, history: Path | None, baseline: Path | None = None) ->
     cells = list(_cells(baseline, results / "runs", papers))
     if not cells and not any(paper.findings for paper in papers):
         raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
-    return Gathered(results, baseline, history, papers, cells)
+    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE / RESULTS_FILE)
+    return Gathered(results, baseline, history, papers, cells, rows)
 
 
 def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperResults:

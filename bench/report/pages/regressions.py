@@ -25,7 +25,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "gates": found,
             "tables": tables,
             "results": str(gathered.results),
-            "closed": [gate for gate in found if gate.judgement is not None and gate.judgement.fails],
+            "judged": [gate for gate in found if gate.judgement is not None],
+            "worse": [gate for gate in found if gate.judgement is not None and gate.judgement.fails],
             **_history(gathered),
         },
         order=80,
@@ -35,7 +36,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 def _differences(gate: Gate) -> DataTable:
     return DataTable(
-        f"gate-{gate.scenario.replace('_', '-')}",
+        gate.table_name,
         f"{gate.scenario}: what differs from the baseline, the worst first",
         gate.lines,
         sortable=len(gate.lines) > 1,

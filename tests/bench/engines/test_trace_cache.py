@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.engines import trace_cache, virtual
 from spbench.bench.engines.engine import run
 from spbench.bench.engines.trace_cache import trace_key

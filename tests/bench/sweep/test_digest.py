@@ -14,7 +14,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.scenario import load_scenario
-from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.bench.sweep.digest import changed_parts, is_final, outdated

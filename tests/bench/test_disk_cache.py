@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.engines import disk_cache
-from spbench.bench.engines.disk_cache import DiskCache
+from spbench.bench import disk_cache
+from spbench.bench.disk_cache import DiskCache
 
 
 def keys(cache: DiskCache) -> set[str]:

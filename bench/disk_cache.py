@@ -8,19 +8,33 @@ or not at all, and only keys with the same first two digits share a lock.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+
+#: of the environment: the folder of what is kept between runs, or "off"; one of the user's if it is not set
+CACHE_FOLDER = "SPBENCH_CACHE"
 
 #: writes after which a process looks again whether the folder is too large
 _WRITES_BETWEEN_LOOKS = 50
 
 _log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path | None:
+    """The folder of what is kept between runs, which may be deleted at any time; None: nothing is to be kept,
+    as :data:`CACHE_FOLDER` is "off", or the user has no home."""
+    folder = os.environ.get(CACHE_FOLDER)
+    if folder:
+        return None if folder == "off" else Path(folder)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "spbench"
+    except RuntimeError:
+        return None
 
 
 class DiskCache:
@@ -65,6 +79,8 @@ class DiskCache:
     def making(self, key: str) -> Iterator[None]:
         """One process at a time is inside for a key: a second one waits, and then finds what the first has
         made. The lock of a process that dies is free at once."""
+        from filelock import FileLock  # imports asyncio, which readers do not need
+
         # keys share 256 locks, so that no files of locks are left for values that are gone
         lock = FileLock(self.folder / f"{key[:2]}.lock")
         try:
