@@ -115,7 +115,7 @@ def _run(
     from spbench.bench.config.select import ALL, Narrowing
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
-    from spbench.bench.sweep.same_code import check_same_code
+    from spbench.bench.sweep.provenance import check_same_code
 
     all_ran: dict[str, Ran] = {}
     files: list[Path] = []

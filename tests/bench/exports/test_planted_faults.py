@@ -54,7 +54,7 @@ def test_a_new_cell_is_shown_and_fails_nothing(judged: Judge) -> None:
     assert tables(markdown)[0] == [["🆕 new", "d", "cell", "", "ok", ""]]
     assert "not worse" in markdown
     assert "1 new, 3 cells unchanged, 1 claims unchanged." in markdown
-    assert cases(junit)["d"].is_passed
+    assert cases(junit)["d"].result[0].message == "not judged: the cell is new"
 
 
 def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
