@@ -112,7 +112,7 @@ class FunctionModules:
     """The functions that each lie in a module of their own, which is imported when its function is loaded.
 
     The function NAME is ``function`` in the module NAME of the package, or ``prefix`` NAME with ``_`` for
-    each ``-`` of the name, or an entry point NAME of the group. Modules without such a function are passed over.
+    each ``-`` of the name, or an entry point NAME of the group. Modules without such a function do not count.
 
     Attributes:
         package: import name of the package.
