@@ -8,13 +8,13 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.engines.engine import run
 from spbench.bench.engines.trace_files import from_bytes, to_bytes
 from spbench.bench.errors import UserError
 from spbench.bench.meters import torch_internals
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.prices import price_of
 from spbench.bench.meters.torch_internals import FakeTensorMode, check_internals
+from spbench.bench.run_cell import run_cell
 from tests.bench.meters.same_traces import differences
 from tests.bench.meters.test_fast_recorder import cell
 
@@ -46,10 +46,10 @@ def test_calls_of_operators_without_a_price_are_counted() -> None:
 
 def test_the_row_says_so_and_a_kept_trace_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Cell = cell("ring_self_attention")
-    assert run(asked).unpriced_operators == {}
+    assert run_cell(asked).unpriced_operators == {}
     monkeypatch.setattr(price_of(torch.ops.aten.gelu.default), "known", False)
     trace = virtual.trace(asked, events=True)
-    assert trace.measurement(None).unpriced_operators == run(asked).unpriced_operators == {"gelu": 1}
+    assert trace.measurement(None).unpriced_operators == run_cell(asked).unpriced_operators == {"gelu": 1}
     assert differences(from_bytes(to_bytes(trace), asked), trace) == []
 
 
