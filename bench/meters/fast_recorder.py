@@ -86,7 +86,7 @@ class _Remembered:
 
 
 #: entries hold no tensor and no mode, so they serve every trace of the process; None: always the plain path
-_MEMORY: dict[_Key, _Remembered | None] = {}
+MEMORY: dict[_Key, _Remembered | None] = {}
 #: a bound on the memory of a process that traces very many shapes
 MOST_ENTRIES = 500_000
 
@@ -130,15 +130,15 @@ class FastRecorder(Recorder):
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        if (remembered := _MEMORY.get(key)) is not None:
+        if (remembered := MEMORY.get(key)) is not None:
             result = self._build(remembered, args, kwargs)
             self.memory.note_workspace(func)
             if self.events is not None and self.events.running:
                 self._write_row(key, func, args, kwargs, result)
             return result
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if key not in _MEMORY and len(_MEMORY) < MOST_ENTRIES:
-            _MEMORY[key] = _remembered(func, args, kwargs, result)
+        if key not in MEMORY and len(MEMORY) < MOST_ENTRIES:
+            MEMORY[key] = _remembered(func, args, kwargs, result)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
