@@ -28,7 +28,7 @@ from tests.bench.history.records import cell, commit, record
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ_EXAMPLES", "0"))
 few = settings(
-    max_examples=EXAMPLES or 30,
+    max_examples=EXAMPLES or 12,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
