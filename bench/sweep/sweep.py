@@ -11,9 +11,9 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class
-from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.engines.peer_packages import requirements
 from spbench.bench.ranks.processes import usable_cores
+from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.digest import digest, is_final
 from spbench.bench.sweep.provenance import project_commit, provenance
 from spbench.bench.sweep.results import ResultsFile, Row
@@ -48,7 +48,7 @@ def sweep(
     cells: Sequence[Cell],
     results: ResultsFile,
     *,
-    run: Run = run_on_engine,
+    run: Run = run_cell,
     crew: Crew | None = None,
     executor: Executor | None = None,
     jobs: int | None = None,
