@@ -89,16 +89,16 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
             written, or results that the documents may not have (see :func:`check_same_code`).
     """
-    from spbench.bench.engines.engine import run as run_on_engine
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.papers import scenarios_of
     from spbench.bench.reproduction.strategy_traces import STRATEGIES
+    from spbench.bench.run_cell import run_cell
     from spbench.bench.workers.crew import Crew
 
     papers = [] if request.paper == STRATEGIES else scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
         Pages.of(paper.name).check(paper.name, [s.name for s in scenarios])
-    with Crew(run_on_engine) as crew, opened_executor(request.executor) as executor:
+    with Crew(run_cell) as crew, opened_executor(request.executor) as executor:
         for paper, scenarios in papers:
             yield _run(request, paper, scenarios, crew, executor)
         if request.paper in (STRATEGIES, "all"):
@@ -115,7 +115,7 @@ def _run(
     from spbench.bench.config.select import ALL, Narrowing
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
-    from spbench.bench.sweep.same_code import check_same_code
+    from spbench.bench.sweep.provenance import check_same_code
 
     all_ran: dict[str, Ran] = {}
     files: list[Path] = []

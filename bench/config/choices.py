@@ -19,7 +19,7 @@ from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.registry import meters
-from spbench.bench.search.search import quantities
+from spbench.bench.search.quantities import quantities
 from spbench.bench.yaml_files import first_problem
 from spbench.impls import loose_files
 from spbench.impls.backends.registry import backends

@@ -41,7 +41,7 @@ class Changes:
 
 def changes(gathered: Gathered) -> Iterator[Changes]:
     """The baselines together, then the history if there is one."""
-    yield _since_baselines(list(gates(gathered.results)))
+    yield _since_baselines(list(gates(gathered.baseline, gathered.results / "runs")))
     if gathered.history is not None:
         try:
             history = read_history(gathered.history)

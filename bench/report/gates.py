@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.checkout import day_of, last_change
-from spbench.bench.history.run_record import SHORT_HASH
-from spbench.bench.regressions.regressions import Difference, Judgement, judge
+from spbench.bench.git import SHORT_HASH, day_of, last_change
+from spbench.bench.regressions.judgement import Difference, Judgement, judge
 from spbench.bench.regressions.result_files import Results, read_results
 from spbench.bench.sweep.results import RESULTS_FILE
 
@@ -63,10 +62,10 @@ class Gate:
         return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
 
 
-def gates(results: Path) -> Iterator[Gate]:
-    """The baselines in RESULTS/baseline, each beside RESULTS/runs/NAME."""
-    for path in sorted((results / "baseline").glob(f"*/{RESULTS_FILE}")):
-        yield _gate(path.parent, results / "runs" / path.parent.name)
+def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
+    """The baselines in a folder, each beside the run of its name."""
+    for path in sorted(baseline.glob(f"*/{RESULTS_FILE}")):
+        yield _gate(path.parent, runs / path.parent.name)
 
 
 def _gate(base: Path, new: Path) -> Gate:
@@ -76,7 +75,7 @@ def _gate(base: Path, new: Path) -> Gate:
         if not (new / RESULTS_FILE).is_file():
             how = f"nothing was run here: spbench run --scenario {scenario} --output {new}"
             return Gate(scenario, base, (_commits(before), []), (_said(before.machines), []), None, how)
-        now = read_results(new)
+        now = read_results(new, judged=True)
     except UserError as error:
         return Gate(scenario, base, ([], []), ([], []), None, str(error))
     return Gate(

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from spbench.bench.history.checkout import day_of
+from spbench.bench.git import day_of
 from spbench.bench.report.page import Chart, DataTable, Figure, Page
 
 #: a cell of text that begins with one of these is a formula to spreadsheets

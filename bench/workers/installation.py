@@ -1,4 +1,4 @@
-"""What of a machine's installation a measurement depends on, and whether another machine has the same."""
+"""What a measurement depends on in a machine's installation, and whether another machine has the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Installation:
 
     @classmethod
     def here(cls) -> Installation:
-        """Of this machine, as its files are now, whenever they were imported."""
+        """That of this machine, as its files are now."""
         code_digest.cache_clear()
         return cls(
             spbench=installed_version("spbench") or "none",
@@ -40,9 +40,9 @@ class Installation:
         )
 
     def difference(self, other: Installation) -> str:
-        """What is wrong with the other one, and the remedy, as the end of a sentence; "" if nothing is.
+        """How the other one differs, and the remedy, as the end of a sentence; "" if it does not.
 
-        Versions come from package metadata, which an editable checkout may lack; digests decide.
+        The digest of the code decides, not spbench's version, which an editable checkout may lack.
         """
         if lacking := self.plugins - other.plugins:
             return f"lacks the plug-ins {_listed(lacking)}; install them there and start it again"

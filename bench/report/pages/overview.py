@@ -16,7 +16,7 @@ from spbench.bench.report.verdict import counts, verdict_on, why
 from spbench.bench.reproduction.findings import Record, distinct, label_of, role_errors
 from spbench.bench.reproduction.papers import MEASURED
 from spbench.bench.reproduction.validation import QUANTITY_NAMES, records_by_source, validation_lines
-from spbench.bench.sweep.same_code import commit_of
+from spbench.bench.sweep.provenance import commit_of
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
@@ -53,7 +53,6 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         "measured_figure": gathered.figure(MEASURED),
         "heat_maps": [chart for chart in heat_maps if chart is not None],
         "machines": _machines(gathered),
-        "problems": gathered.problems,
     }
     yield Page(
         "index.html",

@@ -15,7 +15,7 @@ from spbench.bench.report.page import DataTable, Page
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """regressions.html."""
-    found = list(gates(gathered.results))
+    found = list(gates(gathered.baseline, gathered.results / "runs"))
     tables = {gate.scenario: _differences(gate) for gate in found if gate.lines}
     yield Page(
         "regressions.html",
@@ -79,5 +79,4 @@ def _counts(assessments: Sequence[Assessment]) -> dict[str, int]:
 
 def _warnings(history: History) -> list[str]:
     others = history.branches[1:]
-    left_out = [f"records of {', '.join(others)} are left out"] if others else []
-    return [*history.problems, *left_out]
+    return [f"records of {', '.join(others)} are left out"] if others else []

@@ -16,8 +16,8 @@ from spbench.bench.report.layer_chart import layer_chart
 from spbench.bench.report.page import DataTable, Page
 from spbench.bench.reproduction.strategy_traces import LAYERS, read_trace
 from spbench.bench.sweep.digest import changed_parts
+from spbench.bench.sweep.provenance import commit_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
-from spbench.bench.sweep.same_code import commit_of
 from spbench.bench.verification.verdicts import Verdict, read_verdicts, verified_code
 from spbench.impls.peers.registry import absent, peers
 from spbench.impls.strategies.base import Strategy

@@ -41,7 +41,7 @@ def kept_rows(results: Path) -> list[dict[str, Any]]:
 def site_of(results: Path, *cells: CellResult, rows: list[dict[str, Any]] | None = None) -> dict[str, str]:
     """The pages of strategies as HTML, by path."""
     shown = kept_rows(results) if rows is None else rows
-    gathered = Gathered(results, None, [], cells, [], shown)
+    gathered = Gathered(results, results / "baseline", None, [], cells, shown)
     return {page.path: html_of(page) for page in pages_of_strategies.pages(gathered)}
 
 

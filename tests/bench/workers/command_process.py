@@ -1,21 +1,21 @@
-"""The command `spbench run` in a process of its own, to be interrupted and killed; see gated_spbench.py."""
+"""The command `spbench run` in a process of its own, on cells that a function of fakes.py measures, to be
+interrupted and killed. As a program this module is that command."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 from tests.bench.fakes import GATE, LOG, RUN, SCENARIO
+from tests.bench.processes import until
 
 ROOT = Path(__file__).parents[3]
 #: for PYTHONPATH: ours, and workers that start without torch
 LIGHT_PATH = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "light")])
-#: seconds after which a test gives up on another process
-PATIENCE_S = 180.0
 
 
 class Command:
@@ -39,14 +39,7 @@ class Command:
             GATE: str(self.gate),
             LOG: str(self.log),
         }
-        self.command = [
-            sys.executable,
-            "-m",
-            "tests.bench.workers.gated_spbench",
-            "run",
-            "--scenario",
-            str(file),
-        ]
+        self.command = [sys.executable, "-m", __name__, "run", "--scenario", str(file)]
         self.command += ["--output", str(folder / "out"), "--jobs", "2", *options]
         self.process: subprocess.Popen[str] | None = None
 
@@ -90,14 +83,6 @@ class Command:
             self.process.wait()
 
 
-def until(what: Callable[[], bool]) -> None:
-    """Wait until something is so; an error if it never is."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 def environments() -> Iterator[tuple[int, bytes]]:
     """Each process that runs, with the environment that it has started with."""
     for folder in Path("/proc").glob("[0-9]*"):
@@ -106,3 +91,12 @@ def environments() -> Iterator[tuple[int, bytes]]:
                 yield int(folder.name), (folder / "environ").read_bytes()
         except OSError:  # it is gone, or somebody else's
             continue
+
+
+if __name__ == "__main__":
+    import spbench.bench.sweep.sweep as module
+    from spbench.bench.cli import main
+    from tests.bench import fakes
+
+    module.sweep = functools.partial(module.sweep, run=getattr(fakes, os.environ[RUN]))
+    main()
