@@ -44,8 +44,9 @@ class Ran:
     comparisons: list[Comparison]
     files: list[Path]
 
-    def failed(self) -> bool:
-        """Whether cells have no result or a wrong one; if so, a message says how many, by status."""
+    def failed(self, require: str | None = None) -> bool:
+        """Whether cells have no result or a wrong one, or another status than is required; if so, a message
+        says how many, by status."""
         from spbench.bench.sweep.results import FAULTS, FINAL
 
         counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
@@ -54,7 +55,11 @@ class Ran:
             detail = "" if counts.keys() == {"failed"} else f" ({detail})"
             again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
             message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
-        return bool(counts)
+        others = Counter(row["status"] for row in self.rows if require not in (None, row["status"]))
+        if others:
+            detail = ", ".join(f"{count} {status}" for status, count in others.items())
+            message(f"spbench: {others.total()} of {len(self.rows)} cells are not {require}: {detail}")
+        return bool(counts or others)
 
 
 def run_cells(

@@ -179,6 +179,12 @@ def test_failed_cells_are_exit_code_1_and_unsupported_ones_are_not(spbench: Run)
     assert err.splitlines()[-1] == "spbench: 2 of 3 cells failed; the same command tries them again"
 
 
+def test_a_status_can_be_required(spbench: Run) -> None:
+    code, _, err = spbench(*RUN, "--world-size", "3", "--require", "ok")
+    assert (code, err.splitlines()[-1]) == (1, "spbench: 2 of 2 cells are not ok: 2 unsupported")
+    assert spbench(*RUN, "--world-size", "2", "--require", "ok")[0] == 0
+
+
 def test_claims_of_a_narrowed_run_say_what_is_missing(spbench: Run) -> None:
     _, out, _ = spbench(*RUN, "--world-size", "8")
     assert "a ratio; denominator was not run" in out
