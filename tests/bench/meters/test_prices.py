@@ -85,7 +85,7 @@ def test_what_has_moved_is_named(
     name: str, replacement: object, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_internals, name, replacement)
-    with pytest.raises(UserError, match=rf"^torch {torch.__version__[:4]}.*{told}.*tested with torch 2\.11"):
+    with pytest.raises(UserError, match=rf"^torch {torch.__version__[:4]}.*{told}.*tested with torch 2"):
         check_internals.__wrapped__()
 
 
