@@ -241,7 +241,9 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
         return NOISE_FACTOR * max(finding.noise, typical, torch.finfo(dtype).eps)
 
     judged = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
-    worst = max(judged, key=lambda each: each.excess)
+    wrong = [each for each in judged if each.excess > 1]
+    # wrong values tell more than the messages that go with them
+    worst = max(wrong or judged, key=lambda each: (not each.finding.of_bytes, each.excess))
     row = replace(
         row,
         error=worst.finding.found.error,
@@ -249,7 +251,6 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
         tensor=worst.finding.tensor,
         rank=worst.rank,
     )
-    wrong = [each for each in judged if each.excess > 1]
     if not wrong:
         return row
     return replace(row, status="RED", factor=worst.factor, verdict=_how_wrong(worst, wrong))
