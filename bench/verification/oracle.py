@@ -183,6 +183,8 @@ class _Run:
         whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
         self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
 
+        if recorder is not None:
+            recorder.communication.axes.update(strategy.place.flattened)
         phase = nullcontext if recorder is None else recorder.phase
         with recorder or nullcontext():
             with phase("forward"):
