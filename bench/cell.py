@@ -36,7 +36,7 @@ Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics", "m
 #: of a suffix of a count: 128K is 128 * 1024
 SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 #: beyond these no cell is of use, and sums over it would overflow or take all memory
-MOST_RANKS, MOST_POSITIONS, MOST_STEPS = 2**20, 2**40, 10**6
+MOST_RANKS, MOST_POSITIONS, MOST_STEPS = 2**17, 2**36, 10**6
 
 
 def with_suffix(value: Any) -> Any:

@@ -78,13 +78,18 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
     return _distinct(cells)
 
 
-def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
+def narrowed_cells(
+    scenario: Scenario, narrowing: Narrowing, declared: Sequence[Cell] | None = None
+) -> list[Cell]:
     """The cells to run.
+
+    Args:
+        declared: those of :func:`declared_cells`, where they are known.
 
     Raises:
         UserError: an unknown name, a rank or device that cannot be, or nothing is left; with what there is.
     """
-    cells = declared_cells(scenario, narrowing)
+    cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
     _known("model", narrowing.models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
     for name in narrowing.strategies:
         if problem := strategy_problem(name):
