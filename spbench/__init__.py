@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from spbench.bench.published.files import PublishedPlace
     from spbench.bench.published.selector import Selector
     from spbench.bench.published_number import PublishedNumber
-    from spbench.bench.search.search import Quantity
+    from spbench.bench.search.quantities import Quantity
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
@@ -70,7 +70,7 @@ _HOMES = {
     "spbench.bench.errors": ("UserError",),
     "spbench.bench.exports.exported": ("ExportRequest", "Exported"),
     "spbench.bench.meters.meter": ("Call", "Communication", "Meter"),
-    "spbench.bench.search.search": ("Quantity",),
+    "spbench.bench.search.quantities": ("Quantity",),
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
     "spbench.impls.composition": ("ONE_STAGE", "Stage"),
     "spbench.impls.models.blocks.decoder": ("DecoderModel",),

@@ -74,7 +74,8 @@ def command(
     fresh: bool,
     write: bool,
 ) -> Iterator[Output]:
-    """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours.
+    """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours;
+    `strategies` makes the rows and traces of the strategies' pages.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -88,17 +89,20 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
             written, or results that the documents may not have (see :func:`check_same_code`).
     """
-    from spbench.bench.engines.engine import run as run_on_engine
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.papers import scenarios_of
+    from spbench.bench.reproduction.strategy_traces import STRATEGIES
+    from spbench.bench.run_cell import run_cell
     from spbench.bench.workers.crew import Crew
 
-    papers = scenarios_of(request.paper)
+    papers = [] if request.paper == STRATEGIES else scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
         Pages.of(paper.name).check(paper.name, [s.name for s in scenarios])
-    with Crew(run_on_engine) as crew, opened_executor(request.executor) as executor:
+    with Crew(run_cell) as crew, opened_executor(request.executor) as executor:
         for paper, scenarios in papers:
             yield _run(request, paper, scenarios, crew, executor)
+        if request.paper in (STRATEGIES, "all"):
+            yield _run_strategies(request, crew, executor)
 
 
 def _run(
@@ -111,7 +115,7 @@ def _run(
     from spbench.bench.config.select import ALL, Narrowing
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
-    from spbench.bench.sweep.same_code import check_same_code
+    from spbench.bench.sweep.provenance import check_same_code
 
     all_ran: dict[str, Ran] = {}
     files: list[Path] = []
@@ -144,6 +148,24 @@ def _run(
         tables += Pages.of(paper.name).write(findings)
     drawn, figure_failed = draw_records(paper.name, records, request.output / "figures")
     return _report(paper, scenarios, findings, [*tables, *files, *drawn], int(failed or figure_failed))
+
+
+def _run_strategies(request: Reproduction, crew: Crew, executor: Executor | None) -> Output:
+    """Run the scenarios of the strategies' pages, and keep their rows and traces."""
+    from spbench.bench.config.scenario import load_scenario
+    from spbench.bench.config.select import Narrowing
+    from spbench.bench.reproduction.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
+
+    ran = {}
+    for scenario in map(load_scenario, (SIDE_BY_SIDE, LAYERS)):
+        folder = request.runs(scenario)
+        ran[scenario.name] = run_cells(
+            scenario, Narrowing(), folder, request.jobs, request.fresh, crew, executor
+        )
+    files = write_kept({name: one.rows for name, one in ran.items()}, request.output / STRATEGIES)
+    code = max(int(one.failed()) for one in ran.values())
+    lines = [{"file": str(path)} for path in files]
+    return Output([Table("Strategies beside each other", lines)], {"files": lines}, files=files, code=code)
 
 
 def run_record(scenario: str, ran: Ran) -> dict[str, str]:

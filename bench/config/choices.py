@@ -3,26 +3,27 @@ disk (:mod:`spbench.bench.declarations`)."""
 
 from __future__ import annotations
 
+import itertools
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.engines.peer_packages import missing_problem
-from spbench.bench.errors import suggestion
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.registry import meters
-from spbench.bench.search.search import Search, quantities
+from spbench.bench.search.quantities import Candidates, quantities
+from spbench.impls import loose_files
 from spbench.impls.backends.registry import backends
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import wrong_values
 from spbench.impls.peers.registry import peers
 from spbench.impls.strategies.nesting import PLUS, nesting
 from spbench.impls.strategies.registry import strategies
-
-#: names that others have for strategies, which are unlike those here
-ELSEWHERE = {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"}
 
 
 @declared
@@ -50,6 +51,62 @@ def engine_property(engine: str, name: str) -> bool:
     return bool(getattr(engine_class(engine), name))
 
 
+#: by kind: names that others have for what has an unlike one here
+ELSEWHERE = {
+    "strategy": {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"},
+    "backend": {"fsdp": "zero3 (fully sharded), or fsdp_flat (one flat buffer a layer)", "ddp": "legacy_ddp"},
+}
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """What is wrong with a name that nothing of a kind has, and what to write instead."""
+    here = ELSEWHERE.get(kind, {}).get(name.lower())
+    mend = f"; here that is {here}" if here else suggestion(name, known)
+    file = "; or give the path of a .py file" if kind in ("strategy", "model") else ""
+    return f"unknown {kind} {name!r}{mend}{file}"
+
+
+def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
+    """The names by which cells call what a user calls ``text``: it itself, unless it is FILE.py, which stands
+    for all strategies or models in that file, or FILE.py:NAME, which stands for one of them.
+
+    Args:
+        text: of strategies also several around each other, with plus signs between.
+        folder: what a relative path starts from.
+
+    Raises:
+        UserError: there is no such file, it cannot be imported, or has nothing of that kind or name.
+    """
+    if loose_files.SUFFIX not in text:
+        return [text]
+    if kind == "strategy" and PLUS in text:
+        parts = [cell_names(kind, part, folder) for part in text.split(PLUS)]
+        return [PLUS.join(each) for each in itertools.product(*parts)]
+    file, _, name = text.partition(f"{loose_files.SUFFIX}:")
+    path = (folder / Path(file + loose_files.SUFFIX if name else file).expanduser()).resolve()
+    if path.suffix != loose_files.SUFFIX:
+        return [text]
+    if not path.is_file():
+        raise UserError(f"unknown {kind} {text!r}: there is no file {path}")
+    try:
+        module = loose_files.add(path)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)][-1:]
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        raise UserError(f"{path}{''.join(line)}: {what}") from error
+    if kind == "model":
+        found, base = list(getattr(module, "PRESETS", {})), "mapping PRESETS of models"
+    else:
+        found = [each for each, cls in strategies().items() if cls.__module__ == module.__name__]
+        base = "class derived from spbench.Strategy with a name"
+    if not found:
+        raise UserError(f"{path}: has no {base}")
+    if name and name not in found:
+        raise UserError(f"{path}: {unknown(kind, name, found)}")
+    return [name] if name else found
+
+
 def strategy_problem(name: str) -> str:
     """What is wrong with the name of a strategy, or of several around each other; empty if nothing. A peer
     whose package is not installed cannot be named."""
@@ -61,9 +118,7 @@ def _name_problem(name: str) -> str:
     known = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
         if part not in known:
-            here = ELSEWHERE.get(part.lower())
-            hint = f"; here that is {here}" if here else suggestion(part, known)
-            return f"unknown strategy {part!r}{hint}"
+            return unknown("strategy", part, known)
     try:
         nesting(name)
     except ValueError as error:
@@ -84,7 +139,7 @@ def _refusal(content: Mapping[str, Any]) -> str:
     cell = Cell.model_validate(content)
     reason = ""
     try:
-        search = Search(cell) if cell.search is not None else None
+        search = Candidates(cell) if cell.search is not None else None
         for tried in [cell] if search is None else [search.at(search.values[at]) for at in (-1, 0)]:
             try:
                 plan(tried)

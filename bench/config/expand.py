@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.choices import names, option_mistakes, strategy_problem
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.config.choices import cell_names, names, option_mistakes, strategy_problem, unknown
+from spbench.bench.errors import UserError
 from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import dotted, first_problem, merge
 from spbench.impls.axes import unused_axes
@@ -125,10 +125,11 @@ def _origin(path: Sequence[str | int], layers: _Layers) -> list[str | int]:
 
 
 def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
-    try:
-        content = _with_model_file(content, folder)
-    except UserError as error:
-        raise Problem(_origin(("model",), layers), str(error)) from error
+    for key in ("strategy", "model"):
+        try:
+            content = _with_file(content, key, folder)
+        except UserError as error:
+            raise Problem(_origin((key,), layers), str(error)) from error
     try:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:
@@ -139,12 +140,20 @@ def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
     return cell
 
 
-def _with_model_file(content: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """The settings with what counts of the file that the model is the path of, if it is one."""
-    model = content.get("model")
-    if isinstance(model, str) and names_a_file(model):
-        return {**content, "model_config_json": read_model_file(model, folder)}
-    return content
+def _with_file(
+    content: Mapping[str, Any], key: Literal["strategy", "model"], folder: Path
+) -> Mapping[str, Any]:
+    """The settings with the name of what a Python file defines, or with what counts of a config.json, where
+    the strategy or model is the path of one."""
+    value = content.get(key)
+    if not isinstance(value, str):
+        return content
+    name, *others = cell_names(key, value, folder)
+    if others:
+        raise UserError(f"{value} has several: {', '.join([name, *others])}; write {value}:{name}")
+    if key == "model" and names_a_file(name):
+        return {**content, "model_config_json": read_model_file(name, folder)}
+    return {**content, key: name}
 
 
 def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -160,7 +169,7 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     for path, kind, wanted in named:
         for name in wanted:
             if name not in names(kind):
-                yield path, f"unknown {kind} {name!r}{suggestion(name, names(kind))}"
+                yield path, unknown(kind, name, names(kind))
     if problem := strategy_problem(cell.strategy):
         yield ("strategy",), problem
     try:

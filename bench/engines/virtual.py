@@ -67,12 +67,6 @@ class VirtualEngine(Engine):
         """
         return trace_classes(cell, events=can_time(cell)).measurement()
 
-    def search(self, cell: Cell) -> Measurement:
-        # it traces by functions of this module
-        from spbench.bench.search.boundary import largest_that_fits
-
-        return largest_that_fits(cell)
-
 
 @contextmanager
 def fake_mesh(

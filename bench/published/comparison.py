@@ -117,11 +117,14 @@ def write_csv(table: DataFrame, path: Path) -> Path:
     return write_whole(path, table.to_csv(index=False, lineterminator="\n"))
 
 
-def read_records(path: Path, needed: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+def read_records(
+    path: Path, needed: Sequence[str] = (), *, any_number: bool = False
+) -> list[Mapping[str, Any]]:
     """The lines of a file of comparisons, or of `spbench reproduce`; NUMBERS as float, None where none is.
 
     Args:
         needed: columns that there must be.
+        any_number: also those that are not finite.
 
     Raises:
         UserError: it cannot be read, lacks a column, or has a number that is none.
@@ -136,7 +139,8 @@ def read_records(path: Path, needed: Sequence[str] = ()) -> list[Mapping[str, An
         for name in NUMBERS:
             if name in row:
                 try:
-                    numbers[name] = finite(row[name]) if row[name] else None
+                    read = float if any_number else finite
+                    numbers[name] = read(row[name]) if row[name] else None
                 except ValueError as error:
                     raise UserError(f"{path}: row {at}: {name}: {row[name]!r} is no finite number") from error
         lines.append({**row, **numbers})

@@ -191,7 +191,7 @@ def test_truncated_results_are_a_warning(spbench: Run) -> None:
     file.write_bytes(file.read_bytes()[:-30])
     code, _, err = spbench(*RUN)
     assert code == 0
-    assert f"spbench: warning: {file}:5: cut short, skipped" in err
+    assert f"spbench: warning: {file}:5: not a result row, skipped" in err
     assert "4 of them kept from before; running 1" in err
     assert len(read_rows(file)[0]) == 5
 

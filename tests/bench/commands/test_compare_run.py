@@ -99,7 +99,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     made = Project(tmp_path)
-    monkeypatch.setattr("spbench.bench.regressions.checkouts.own_repository", lambda: made.root)
+    monkeypatch.chdir(made.root)
     return made
 
 

@@ -14,7 +14,8 @@ from spbench.bench.commands.baseline import FOLDER
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.comparison import Comparison, write
-from spbench.bench.regressions.regressions import judge, read_results
+from spbench.bench.regressions.judgement import judge
+from spbench.bench.regressions.result_files import read_results
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.fakes import SCENARIO
 
@@ -199,7 +200,7 @@ def test_files_without_a_comparison(tmp_path: Path, base: Path, capsys: pytest.C
     assert out[:3] == out[3:]
     assert "errors against published numbers are not judged" in out[0]
     assert out[1] == "note: 2 measured metrics not judged: there are no samples"
-    assert out[2] == "not worse: 3 cells equal"
+    assert out[2] == "not worse: 2 cells equal, 3 not judged in full"
     (other := folder(tmp_path / "new", ROWS)).joinpath("comparison.csv").unlink()
     assert exit_code(["compare", str(base), str(other)]) == 1  # a folder should have it
 
@@ -215,7 +216,7 @@ def test_formats(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str])
     assert [word.strip() for word in first.split("|")[1:-1]] == [
         *("worse", "peak_memory_bytes", "1000", "1100", "+10.000%", "a")
     ]
-    assert lines[-1] == "WORSE: 1 worse, 1 better, 1 cells equal, 2 claims equal"
+    assert lines[-1] == "WORSE: 1 worse, 1 better, 0 cells equal, 2 claims equal, 1 not judged in full"
     assert exit_code(["compare", str(base), str(new), "--format", "json"]) == 1
     content = json.loads(capsys.readouterr().out)
     assert (content["fails"], len(content["differences"])) == (True, 2)
@@ -231,7 +232,7 @@ def unreadable(path: Path) -> Iterator[tuple[Path, str]]:
     yield folder(path / "empty", []), "has no rows"
     cut = folder(path / "cut", ROWS) / "cells.jsonl"
     cut.write_text(cut.read_text()[:-9])
-    yield cut.parent, "cells.jsonl:3: cut short, so that nothing can be compared"
+    yield cut.parent, "cells.jsonl:3: not a result row; mend or remove the line"
     (spoilt := folder(path / "spoilt", ROWS)).joinpath("comparison.csv").write_text("claim,published\nx,1\n")
     yield spoilt, "no column 'variant'"
     (words := folder(path / "words", ROWS)).joinpath("comparison.csv").write_bytes(b"\xff\xfe")
