@@ -4,45 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from spbench.bench.counts import MOST_POSITIONS, MOST_RANKS, MOST_STEPS, Count, Ranks, Repeats
 from spbench.bench.declarations import declared
 from spbench.bench.model_files import names_a_file, read_model_file
+from spbench.bench.training_options import TrainingOptions
+from spbench.bench.yaml_files import StrictModel
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
-from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
+from spbench.impls.strategies.nesting import nesting
 
 #: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
 #: other bytes than its strategy's closed form says; failed and timeout: there is no result
 Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics", "mismatch"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Sizes(StrictModel):
+    """Ranks along each axis of the mesh; at most MOST_RANKS in all."""
 
+    dp: Ranks = 1
+    pp: Ranks = 1
+    cp: Ranks = 1
+    tp: Ranks = 1
+    sp: Ranks = 1
 
-class Sizes(_Strict):
-    """Ranks along each axis of the mesh."""
-
-    dp: PositiveInt = 1
-    pp: PositiveInt = 1
-    cp: PositiveInt = 1
-    tp: PositiveInt = 1
-    sp: PositiveInt = 1
+    @model_validator(mode="after")
+    def _check_world(self) -> Sizes:
+        if self.world > MOST_RANKS:
+            raise ValueError(f"{self} are {self.world} ranks; there can be {MOST_RANKS} at most")
+        return self
 
     @property
     def by_axis(self) -> dict[str, int]:
@@ -58,72 +59,13 @@ class Sizes(_Strict):
         return spelled(self.by_axis)
 
 
-class TrainingOptions(BaseModel):
-    """How the step is run; see :class:`Training`.
-
-    ``step``: "inference" is a forward pass alone, of the whole batch; see :class:`Inference`.
-    ``batch_on_device``: "part" keeps this rank's part of the batch, "whole" all of it. ``micro_batches``:
-    parts of a replica's batch that are run one after another. ``virtual_stages``: how many runs of layers a
-    rank of the pipeline holds; several with the schedule "interleaved" and only there. ``steps``: how many
-    steps are traced one after another: communication and times are those of the last, peaks the largest of
-    all; with ``moments: later`` the first step's update makes Adam's moments, so that the second has them
-    throughout. ``cublas_workspace``: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and
-    count such as ":4096:8"; None: the cluster's figure. Further keys are the options of the backend; what is
-    not one of them, the configuration refuses.
-    """
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    step: Literal["training", "inference"] = "training"
-    moments: Literal["kept", "later"] = "kept"
-    backend: str = DEFAULT_BACKEND
-    batch_on_device: Literal["part", "whole"] = "part"
-    micro_batches: PositiveInt = 1
-    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
-    virtual_stages: PositiveInt = 1
-    steps: PositiveInt = 1
-    cublas_workspace: str | None = None
-
-    @model_validator(mode="after")
-    def _check_virtual_stages(self) -> TrainingOptions:
-        if self.virtual_stages > 1 and self.schedule != "interleaved":
-            raise ValueError("virtual_stages is for schedule: interleaved; leave it out, or set that")
-        if self.virtual_stages == 1 and self.schedule == "interleaved":
-            raise ValueError("schedule: interleaved needs virtual_stages: 2 or more")
-        return self
-
-    @field_validator("cublas_workspace")
-    @classmethod
-    def _check_workspace(cls, config: str | None) -> str | None:
-        if config is not None and not re.fullmatch(r"(:\d+:\d+)+", config):
-            raise ValueError(
-                f'{config!r} is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT, as ":4096:8"'
-            )
-        return config
-
-    @model_validator(mode="after")
-    def _leave_out_defaults(self) -> TrainingOptions:
-        """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
-        given = self.__pydantic_extra__
-        if given:
-            for name, default in _backend_defaults(self.backend).items():
-                if name in given and given[name] == default and type(given[name]) is type(default):
-                    del given[name]
-        return self
-
-    @property
-    def backend_options(self) -> Mapping[str, Any]:
-        """The options of the backend that differ from their defaults, by name."""
-        return self.__pydantic_extra__ or {}
-
-
 @declared
-def _backend_defaults(name: str) -> dict[str, Any]:
-    """The options of a backend as they are by default, by name; none if there is no such backend."""
-    return asdict(backends()[name].options_type()) if name in backends() else {}
+def strategy_axes(strategy: str) -> list[str]:
+    """The axes of the strategies of that name; see :func:`nesting`."""
+    return list(nesting(strategy).axes)
 
 
-class SearchRequest(_Strict):
+class SearchRequest(StrictModel):
     """Ask for the largest ``quantity`` that fits, one of :func:`quantities`.
 
     Values are multiples of ``step`` (a sequence length of ``step`` a rank, where a strategy chunks sequences;
@@ -132,52 +74,59 @@ class SearchRequest(_Strict):
     """
 
     quantity: str
-    step: PositiveInt = 1
-    limit: PositiveInt = 2**22
+    step: Count = 1
+    limit: Count = 2**22
     timed: bool = False
 
 
-class Timing(_Strict):
+class Timing(StrictModel):
     """How many steps the distributed engine runs."""
 
-    warmup: int = Field(default=2, ge=0)
-    samples: PositiveInt = 5
+    warmup: int = Field(default=2, ge=0, le=MOST_STEPS)
+    samples: Repeats = 5
 
 
-class Learning(_Strict):
+class Learning(StrictModel):
     """Ask for the losses of a training run on real data instead of a measurement; on real ranks only.
 
     The learning rate rises linearly to ``learning_rate`` over ``warmup`` steps, then falls linearly to zero
     after the last step. ``seed``: of weights and data. ``deviation``: of the initial matrices.
     """
 
-    steps: PositiveInt
+    steps: Repeats
     learning_rate: PositiveFloat = 1e-3
-    warmup: int = Field(default=0, ge=0)
-    seed: int = 1
+    warmup: int = Field(default=0, ge=0, le=MOST_STEPS)
+    seed: int = Field(default=1, ge=-(2**63), lt=2**63)
     deviation: PositiveFloat = 0.02
 
 
-class Cell(_Strict):
-    """One point of a sweep. Where ``search`` asks for batch or seq_len, that field is None."""
+class Cell(StrictModel):
+    """One point of a sweep. Where ``search`` asks for batch or seq_len, that field is None.
 
-    #: a name, or the path of a Hugging Face config.json or of the folder that it lies in
+    Attributes:
+        model: a name, or the path of a Hugging Face config.json or of the folder that it lies in.
+        model_config_json: what counts of that file, read when the cell is made; so a row stands for the file
+            as it was, and other machines need no file.
+        mesh: the axes of the mesh, from the slowest-varying rank to the fastest; None: as in MESH_AXES. Axes
+            of one rank may be left out.
+        device: where tensors are; the virtual engine's are fake ones on the CPU, whatever they stand for.
+        rank: the rank that an engine plays which plays one alone; None: the one with the largest peak.
+        meters: names of meters beside those of memory and communication.
+        variant: names a variant of settings within a scenario, for comparison and plots.
+        timeout_s: seconds after which a sweep gives the cell up; in no key or row, as it is not part of what
+            is measured.
+    """
+
     model: str
-    #: what counts of the file that ``model`` is the path of, read when the cell is made; so a row stands for
-    #: the file as it was, and other machines need no file
     model_config_json: dict[str, Any] | None = None
     strategy: str
     sizes: Sizes = Sizes()
-    #: the axes of the mesh, from the slowest-varying rank to the fastest; None: as in MESH_AXES. Axes of one
-    #: rank may be left out
     mesh: list[str] | None = None
-    batch: PositiveInt | None = None
-    seq_len: PositiveInt | None = None
+    batch: Count | None = None
+    seq_len: Count | None = None
     cluster: str = "local"
     engine: str = "virtual"
-    #: where tensors are; the virtual engine's are fake ones on the CPU, whatever they stand for
     device: Literal["cpu", "cuda"] = "cpu"
-    #: the rank that an engine plays which plays one alone; None: the one with the largest peak
     rank: NonNegativeInt | None = None
     precision: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
     model_options: dict[str, Any] = {}
@@ -186,11 +135,8 @@ class Cell(_Strict):
     timing: Timing = Timing()
     search: SearchRequest | None = None
     learning: Learning | None = None
-    #: names of meters beside those of memory and communication
     meters: list[str] = []
-    #: names a variant of settings within a scenario, for comparison and plots
     variant: str = ""
-    #: seconds after which a sweep gives the cell up; in no key or row, as it is not part of what is measured
     timeout_s: PositiveFloat | None = Field(default=None, exclude=True)
 
     @model_validator(mode="before")
@@ -212,6 +158,14 @@ class Cell(_Strict):
         in_order(info.data["sizes"].by_axis, order)
         return None if order == sorted(order, key=MESH_AXES.index) else order
 
+    @model_validator(mode="after")
+    def _check_positions(self) -> Cell:
+        if (self.batch or 1) * (self.seq_len or 1) > MOST_POSITIONS:
+            raise ValueError(
+                f"batch {self.batch} of {self.seq_len} positions are more than {MOST_POSITIONS} positions"
+            )
+        return self
+
     @property
     def model_arguments(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
         """The arguments of :func:`model_preset` for the cell's model."""
@@ -230,23 +184,15 @@ class Cell(_Strict):
     @property
     def key(self) -> str:
         """A stable name of the cell: readable, and a digest of all that defines it. A model's file counts by
-        its path: what it holds is in the digest of what made a row (:mod:`bench.sweep.digest`)."""
+        its path: what it holds is in the digest of what made a row (:mod:`spbench.bench.sweep.digest`)."""
         defining = self.model_dump(exclude_defaults=True, exclude={"model_config_json"})
         content = json.dumps(defining, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
         batch = "max" if self.batch is None else self.batch
         length = "max" if self.seq_len is None else self.seq_len
-        parts = [
-            self.model,
-            self.strategy,
-            self.mesh_text,
-            f"b{batch}",
-            f"L{length}",
-            self.precision,
-        ]
-        if self.variant:
-            parts.append(self.variant)
-        return "/".join([*parts, self.cluster, self.engine, digest])
+        named = (self.model, self.strategy, self.mesh_text, f"b{batch}", f"L{length}", self.precision)
+        variant = [self.variant] if self.variant else []
+        return "/".join([*named, *variant, self.cluster, self.engine, digest])
 
     @property
     def shape(self) -> tuple[int, int]:

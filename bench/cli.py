@@ -4,16 +4,14 @@ Exit codes: 0 done; 1 a cell failed or a strategy is not green; 2 something the 
 line; 70 a fault of the program; 130 interrupted; 141 the reader of the output went away. With
 SPBENCH_DEBUG=1 errors keep their traceback.
 
-The commands are found: each module of :mod:`bench.commands` that has a click command under the name
-``command`` is one. These modules import torch, pandas and rich in their functions, so that help and listings
-are quick.
+A command is the function ``command`` of a module of :mod:`spbench.bench.commands`, by the module's name, or
+an entry point of the group ``spbench.commands``. Only the one that is asked for is imported; what help says
+of the others is read from their files.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,7 +20,69 @@ from typing import Any, TextIO
 
 import click
 
-from spbench.bench import commands
+from spbench.bench.errors import UserError
+from spbench.impls.discovery import DiscoveryError, FunctionModules
+
+COMMANDS = FunctionModules("spbench.bench.commands", "", "command", "spbench.commands", "commands")
+
+_NO_MEMORY = "this process may use too little memory (ulimit -v, a container's limit)"
+#: of the linker, where memory is short
+_UNLOADABLE = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
+
+#: of the environment, what launchers set for each process that they start; some clusters set all of these but
+#: LOCAL_RANK for every process of a machine
+_LAUNCHED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+class _StreamError(Exception):
+    """Standard output could not be written; the cause is the OSError.
+
+    Not an OSError itself, so that it differs from those of files, processes and sockets."""
+
+
+class _CheckedStream:
+    """Standard output, whose errors are raised as :class:`_StreamError`."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise _StreamError from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise _StreamError from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Commands(click.Group):
+    """The commands, each imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return COMMANDS.names()
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return COMMANDS.load(cmd_name) if cmd_name in COMMANDS else None  # type: ignore[return-value]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        names = COMMANDS.names()
+        width = formatter.width - 6 - max(map(len, names))
+        with formatter.section("Commands"):
+            helps = [click.Command(name, help=COMMANDS.docstring(name)) for name in names]
+            formatter.write_dl([(str(each.name), each.get_short_help_str(width)) for each in helps])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # of another process; click would take it for the output's
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -33,49 +93,8 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
         context.exit()
 
 
-#: of the environment, what launchers set for each process that they start; some clusters set all of these but
-#: LOCAL_RANK for every process of a machine
-_LAUNCHED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-
-
-class _OutputError(Exception):
-    """Standard output could not be written; the cause is the OSError.
-
-    Not an OSError itself, so that it differs from those of files, processes and sockets."""
-
-
-class _Output:
-    """Standard output, whose errors are raised as :class:`_OutputError`."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            raise _OutputError from error
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            raise _OutputError from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _Group(click.Group):
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError as error:  # of another process; click would take it for the output's
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
 @click.group(
-    cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show it."
@@ -85,11 +104,6 @@ def cli(context: click.Context) -> None:
     """Benchmark and reproduce sequence parallelism."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-for _module in pkgutil.iter_modules(commands.__path__):
-    if _found := getattr(importlib.import_module(f"{commands.__name__}.{_module.name}"), "command", None):
-        cli.add_command(_found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,16 +129,20 @@ def launched_exit_code(arguments: Sequence[str] | None) -> int:
 
 def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a command line, print its errors in one line each, and return its exit code."""
-    from spbench.bench.errors import UserError
-    from spbench.impls.discovery import DiscoveryError
-
+    _fill_closed_streams()
     output = sys.stdout
+    if output is None:
+        return _complain("standard output is closed; send it to a file, or to /dev/null", 2)
     try:
-        with redirect_stdout(_Output(output)):
+        os.getcwd()
+    except OSError:
+        return _complain("the working directory is gone; change to one that is there", 2)
+    try:
+        with redirect_stdout(_CheckedStream(output)):
             code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
             sys.stdout.flush()
         return code or 0
-    except _OutputError as error:
+    except _StreamError as error:
         cause = error.__cause__
         assert isinstance(cause, OSError)
         _discard_unwritten(output)
@@ -137,11 +155,25 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         return _complain(error.format_message(), 2)
     except (UserError, DiscoveryError) as error:
         return _complain(str(error), 2, traced=True)
+    except MemoryError as error:
+        return _complain(f"{_NO_MEMORY}: {error}".removesuffix(": "), 2, traced=True)
     except Exception as error:
+        if isinstance(error, ImportError) and any(words in str(error) for words in _UNLOADABLE):
+            return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
         if isinstance(error, OSError) and error.filename is not None:
             return _complain(f"{error.filename}: {error.strerror}", 2, traced=True)
         text = f"internal error: {type(error).__name__}: {error} (SPBENCH_DEBUG=1 shows where)"
         return _complain(text, 70, traced=True)
+
+
+def _fill_closed_streams() -> None:
+    """Let what is closed of standard input, output and error be nothing, so that no file takes its number;
+    standard error also for Python, which else prints errors to standard output."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _complain(text: str, code: int, *, traced: bool = False) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -19,6 +20,7 @@ def suggestion(word: object, known: Iterable[str]) -> str:
     Without a name close to ``word`` the question is left out; without known names the text is empty.
     """
     names = [str(name) for name in known]
-    close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
+    close = [name for name in names if str(word) in re.split("[-_+]", name)]  # h100 is dgx-h100, not h800
+    close = close or difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
     guess = f"; did you mean {close[0]!r}?" if close else ""
     return f"{guess} (known: {', '.join(names)})" if names else guess

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spbench.bench.errors import UserError, suggestion
 
@@ -21,6 +21,12 @@ Path_ = Sequence[str | int]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 SUFFIXES = (".yaml", ".yml")
+
+
+class StrictModel(BaseModel):
+    """A part of a file: unknown keys, NaN and infinities are refused, and nothing can be changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class _Loader(yaml.SafeLoader):

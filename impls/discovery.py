@@ -1,15 +1,17 @@
 """Finding what there is: the classes and presets in a package's modules, and those of installed plug-ins.
 
-Whatever is found here is added by adding a file to a package, or by an entry point of another distribution;
-no list names it.
+Whatever is found here is added by adding a file to a package, by an entry point of another distribution, or
+by a file of the user's (:mod:`spbench.impls.loose_files`); no list names it.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +19,8 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
+
+from spbench.impls import loose_files
 
 T = TypeVar("T")
 
@@ -45,13 +49,13 @@ def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, 
     Raises:
         DiscoveryError: two classes have one name, or an entry point cannot be loaded or names no such class.
     """
-    return _named_classes(package, base, group)  # type: ignore[arg-type]  # mypy: a class is hashable
+    return _named_classes(package, base, group, loose_files.paths())  # type: ignore[arg-type]
 
 
 @cache
-def _named_classes(package: str, base: type, group: str) -> Mapping[str, type]:
+def _named_classes(package: str, base: type, group: str, files: tuple[Path, ...]) -> Mapping[str, type]:
     found = _Names(f"class derived from {base.__name__}")
-    for place in (base, *_modules(package)):
+    for place in (base, *_modules(package), *(loose_files.modules() if group else ())):
         for cls in _classes_in(place, base):
             found.add(vars(cls)["name"], cls, f"{cls.__module__}.{cls.__qualname__}")
     for label, loaded in _plugins(group):
@@ -81,13 +85,16 @@ def named_values(package: str, attribute: str, kind: type[T], group: str = "") -
         DiscoveryError: two values have one name, a value has another type, or an entry point cannot be loaded
             or names no such mapping.
     """
-    return _named_values(package, attribute, kind, group)  # type: ignore[arg-type]
+    return _named_values(package, attribute, kind, group, loose_files.paths())  # type: ignore[arg-type]
 
 
 @cache
-def _named_values(package: str, attribute: str, kind: type, group: str) -> Mapping[str, Any]:
+def _named_values(
+    package: str, attribute: str, kind: type, group: str, files: tuple[Path, ...]
+) -> Mapping[str, Any]:
     found = _Names(kind.__name__)
-    sources = [(f"{m.__name__}.{attribute}", getattr(m, attribute, {})) for m in _modules(package)]
+    modules = [*_modules(package), *(loose_files.modules() if group else ())]
+    sources = [(f"{m.__name__}.{attribute}", getattr(m, attribute, {})) for m in modules]
     for label, loaded in _plugins(group):
         sources.append((label, getattr(loaded, attribute, None) if inspect.ismodule(loaded) else loaded))
     for label, mapping in sources:
@@ -104,8 +111,8 @@ def _named_values(package: str, attribute: str, kind: type, group: str) -> Mappi
 class FunctionModules:
     """The functions that each lie in a module of their own, which is imported when its function is loaded.
 
-    The function NAME is ``function`` in the module ``prefix`` NAME of the package, with ``_`` for each ``-``
-    of the name, or an entry point NAME of the group.
+    The function NAME is ``function`` in the module NAME of the package, or ``prefix`` NAME with ``_`` for
+    each ``-`` of the name, or an entry point NAME of the group. Modules without such a function do not count.
 
     Attributes:
         package: import name of the package.
@@ -122,6 +129,9 @@ class FunctionModules:
     def names(self) -> list[str]:
         """In alphabetical order; nothing but the package is imported."""
         return sorted({place.name for place in self._places()})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names()
 
     def load(self, name: str) -> Callable[..., Any]:
         """The function of that name.
@@ -140,15 +150,38 @@ class FunctionModules:
             raise DiscoveryError(f"the {what} cannot be loaded: {error}") from error
         return loaded
 
+    def docstring(self, name: str) -> str:
+        """The docstring of that function; "" if it has none. Read from its file, without importing it."""
+        attribute, module = self._parsed(name)
+        for node in module.body:
+            if isinstance(node, ast.FunctionDef) and node.name == attribute:
+                return ast.get_docstring(node) or ""
+        return ""
+
+    def summary(self, name: str) -> str:
+        """The first sentence of the docstring of that function's module, likewise."""
+        paragraph = (ast.get_docstring(self._parsed(name)[1]) or "").split("\n\n")[0]
+        return " ".join(paragraph.split()).split(". ")[0].rstrip(".")
+
+    def _parsed(self, name: str) -> tuple[str, ast.Module]:
+        """The attribute of a module that the function is, and what its file says."""
+        place = next(place for place in self._places() if place.name == name)
+        try:
+            spec = importlib.util.find_spec(place.module)
+            return place.attr, ast.parse(Path((spec and spec.origin) or "").read_text())
+        except (ImportError, OSError, SyntaxError):  # it is told when the function is loaded
+            return place.attr, ast.parse("")
+
     def _places(self) -> list[EntryPoint]:
         here = [
             EntryPoint(
-                module.name.removeprefix(self.prefix).replace("_", "-"),
-                f"{self.package}.{module.name}:{self.function}",
+                path.stem.removeprefix(self.prefix).replace("_", "-" if self.prefix else "_"),
+                f"{self.package}.{path.stem}:{self.function}",
                 self.group,
             )
-            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__)
-            if module.name.startswith(self.prefix)
+            for folder in importlib.import_module(self.package).__path__
+            for path in sorted(Path(folder).glob(f"{self.prefix}*.py"))
+            if re.search(rf"^(def {self.function}\(|{self.function} = )", path.read_text(), re.MULTILINE)
         ]
         return [*here, *entry_points(group=self.group)]
 
@@ -216,7 +249,9 @@ def plugin_entries() -> list[EntryPoint]:
 
 
 def plugin_files() -> Iterator[Path]:
-    """The Python files of the packages in which the entry points of plug-ins lie; nothing is imported."""
+    """The Python files of the packages in which the entry points of plug-ins lie, and those that are in no
+    package (:mod:`spbench.impls.loose_files`); nothing is imported."""
+    yield from loose_files.paths()
     for package in {entry.module.split(".")[0] for entry in plugin_entries()}:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell, Measurement
+    from spbench.bench.commands.options import printed
     from spbench.bench.commands.output import Output, Table
     from spbench.bench.config.scenario import Scenario, load_scenario
     from spbench.bench.engines.engine import Engine
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
     from spbench.bench.exports.exported import Exported, ExportRequest
     from spbench.bench.meters.meter import Call, Communication, Meter
     from spbench.bench.published.answer import Answer
-    from spbench.bench.published.compared import Comparison
-    from spbench.bench.published.published import PublishedPlace
+    from spbench.bench.published.comparison import Comparison
+    from spbench.bench.published.files import PublishedPlace
     from spbench.bench.published.selector import Selector
     from spbench.bench.published_number import PublishedNumber
-    from spbench.bench.search.search import Quantity
+    from spbench.bench.search.quantities import Quantity
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
@@ -58,9 +59,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
+    "spbench.bench.commands.options": ("printed",),
     "spbench.bench.commands.output": ("Output", "Table"),
-    "spbench.bench.published.compared": ("Comparison",),
-    "spbench.bench.published.published": ("PublishedPlace",),
+    "spbench.bench.published.comparison": ("Comparison",),
+    "spbench.bench.published.files": ("PublishedPlace",),
     "spbench.bench.published.selector": ("Selector",),
     "spbench.bench.published.answer": ("Answer",),
     "spbench.bench.published_number": ("PublishedNumber",),
@@ -70,7 +72,7 @@ _HOMES = {
     "spbench.bench.errors": ("UserError",),
     "spbench.bench.exports.exported": ("ExportRequest", "Exported"),
     "spbench.bench.meters.meter": ("Call", "Communication", "Meter"),
-    "spbench.bench.search.search": ("Quantity",),
+    "spbench.bench.search.quantities": ("Quantity",),
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
     "spbench.impls.composition": ("ONE_STAGE", "Stage"),
     "spbench.impls.models.blocks.decoder": ("DecoderModel",),
@@ -118,6 +120,7 @@ __all__ = [
     "load_scenario",
     "mark_shard",
     "plan",
+    "printed",
     "read_results",
     "run",
     "verify",

@@ -15,8 +15,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.expand import impossible
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.errors import UserError
+from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
 from spbench.bench.workers.worker import measure
@@ -84,7 +84,7 @@ def run(
             todo = unfinished(cells, results)
             refused = unproven(todo)
             for cell in todo:
-                results.append(as_row(cell, refused.get(cell.key) or measure(run_on_engine, cell)))
+                results.append(as_row(cell, refused.get(cell.key) or measure(run_cell, cell)))
         else:
             sweep(cells, results, jobs=jobs)
         return as_frame(results.rows[cell.key] for cell in cells)

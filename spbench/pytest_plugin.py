@@ -21,8 +21,8 @@ import pytest
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from spbench.bench.published.compared import Comparison
-    from spbench.bench.regressions.regressions import Judgement
+    from spbench.bench.published.comparison import Comparison
+    from spbench.bench.regressions.judgement import Judgement
 
 WRITE_BASELINE = "--spbench-write-baseline"
 
@@ -93,7 +93,8 @@ class ScenarioRuns:
             baseline: a folder that ``--spbench-write-baseline``, `spbench baseline` or a run has written.
             subset: the cells that are measured may be fewer than those of the baseline.
         """
-        from spbench.bench.regressions.regressions import judge, read_results
+        from spbench.bench.regressions.judgement import judge
+        from spbench.bench.regressions.result_files import read_results
         from spbench.bench.sweep.results import FAULTS
 
         target, folder = self._beside_the_test(baseline), self._folders.mktemp("spbench")
@@ -108,8 +109,8 @@ class ScenarioRuns:
             frame, comparisons = self._run(scenario, folder, jobs, narrowing)
             if writes:
                 self._write_baseline(folder, comparisons, target)
-            judgement = judge(read_results(target), read_results(folder), subset=subset)
-        if judgement.fails:
+            judgement = judge(read_results(target), read_results(folder, judged=True), subset=subset)
+        if judgement.word != "not worse":
             faults = frame[frame["status"].isin(FAULTS)]
             reasons = [f"{row.key}: {row.reason}" for row in faults.itertuples()]
             text = _printed(judgement, f"{scenario} against {target}")
@@ -123,7 +124,8 @@ class ScenarioRuns:
         from spbench.api import run
         from spbench.bench.config.scenario import load_scenario
         from spbench.bench.config.select import Narrowing, declared_cells
-        from spbench.bench.reproduction.comparisons import compare, write
+        from spbench.bench.published.comparison import write
+        from spbench.bench.reproduction.comparisons import compare
         from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 
         beside = self._beside_the_test(scenario)

@@ -1,16 +1,16 @@
-"""What all tests share: a pool of ranks, a folder in place of the user's cache, and one thread for torch."""
+"""What all tests share: their order, a pool of ranks, a folder for the user's cache, and one thread."""
 
 import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.disk_cache import CACHE_FOLDER, DiskCache
 from spbench.bench.engines import trace_cache
-from spbench.bench.engines.disk_cache import DiskCache
 from spbench.bench.ranks.rank_pool import RankPool
 
 torch.set_num_threads(1)  # as the ranks have
@@ -27,12 +27,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+#: the files whose tests take longest, beginning with the longest
+LONGEST = ("bench/verification/test_cases.py",)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put all tests with the pool into one worker of xdist; two workers would start eight ranks."""
-    for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+    """Begin with the longest files. A worker of xdist takes whole files, so that it sets up their fixtures
+    once; a long file at the end would leave the other workers idle."""
+    order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_collection_finish() -> None:
@@ -56,6 +59,7 @@ def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """A pool of four ranks that tests use in turn; its processes start with the first job."""
-    with RankPool(4) as ranks:
+    """A pool of four ranks that tests use in turn; its processes start with the first job. A job that hangs,
+    as for a message that is never sent, ends in time to name its test."""
+    with RankPool(4, timeout_s=30.0) as ranks:
         yield ranks

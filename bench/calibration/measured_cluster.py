@@ -24,7 +24,7 @@ from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import Cluster, Device, MeasuredRate
 from spbench.bench.clusters.links import Link, Network
-from spbench.bench.clusters.sourced import Figure
+from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.engines import distributed, virtual
 from spbench.bench.simulator.program import KERNEL
 from spbench.bench.sweep.machine import cpu_model
@@ -136,7 +136,7 @@ class _Figures:
             network = Network(**self._link(SEND_BETWEEN), nics_per_node=machine.per_node)
             within = Link(**self._link(SEND_WITHIN)) if machine.per_node > 1 else None
             return machine.per_node, within, network
-        unknown: Any = Figure(value=None, source="not measured: there was one node")
+        unknown: Any = Sourced(value=None, source="not measured: there was one node")
         network = Network(latency_s=unknown, bandwidth_bytes_per_s=unknown)
         if machine.ranks == 1:
             return 1, None, network
@@ -146,17 +146,17 @@ class _Figures:
 
     def figure(self, value: float | None, note: str) -> Any:
         rounded = None if value is None else float(f"{value:.{_DIGITS}g}")
-        return Figure(value=rounded, source=self.source, note=note)
+        return Sourced(value=rounded, source=self.source, note=note)
 
     def device(self) -> Device:
         machine = self.machine
         if machine.memory_bytes is None:
-            total = Figure[int](value=None, source="not limited")
-            context = Figure[int](value=0, source="there is no device context")
+            total = Sourced[int](value=None, source="not limited")
+            context = Sourced[int](value=0, source="there is no device context")
         else:
-            total = Figure[int](value=machine.memory_bytes[0], source=self.source)
+            total = Sourced[int](value=machine.memory_bytes[0], source=self.source)
             note = "of the whole card, less free and what torch's allocator held; with other processes' share"
-            context = Figure[int](value=machine.memory_bytes[1], source=self.source, note=note)
+            context = Sourced[int](value=machine.memory_bytes[1], source=self.source, note=note)
         largest = machine.of("sum")[-1]
         (step,) = machine.of("training step")
         precisions = dict.fromkeys(p.precision for p in machine.of("matrix product"))

@@ -1,6 +1,6 @@
-"""Clusters: devices and links, each figure with its source.
+"""Clusters: devices and links, each rate and limit with its source.
 
-A figure that is not known is null: nothing is measured or limited by it. A file may say ``extends: NAME`` and
+One that is not known is null: nothing is timed or limited by it. A file may say ``extends: NAME`` and
 only what differs from that packaged cluster.
 """
 
@@ -14,15 +14,24 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.clusters.links import CollectiveModel, Link, NcclSettings, Network
-from spbench.bench.clusters.sourced import Figure, StrictModel
+from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.inferred import InferredSetting
-from spbench.bench.yaml_files import find_file, merge, packaged, parse_yaml, read_file, validate
+from spbench.bench.published_number import InferredSetting
+from spbench.bench.yaml_files import (
+    StrictModel,
+    find_file,
+    merge,
+    packaged,
+    parse_yaml,
+    read_file,
+    validate,
+)
 
 PACKAGE = "spbench.scenarios.clusters"
 
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
 Library = Literal["cublas", "transformer_engine"]
+NOT_MEASURED: Any = Sourced(value=None, source="not measured")
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
 
@@ -52,18 +61,18 @@ class Device(StrictModel):
     """
 
     name: str
-    memory_total_bytes: Figure[PositiveInt]
-    memory_context_bytes: Figure[NonNegativeInt]
-    memory_bandwidth_bytes_per_s: Figure[PositiveFloat]
-    peak_flops_per_s: dict[Precision, Figure[PositiveFloat]] = {}
-    compute_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
-    memory_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
-    attention_efficiency: Figure[PositiveFloat] = Figure(value=None, source="not measured")
-    attention_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
-    overlap_loss: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
-    launch_overhead_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
-    kernel_floor_s: Figure[NonNegativeFloat] = Figure(value=None, source="not measured")
-    workspaces: dict[Library, Figure[NonNegativeInt]] = {}
+    memory_total_bytes: Sourced[PositiveInt]
+    memory_context_bytes: Sourced[NonNegativeInt]
+    memory_bandwidth_bytes_per_s: Sourced[PositiveFloat]
+    peak_flops_per_s: dict[Precision, Sourced[PositiveFloat]] = {}
+    compute_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    memory_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    attention_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    attention_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    overlap_loss: Sourced[NonNegativeFloat] = NOT_MEASURED
+    launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    kernel_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    workspaces: dict[Library, Sourced[NonNegativeInt]] = {}
 
     @model_validator(mode="after")
     def _one_way_to_launch(self) -> Self:
@@ -78,9 +87,9 @@ class Calibration(StrictModel):
     """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
 
     Attributes:
-        compute_efficiency: share that matrix products reach of the peak rate, or of the device's figure for
-            it, and attention kernels where the device has none of their own.
-        memory_efficiency: share that kernels reach of the memory bandwidth, or of the device's figure for it.
+        compute_efficiency: of matrix products, beside the device's; of attention kernels too where the device
+            has none for them.
+        memory_efficiency: of kernels, beside the device's.
         link_efficiency: share of every link's bandwidth that communication reaches.
         step_overhead_s: added to each step.
         parameter_overhead_s: added to each step for each parameter of the model, whole.
@@ -140,7 +149,7 @@ class Cluster(StrictModel):
         collective_model: how collectives are timed: "ring" by latency and bandwidth of each hop,
             "measured" by the links' ``collectives``, "nccl" by NCCL's own model of its algorithms, which
             needs ``nccl``.
-        measured: rates by size, of which the figures are some; nothing is computed from the others.
+        measured: rates by size; nothing is computed from them.
     """
 
     name: str
@@ -172,27 +181,27 @@ class Cluster(StrictModel):
 
     def calibration_of(self, precision: str) -> Calibration:
         """The calibration of a precision; where there is none, what datasheets promise."""
-        return {str(known): found for known, found in self.calibration.items()}.get(precision, Calibration())
+        return {str(name): each for name, each in self.calibration.items()}.get(precision, Calibration())
 
-    def figures(self) -> Iterator[tuple[str, Figure[Any]]]:
-        """Every figure under its key path, as device.memory_total_bytes."""
-        return _figures(self, "")
+    def sourced(self) -> Iterator[tuple[str, Sourced[Any]]]:
+        """Every rate and limit under its key path, as device.memory_total_bytes."""
+        return _sourced(self, "")
 
     @property
     def inferences(self) -> list[InferredSetting]:
         """What of the cluster was chosen by looking at published numbers."""
-        return [*self.network.inferred_from, *(i for _, f in self.figures() for i in f.inferred_from)]
+        return [*self.network.inferred_from, *(i for _, each in self.sourced() for i in each.inferred_from)]
 
 
-def _figures(part: Any, path: str) -> Iterator[tuple[str, Figure[Any]]]:
-    """The figures of a part of a cluster file; entries of a list under their number."""
+def _sourced(part: Any, path: str) -> Iterator[tuple[str, Sourced[Any]]]:
+    """The rates and limits of a part of a cluster file; entries of a list under their number."""
     if isinstance(part, list):
         part = {str(number): item for number, item in enumerate(part)}
     for key, value in part.items() if isinstance(part, dict) else part:
-        if isinstance(value, Figure):
+        if isinstance(value, Sourced):
             yield f"{path}{key}", value
         elif isinstance(value, BaseModel | dict | list):
-            yield from _figures(value, f"{path}{key}.")
+            yield from _sourced(value, f"{path}{key}.")
 
 
 def cluster_names() -> list[str]:

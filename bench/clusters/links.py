@@ -6,14 +6,15 @@ from typing import Literal, Self
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from spbench.bench.clusters.sourced import Figure, StrictModel
-from spbench.bench.inferred import InferredSetting
+from spbench.bench.clusters.sourced import Sourced
+from spbench.bench.published_number import InferredSetting
+from spbench.bench.yaml_files import StrictModel
 
 #: collectives whose rates can be given; "any" stands for those that are not
 RatedCollective = Literal[
     "any", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"
 ]
-#: how the time of a collective is computed; see :mod:`bench.simulator.costs`
+#: how the time of a collective is computed; see :mod:`spbench.bench.simulator.costs`
 CollectiveModel = Literal["ring", "measured", "nccl"]
 #: how NCCL's tables of constants call the generations of NVIDIA's devices
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
@@ -32,9 +33,9 @@ class BusRate(StrictModel):
     """
 
     ranks: PositiveInt | None = None
-    latency_s: Figure[NonNegativeFloat]
-    latency_per_rank_s: Figure[NonNegativeFloat] = Figure(value=0.0, source="in latency_s")
-    bandwidth_bytes_per_s: Figure[PositiveFloat]
+    latency_s: Sourced[NonNegativeFloat]
+    latency_per_rank_s: Sourced[NonNegativeFloat] = Sourced(value=0.0, source="in latency_s")
+    bandwidth_bytes_per_s: Sourced[PositiveFloat]
 
     def latency(self, ranks: int) -> float:
         """Seconds of the smallest message in a group of that many ranks."""
@@ -51,8 +52,8 @@ class Link(StrictModel):
             kind is missing, the entries of ``any`` stand for it.
     """
 
-    latency_s: Figure[NonNegativeFloat]
-    bandwidth_bytes_per_s: Figure[PositiveFloat]
+    latency_s: Sourced[NonNegativeFloat]
+    bandwidth_bytes_per_s: Sourced[PositiveFloat]
     collectives: dict[RatedCollective, list[BusRate]] = {}
 
     @model_validator(mode="after")
@@ -69,10 +70,10 @@ class Link(StrictModel):
     def rate_of(self, kind: str, ranks: int) -> BusRate | None:
         """The rate of a collective in a group of that many ranks: that of the largest size measured which is
         not larger, else of the smallest; None: none is known."""
-        rates = {str(name): found for name, found in self.collectives.items()}
-        found = rates.get(kind, rates.get("any", []))
-        fitting = [rate for rate in found if rate.ranks is None or rate.ranks <= ranks]
-        return fitting[-1] if fitting else found[0] if found else None
+        by_kind = {str(name): rates for name, rates in self.collectives.items()}
+        rates = by_kind.get(kind, by_kind.get("any", []))
+        fitting = [rate for rate in rates if rate.ranks is None or rate.ranks <= ranks]
+        return next(iter([*reversed(fitting), *rates]), None)
 
 
 class Network(Link):
@@ -89,7 +90,7 @@ class Network(Link):
 
 
 class NcclSettings(StrictModel):
-    """What NCCL's tuning model needs to know beside the links; see :mod:`bench.simulator.nccl`.
+    """What NCCL's tuning model needs to know beside the links; see :mod:`spbench.bench.simulator.nccl`.
 
     Attributes:
         generation: of the devices, which chooses the constants.
@@ -100,6 +101,6 @@ class NcclSettings(StrictModel):
 
     generation: Generation
     cpu: Literal["intel", "amd"] = "intel"
-    channels: Figure[PositiveInt] = Figure(value=None, source="not known")
+    channels: Sourced[PositiveInt] = Sourced(value=None, source="not known")
     algorithms: list[NcclAlgorithm] = ["ring", "tree"]
     protocols: list[NcclProtocol] = ["ll", "ll128", "simple"]

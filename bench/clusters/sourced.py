@@ -1,27 +1,20 @@
-"""Figures of cluster files: numbers with their sources."""
+"""Rates and limits of cluster files: numbers with their sources."""
 
 from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
-from spbench.bench.inferred import InferredSetting
+from spbench.bench.published_number import InferredSetting
+from spbench.bench.yaml_files import StrictModel
 
 Number = TypeVar("Number")
 
 
-class StrictModel(BaseModel):
-    """A part of a file: unknown keys are refused, and nothing can be changed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Figure(StrictModel, Generic[Number]):
+class Sourced(StrictModel, Generic[Number]):
     """A number, where it comes from, and, where it is not simply read there, how it follows from that.
 
     Attributes:
-        fitted_on: for a calibrated figure, the published cells that it was fitted on.
+        fitted_on: for a calibrated number, the published cells that it was fitted on.
         inferred_from: for one that was chosen by looking at published numbers, these.
     """
 

@@ -20,7 +20,7 @@ from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
 if TYPE_CHECKING:
-    from spbench.bench.published.compared import Comparison
+    from spbench.bench.published.comparison import Comparison
     from spbench.bench.sweep.results import Row
 
 FOLDER = Path("results", "baseline")
@@ -78,7 +78,7 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
         UserError: they cannot be written; earlier ones are as they were.
     """
     from spbench.bench.atomic_write import write_whole
-    from spbench.bench.reproduction.comparisons import write as write_comparisons
+    from spbench.bench.published.comparison import write as write_comparisons
     from spbench.bench.sweep.results import RESULTS_FILE, finite
 
     lines = [

@@ -3,7 +3,6 @@ compare them with what was published, and draw their figure. Progress goes to st
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spbench.bench.commands.progress import SweepProgress, message
+from spbench.bench.errors import suggestion
+from spbench.plots import FIGURES
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from spbench.bench.cell import Cell
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
-    from spbench.bench.published.compared import Comparison
+    from spbench.bench.published.comparison import Comparison
     from spbench.bench.sweep.results import ResultsFile, Row
     from spbench.bench.workers.crew import Crew
     from spbench.bench.workers.executor import Executor
@@ -43,8 +44,9 @@ class Ran:
     comparisons: list[Comparison]
     files: list[Path]
 
-    def failed(self) -> bool:
-        """Whether cells have no result or a wrong one; if so, a message says how many, by status."""
+    def failed(self, require: str | None = None) -> bool:
+        """Whether cells have no result or a wrong one, or another status than is required; if so, a message
+        says how many, by status."""
         from spbench.bench.sweep.results import FAULTS, FINAL
 
         counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
@@ -53,7 +55,11 @@ class Ran:
             detail = "" if counts.keys() == {"failed"} else f" ({detail})"
             again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
             message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
-        return bool(counts)
+        others = Counter(row["status"] for row in self.rows if require not in (None, row["status"]))
+        if others:
+            detail = ", ".join(f"{count} {status}" for status, count in others.items())
+            message(f"spbench: {others.total()} of {len(self.rows)} cells are not {require}: {detail}")
+        return bool(counts or others)
 
 
 def run_cells(
@@ -80,14 +86,14 @@ def run_cells(
         click.Abort: interrupted; it says how many cells are kept.
     """
     from spbench.bench.config.select import declared_cells, narrowed_cells
+    from spbench.bench.published.comparison import write as write_comparisons
     from spbench.bench.reproduction.comparisons import compare
-    from spbench.bench.reproduction.comparisons import write as write_comparisons
     from spbench.bench.sweep.digest import is_current
     from spbench.bench.sweep.results import ResultsFile
     from spbench.bench.sweep.sweep import at_once, sweep, unfinished
 
     declared = declared_cells(scenario, narrowing)
-    cells = narrowed_cells(scenario, narrowing)
+    cells = narrowed_cells(scenario, narrowing, declared)
     if timeout_s is not None:
         cells = [cell.model_copy(update={"timeout_s": timeout_s}) for cell in cells]
     with ResultsFile(folder, fresh=fresh) as results:
@@ -152,20 +158,21 @@ def _announce(
 
 def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:
     """The files of the scenario's figure, and whether drawing failed."""
-    from spbench.bench.reproduction.comparisons import as_frame
+    from spbench.bench.published.comparison import as_frame
 
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
     drawn = _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
     if drawn is None:
-        message(f"spbench: warning: no figure drawn, there is no plots.{figure}")
+        hint = suggestion(figure, FIGURES.names())
+        message(f"spbench: warning: no figure drawn: unknown figure {figure!r}{hint}")
     return drawn or ([], False)
 
 
 def draw_records(paper: str, records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[list[Path], bool]:
-    """The files of the figure of all of a paper's numbers, and whether drawing failed; none where plots/ has
-    no module of the paper's name.
+    """The files of the figure of all of a paper's numbers, and whether drawing failed; none where there
+    is no figure of the paper's name.
 
     Args:
         records: of `spbench reproduce`.
@@ -178,14 +185,12 @@ def draw_records(paper: str, records: Sequence[Mapping[str, Any]], folder: Path)
 def _drawn(
     figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
 ) -> tuple[list[Path], bool] | None:
-    """The files of a figure, and whether drawing failed; None where plots/ has no such module."""
-    module = f"spbench.plots.{figure}"
+    """The files of a figure, and whether drawing failed; None where there is no such figure."""
+    if figure not in FIGURES:
+        return None
     try:
-        draw = importlib.import_module(module).draw
-        return [Path(path) for path in draw(rows, comparison, folder)], False
+        return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == module:
-            return None
         text = " ".join(f"{type(error).__name__}: {error}".split())
         message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")
         return [], True

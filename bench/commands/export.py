@@ -33,7 +33,7 @@ def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
 @click.option(
     "--base",
     type=click.Path(path_type=Path),
-    help="What the results are held against by markdown and junit: results, or a folder with some under the "
+    help="What the results are compared with by markdown and junit: results, or a folder with some under the "
     "name of each of RESULTS, such as results/baseline.",
 )
 @click.option(
@@ -67,11 +67,12 @@ def command(
     compare is the gate.
     """
     from spbench.bench.exports.exported import ExportRequest
-    from spbench.bench.exports.suite import read_suites
+    from spbench.bench.exports.suite import not_run, read_suites
     from spbench.bench.history.expectations import read_targets
 
     suites = read_suites(results, base, previous_base, commit)
-    exported = load_export(system)(ExportRequest(suites, output, read_targets(targets) if targets else ()))
+    goals = read_targets(targets) if targets else ()
+    exported = load_export(system)(ExportRequest(suites, output, goals, not_run(results, base)))
     if output is not None:
         files = _written(exported.content, output)
         names = [str(path) for path in files]

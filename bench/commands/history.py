@@ -54,7 +54,7 @@ def command(
     failing = [assessment for assessment in found if assessment.fails]
     return Output(
         sections(found),
-        {"branch": branch, "fails": bool(failing), "problems": history.problems, **as_content(found)},
+        {"branch": branch, "fails": bool(failing), **as_content(found)},
         as_records(found),
         notes=[*_asides(history, branch), *_hints(folder, failing), _summary(found)],
         code=int(fail_on_regression and bool(failing)),
@@ -65,7 +65,7 @@ def _asides(history: History, branch: str) -> list[str]:
     """What was passed over."""
     others = [name for name in history.branches if name != branch]
     left_out = sum(record.commit.branch != branch for record in history.records)
-    found = [f"warning: {problem}" for problem in history.problems]
+    found = []
     if others:
         found.append(f"note: branch {branch}; {_count(left_out, 'record')} of {', '.join(others)} left out")
     known = {record.commit.hash for record in history.records}

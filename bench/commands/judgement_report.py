@@ -1,4 +1,4 @@
-"""What the gate has found, as a report."""
+"""What the gate says, as a report."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
-    from spbench.bench.regressions.regressions import Difference, Judgement
+    from spbench.bench.regressions.judgement import Difference, Judgement
 
 
 def judgement_report(
     judgement: Judgement, title: str, notes: Sequence[str] = (), about: Mapping[str, Any] | None = None
 ) -> Output:
-    """A table of the differences, the worst first, and a summary; the exit code is 1 if the gate is closed.
+    """A table of the differences, the worst first, and a summary; the exit code is 1 if the gate is closed, 2
+    if nothing could be judged.
 
     Args:
         title: of the table.
         notes: lines that come first.
         about: further entries of the report's content.
     """
-    from spbench.bench.regressions.regressions import Difference
+    from spbench.bench.regressions.judgement import Difference
     from spbench.bench.sweep.results import finite
 
     lines = [finite(asdict(difference)) for difference in judgement.differences]
@@ -36,13 +37,14 @@ def judgement_report(
             **(about or {}),
             "fails": judgement.fails,
             "equal": judgement.equal,
+            "unjudged": sorted(judgement.unjudged),
             "notes": judgement.notes,
             "differences": lines,
         },
         lines,
         [field.name for field in fields(Difference)],
         notes=[*notes, *(f"note: {note}" for note in judgement.notes), _summary(judgement)],
-        code=int(judgement.fails),
+        code=1 if judgement.fails else 2 if judgement.judged_nothing else 0,
     )
 
 
@@ -72,6 +74,8 @@ def _certainty(difference: Difference) -> str | None:
 
 def _summary(judgement: Judgement) -> str:
     counts = Counter(difference.verdict for difference in judgement.differences)
-    found = [f"{counts[v]} {v}" for v in ("worse", "missing", "better", "new") if counts[v]]
+    counted = [f"{counts[v]} {v}" for v in ("worse", "missing", "better", "new") if counts[v]]
     equal = [f"{count} {kind} equal" for kind, count in judgement.equal.items()]
-    return f"{'WORSE' if judgement.fails else 'not worse'}: {', '.join([*found, *equal])}"
+    unjudged = [f"{len(judgement.unjudged)} not judged in full"] if judgement.unjudged else []
+    word = judgement.word if judgement.word == "not worse" else judgement.word.upper()
+    return f"{word}: {', '.join([*counted, *equal, *unjudged])}"

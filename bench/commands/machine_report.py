@@ -155,7 +155,7 @@ def _figures(cluster: Cluster) -> Table:
             "value": "unknown" if figure.value is None else f"{figure.value:.4g}",
             "how": figure.note,
         }
-        for path, figure in cluster.figures()
+        for path, figure in cluster.sourced()
     ]
     return Table(f"The cluster {cluster.name}: {cluster.device.name}", lines)
 

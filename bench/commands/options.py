@@ -1,6 +1,6 @@
 """What the commands' options have in common: kinds of values, and options that several commands have.
 
-Nothing here imports torch, pandas or rich when it is imported, so that help is quick.
+Nothing here imports torch or pandas when it is imported, so that help is quick.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
-from spbench.bench.commands.forms import form_names, load_form
+from spbench.bench.commands.forms import FORMS
 from spbench.bench.commands.output import Output
 
 DEFAULT_FORM = "table"
@@ -48,6 +48,21 @@ class Numbers(click.ParamType[tuple[int, ...]]):
             if not word.isdecimal() or int(word) < self.least:
                 self.fail(f"{word!r} is not a whole number of at least {self.least}", param, ctx)
         return tuple(int(word) for word in words)
+
+
+class Length(click.IntRange):
+    """A whole number of at least 1, which may end in K, M or G: powers of 1024."""
+
+    name = "n"
+
+    def __init__(self) -> None:
+        super().__init__(min=1)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from spbench.bench.counts import with_suffix
+
+        number: int = super().convert(with_suffix(value), param, ctx)
+        return number
 
 
 class Settings(click.ParamType[tuple[tuple[str, str], ...]]):
@@ -104,6 +119,21 @@ scenario = click.option(
 )
 
 
+def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command], Command]:
+    """An option that only loads what Python files of the user's define."""
+
+    def load(ctx: click.Context, param: click.Parameter, paths: Sequence[str]) -> None:
+        from spbench.bench.config.choices import cell_names
+
+        for path in paths:
+            if cell_names(kind, path) == [path]:
+                raise click.BadParameter(f"{path!r} is no path of a .py file", ctx, param)
+
+    return click.option(
+        f"--{kind}", metavar="FILE.py", multiple=True, callback=load, expose_value=False, help=text
+    )
+
+
 def choosing_cells(command: Function) -> Function:
     """Add the options that name a scenario and choose among its cells.
 
@@ -127,8 +157,13 @@ def choosing_cells(command: Function) -> Function:
 
     options = [
         scenario,
-        many("--strategy", Words(), "Only these strategies. Repeatable, or a comma list."),
-        many("--model", Words(), "Only these models."),
+        many(
+            "--strategy",
+            Words(),
+            "Only these strategies; one in a file of yours (FILE.py) in the place of those that spread a "
+            "sample over the same axes. Repeatable, or a comma list.",
+        ),
+        many("--model", Words(), "Only these models; one in a file of yours in the place of all."),
         many("--cluster", Words(), "Run on these clusters instead of the scenario's."),
         many("--world-size", Numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
         many("--where", Settings(), "Only cells with this setting, such as training.backend=zero1."),
@@ -144,14 +179,14 @@ def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:
     @click.option(
         "--format",
         "form",
-        type=click.Choice(form_names()),
+        type=click.Choice(FORMS.names()),
         default=DEFAULT_FORM,
         show_default=True,
         help="What is printed.",
     )
     @functools.wraps(command)
     def printed(form: str, **arguments: Any) -> int:
-        show = load_form(form)
+        show = FORMS.load(form)
         result = command(**arguments)
         code = 0
         for output in [result] if isinstance(result, Output) else result:

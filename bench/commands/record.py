@@ -20,10 +20,11 @@ from spbench.bench.commands.output import Output
     help="Name of the machine, where jobs run on hosts that come and go; the host's if left out. Timings are "
     "held against those of the same name and hardware.",
 )
+@click.option("--commit", help="Commit that was measured; the one that the results name if left out.")
 @click.option(
     "--repository",
     type=click.Path(path_type=Path),
-    help="Checkout that was measured, if it is not spbench's own.",
+    help="Repository that has the commit; that around the working folder or the results if left out.",
 )
 @click.option("--branch", help="Branch that was measured; the one that is checked out if left out.")
 @printed
@@ -32,17 +33,18 @@ def command(
     history: Path,
     suite: str | None,
     machine: str | None,
+    commit: str | None,
     repository: Path | None,
     branch: str | None,
 ) -> Output:
     """Keep the metrics of RESULTS, with commit and machine, as a file in a history.
 
     RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a file of pytest-benchmark. Results of
-    changed or several commits are refused. Recording the same run again changes nothing.
+    changed files or several commits are refused. Recording the same run again changes nothing.
     """
     from spbench.bench.history.from_results import Naming, add_record, record_of
 
-    record = record_of(results, Naming(suite, machine, repository, branch))
+    record = record_of(results, Naming(suite, machine, repository, branch, commit))
     path, is_new = add_record(record, history)
     about = {
         "suite": record.suite,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -37,8 +37,13 @@ _LISTED = 5
     type=click.Path(path_type=Path),
     help="Folder of `spbench record`; RESULTS/history if left out and there.",
 )
+@click.option(
+    "--baseline",
+    type=click.Path(path_type=Path),
+    help="Folder with baselines by the names of scenarios, for RESULTS/runs; RESULTS/baseline if left out.",
+)
 @printed
-def command(output: Path, results: Path | None, history: Path | None) -> Output:
+def command(output: Path, results: Path | None, history: Path | None, baseline: Path | None) -> Output:
     """Write a static site of the results: OUTPUT/index.html, which opens without a server or a network.
 
     It shows each paper beside our numbers, the strategies, the gate and its history, and every cell. It is
@@ -50,9 +55,9 @@ def command(output: Path, results: Path | None, history: Path | None) -> Output:
 
     begin = time.perf_counter()
     check_place(output)
-    gathered = gather(results or default_results(), history)
+    gathered = gather(results or default_results(), history, baseline)
     site = build(gathered, output)
-    return _report(site, gathered.problems, time.perf_counter() - begin)
+    return _report(site, time.perf_counter() - begin)
 
 
 def _check_installed() -> None:
@@ -63,7 +68,7 @@ def _check_installed() -> None:
         raise UserError(f"spbench report needs {missing[0]}: pip install 'spbench[report]'")
 
 
-def _report(site: Site, problems: list[str] | Any, seconds: float) -> Output:
+def _report(site: Site, seconds: float) -> Output:
     index = site.folder / "index.html"
     largest = sorted(site.files.items(), key=lambda entry: -entry[1])[:_LISTED]
     lines = [{"file": path, "MB": f"{size / 1e6:.2f}"} for path, size in largest]
@@ -74,11 +79,9 @@ def _report(site: Site, problems: list[str] | Any, seconds: float) -> Output:
             "files": dict(site.files),
             "bytes": site.bytes,
             "build_seconds": round(seconds, 2),
-            "problems": list(problems),
         },
         [{"file": path, "bytes": size} for path, size in site.files.items()],
         notes=[
-            *(f"warning: {problem}" for problem in problems),
             f"{site.bytes / 1e6:.1f} MB, built in {seconds:.0f} s; open {index}",
         ],
         files=[index],

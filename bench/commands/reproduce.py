@@ -21,20 +21,13 @@ from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
-    from spbench.bench.published.compared import Comparison
     from spbench.bench.reproduction.findings import Findings
     from spbench.bench.reproduction.papers import Paper
-    from spbench.bench.sweep.results import Row
     from spbench.bench.workers.crew import Crew
     from spbench.bench.workers.executor import Executor
 
 FOLDER = Path("results", "reproduction")
 
-#: columns of PAPER.csv; the last four say where a number comes from
-RECORDS = (
-    *("table", "cell", "strategy", "quantity", "published", "reproduced", "relative_error"),
-    *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source"),
-)
 #: columns of PAPER_runs.csv; cell_seconds is the sum over cells, however many ran at a time
 RUNS = ("scenario", "cells", "ok", "oom", "unsupported", "failed", "cell_seconds", "torch", "commit")
 
@@ -81,7 +74,8 @@ def command(
     fresh: bool,
     write: bool,
 ) -> Iterator[Output]:
-    """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours.
+    """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours;
+    `strategies` makes the rows and traces of the strategies' pages.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -95,17 +89,20 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
             written, or results that the documents may not have (see :func:`check_same_code`).
     """
-    from spbench.bench.engines.engine import run as run_on_engine
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.papers import scenarios_of
+    from spbench.bench.reproduction.strategy_traces import STRATEGIES
+    from spbench.bench.run_cell import run_cell
     from spbench.bench.workers.crew import Crew
 
-    papers = scenarios_of(request.paper)
+    papers = [] if request.paper == STRATEGIES else scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
         Pages.of(paper.name).check(paper.name, [s.name for s in scenarios])
-    with Crew(run_on_engine) as crew, opened_executor(request.executor) as executor:
+    with Crew(run_cell) as crew, opened_executor(request.executor) as executor:
         for paper, scenarios in papers:
             yield _run(request, paper, scenarios, crew, executor)
+        if request.paper in (STRATEGIES, "all"):
+            yield _run_strategies(request, crew, executor)
 
 
 def _run(
@@ -117,86 +114,91 @@ def _run(
 ) -> Output:
     from spbench.bench.config.select import ALL, Narrowing
     from spbench.bench.reproduction.document import Pages
-    from spbench.bench.reproduction.findings import Findings, read_records
-    from spbench.bench.sweep.same_code import check_same_code
+    from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
+    from spbench.bench.sweep.provenance import check_same_code
 
-    records: list[dict[str, Any]] = []
-    runs: list[dict[str, Any]] = []
-    rows: dict[str, list[Row]] = {}
-    drawn: list[Path] = []
-    code = 0
+    all_ran: dict[str, Ran] = {}
+    files: list[Path] = []
+    failed = False
     narrowing = Narrowing(variant=ALL if request.all_variants else None)
     for scenario in scenarios:
         folder = request.runs(scenario)
         ran = run_cells(scenario, narrowing, folder, request.jobs, request.fresh, crew, executor)
-        rows[scenario.name] = ran.rows
+        all_ran[scenario.name] = ran
         if request.write:
-            check_same_code(rows)
-        paths, figure_failed = draw_figure(scenario, ran, request.output / "figures")
-        drawn += paths
-        code = 1 if ran.failed() or figure_failed else code
-        # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
-        published = [entry for entry in ran.comparisons if entry.quantity != "sent_bytes"]
-        records += [record(scenario.name, entry) for entry in published]
-        runs.append(run_record(scenario.name, ran))
-    files = [
-        write_records(records, RECORDS, request.output / f"{paper.name}.csv"),
-        write_records(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
+            check_same_code({name: each.rows for name, each in all_ran.items()})
+        drawn, figure_failed = draw_figure(scenario, ran, request.output / "figures")
+        files += drawn
+        failed = ran.failed() or figure_failed or failed
+    # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
+    records = [
+        record_of(name, entry)
+        for name, ran in all_ran.items()
+        for entry in ran.comparisons
+        if entry.quantity != "sent_bytes"
     ]
-    # what is printed and written comes from the files, as it will when they are read again
+    runs = [run_record(name, ran) for name, ran in all_ran.items()]
     documents = {scenario.name: scenario.document for scenario in scenarios}
-    lines = [read_records(file) for file in files]
-    read = Findings(paper.name, lines[0], lines[1], documents)
+    findings = Findings(paper.name, records, runs, documents)
+    tables = [
+        _written(records, RECORDS, request.output / f"{paper.name}.csv"),
+        _written(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
+    ]
     if request.write:
-        files += Pages.of(paper.name).write(read)
-    paths, figure_failed = draw_records(paper.name, read.records, request.output / "figures")
-    drawn += paths
-    code = 1 if figure_failed else code
-    return _report(paper, scenarios, read, [*files, *drawn], code)
+        tables += Pages.of(paper.name).write(findings)
+    drawn, figure_failed = draw_records(paper.name, records, request.output / "figures")
+    return _report(paper, scenarios, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 
-def record(scenario: str, entry: Comparison) -> dict[str, Any]:
-    """A line of PAPER.csv. A claim is a table of one number, under its own name."""
-    fields: dict[str, Any] = {name: getattr(entry, name, None) for name in RECORDS}
-    return {**fields, "table": entry.table or entry.claim, "scenario": scenario}
+def _run_strategies(request: Reproduction, crew: Crew, executor: Executor | None) -> Output:
+    """Run the scenarios of the strategies' pages, and keep their rows and traces."""
+    from spbench.bench.config.scenario import load_scenario
+    from spbench.bench.config.select import Narrowing
+    from spbench.bench.reproduction.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
+
+    ran = {}
+    for scenario in map(load_scenario, (SIDE_BY_SIDE, LAYERS)):
+        folder = request.runs(scenario)
+        ran[scenario.name] = run_cells(
+            scenario, Narrowing(), folder, request.jobs, request.fresh, crew, executor
+        )
+    files = write_kept({name: one.rows for name, one in ran.items()}, request.output / STRATEGIES)
+    code = max(int(one.failed()) for one in ran.values())
+    lines = [{"file": str(path)} for path in files]
+    return Output([Table("Strategies beside each other", lines)], {"files": lines}, files=files, code=code)
 
 
-def run_record(scenario: str, ran: Ran) -> dict[str, Any]:
-    """A line of PAPER_runs.csv."""
+def run_record(scenario: str, ran: Ran) -> dict[str, str]:
+    """A line of PAPER_runs.csv, as texts."""
     counts = Counter(row["status"] for row in ran.rows)
+    failed = sum(counts[status] for status in counts.keys() - {"ok", "oom", "unsupported"})
+    seconds = round(sum(row.get("elapsed_s") or 0 for row in ran.rows))
     made = [row.get("provenance") or {} for row in ran.rows]
-    return {
-        "scenario": scenario,
-        "cells": len(ran.rows),
-        **{status: counts[status] for status in ("ok", "oom", "unsupported")},
-        "failed": sum(counts[status] for status in counts.keys() - {"ok", "oom", "unsupported"}),
-        "cell_seconds": round(sum(row.get("elapsed_s") or 0 for row in ran.rows)),
-        **{
-            name: " ".join(sorted({str(by.get(name)) for by in made if by.get(name)}))
-            for name in ("torch", "commit")
-        },
-    }
+    versions = (" ".join(sorted({str(by[n]) for by in made if by.get(n)})) for n in ("torch", "commit"))
+    numbers = (len(ran.rows), *(counts[s] for s in ("ok", "oom", "unsupported")), failed, seconds)
+    return dict(zip(RUNS, (scenario, *map(str, numbers), *versions), strict=True))
 
 
-def write_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> Path:
+def _written(lines: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> Path:
     """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
     from pandas import DataFrame
 
-    from spbench.bench.reproduction.comparisons import write_csv
+    from spbench.bench.published.comparison import write_csv
 
-    return write_csv(DataFrame([dict(r) for r in records], columns=list(columns)), path)
+    return write_csv(DataFrame([dict(line) for line in lines], columns=list(columns)), path)
 
 
 def _report(
-    paper: Paper, scenarios: Sequence[Scenario], found: Findings, files: Sequence[Path], code: int
+    paper: Paper, scenarios: Sequence[Scenario], findings: Findings, files: Sequence[Path], code: int
 ) -> Output:
+    from spbench.bench.reproduction.findings import RECORDS
     from spbench.bench.sweep.results import finite
 
     sections: list[Table | str] = [f"{paper.title} ({paper.source})"]
     for scenario in scenarios:
-        for title, lines in found.blocks(scenario.name):
+        for title, lines in findings.blocks(scenario.name):
             sections.append(Table(f"{scenario.name}: {title}", lines))
-    sections.append(Table("Verdict", found.verdict()))
-    content = {"paper": paper.name, "records": found.records, "runs": found.runs}
+    sections.append(Table("Verdict", findings.verdict()))
+    content = {"paper": paper.name, "records": findings.records, "runs": findings.runs}
     content["files"] = [str(path) for path in files]
-    return Output(sections, finite(content), found.records, RECORDS, files=files, code=code)
+    return Output(sections, finite(content), findings.records, RECORDS, files=files, code=code)

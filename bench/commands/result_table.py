@@ -9,7 +9,7 @@ from spbench.bench.commands.output import Table
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell
-    from spbench.bench.published.compared import Comparison
+    from spbench.bench.published.comparison import Comparison
     from spbench.bench.sweep.results import Row
 
 _GIB, _MIB = 2**30, 2**20
@@ -101,7 +101,7 @@ def _options(cells: Sequence[Cell]) -> list[str]:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """A line for each published number, ours beside it."""
-    from spbench.bench.reproduction.comparisons import number_or_status
+    from spbench.bench.published.comparison import number_or_status
 
     lines = [
         {

@@ -60,6 +60,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Show the memory of each class of ranks at each traced step: which fits, and what holds it.",
 )
+@click.option(
+    "--require",
+    type=click.Choice(["ok"]),
+    help="Exit code 1 where a cell is not ok: where it does not fit, or is unsupported, too.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @printed
 def command(
@@ -75,6 +80,7 @@ def command(
     timeout: float | None,
     plain_trace: bool,
     memory: bool,
+    require: str | None,
     dry_run: bool,
 ) -> Output:
     """Run a scenario's cells, and compare them with what was published.
@@ -93,7 +99,7 @@ def command(
     with _plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
         ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
     drawn, figure_failed = draw_figure(loaded, ran, folder)
-    return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0, memory=memory)
+    return results(loaded, ran, drawn, code=1 if ran.failed(require) or figure_failed else 0, memory=memory)
 
 
 def _plain_traces() -> AbstractContextManager[None]:
@@ -103,7 +109,8 @@ def _plain_traces() -> AbstractContextManager[None]:
 
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
-    """The cells that would run, and those that are kept from before."""
+    """The cells that would run, those that cannot, and those that are kept from before."""
+    from spbench.bench.config.choices import refusal
     from spbench.bench.config.select import narrowed_cells
     from spbench.bench.sweep.digest import is_final, outdated
     from spbench.bench.sweep.results import RESULTS_FILE, read_rows
@@ -115,6 +122,13 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
     kept = {row["key"]: row for row in rows}
     if stale := outdated(cells, kept):
         message(f"{scenario.name}: {stale}")
+
+    def now(cell: Cell) -> str:
+        if is_final(cell, kept.get(cell.key)):
+            return f"kept ({kept[cell.key]['status']})"
+        reason = refusal(cell)
+        return f"unsupported: {reason}" if reason else "would run"
+
     lines = [
         {
             "cell": cell.key,
@@ -122,9 +136,7 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
             "strategy": cell.strategy,
             "GPUs": cell.sizes.world,
             "asked": _asked(cell),
-            "now": f"kept ({kept[cell.key]['status']})"
-            if is_final(cell, kept.get(cell.key))
-            else "would run",
+            "now": now(cell),
         }
         for cell in cells
     ]

@@ -21,6 +21,7 @@ from spbench.bench.commands.options import (
 )
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
+from spbench.bench.config.choices import cell_names, strategy_problem, unknown
 
 
 @click.command("verify")
@@ -60,6 +61,8 @@ def command(
         from spbench.impls.peers.registry import peers as all_peers
 
         strategy += tuple(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires))
+    strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
+    model = tuple(name for text in model for name in cell_names("model", text))
     _check_names(strategy, model, dtype, part, backend)
     options = _options(strategy, strategy_option)
     from spbench.bench.config.placement import chosen_device
@@ -120,8 +123,7 @@ def _check_names(
     Raises:
         UserError: with the nearest name that there is.
     """
-    from spbench.bench.config.choices import strategy_problem
-    from spbench.bench.errors import UserError, suggestion
+    from spbench.bench.errors import UserError
     from spbench.bench.model_files import names_a_file
     from spbench.impls.backends.registry import backends
     from spbench.impls.models.model import models as all_models
@@ -138,7 +140,7 @@ def _check_names(
     ):
         for name in names:
             if name not in known:
-                raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}")
+                raise UserError(unknown(kind, name, known))
 
 
 def _options(strategies: Sequence[str], given: Sequence[tuple[str, str]]) -> dict[str, Any]:

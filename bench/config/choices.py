@@ -1,24 +1,27 @@
 """What cells may name, and what each of these takes, as plain data: known without torch where it is kept on
-disk (:mod:`bench.declarations`)."""
+disk (:mod:`spbench.bench.declarations`)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import itertools
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache
-from typing import Any, cast, get_type_hints
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-
-from spbench.bench.cell import TrainingOptions
+from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.engines.peer_packages import missing_problem
-from spbench.bench.errors import suggestion
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.registry import meters
-from spbench.bench.search.search import quantities
-from spbench.bench.yaml_files import first_problem
+from spbench.bench.search.quantities import Candidates, quantities
+from spbench.bench.training_options import TrainingOptions
+from spbench.impls import loose_files
 from spbench.impls.backends.registry import backends
+from spbench.impls.layout import Unsupported
+from spbench.impls.options import wrong_values
 from spbench.impls.peers.registry import peers
 from spbench.impls.strategies.nesting import PLUS, nesting
 from spbench.impls.strategies.registry import strategies
@@ -26,22 +29,21 @@ from spbench.impls.strategies.registry import strategies
 
 @declared
 def names(kind: str) -> list[str]:
-    """The names of all models, strategies, peers, engines, meters, quantities or backends."""
-    return list(_known(kind))
-
-
-def _known(kind: str) -> Iterable[str]:
+    """The names of all models, strategies, peers, engines, meters, quantities or backends, sorted."""
+    known: Mapping[str, Any] = {
+        "strategy": strategies,
+        "peer": peers,
+        "backend": backends,
+        "engine": engines,
+        "meter": meters,
+        "quantity": quantities,
+    }
     if kind == "model":
         from spbench.impls.models.model import models
 
         return sorted(models())
-    if kind == "strategy":
-        return sorted(strategies())
-    if kind == "peer":
-        return sorted(peers())
-    if kind == "backend":
-        return sorted(backends())
-    return {"engine": engines, "meter": meters, "quantity": quantities}[kind]()
+    every: Iterable[str] = known[kind]()
+    return sorted(every) if kind in ("strategy", "peer", "backend") else list(every)
 
 
 @declared
@@ -50,14 +52,60 @@ def engine_property(engine: str, name: str) -> bool:
     return bool(getattr(engine_class(engine), name))
 
 
-#: names that others have for strategies, which are unlike those here
-ELSEWHERE = {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"}
+#: by kind: names that others have for what has an unlike one here
+ELSEWHERE = {
+    "strategy": {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"},
+    "backend": {"fsdp": "zero3 (fully sharded), or fsdp_flat (one flat buffer a layer)", "ddp": "legacy_ddp"},
+}
 
 
-@declared
-def strategy_axes(strategy: str) -> list[str]:
-    """The axes of the strategies of that name; see :func:`nesting`."""
-    return list(nesting(strategy).axes)
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """What is wrong with a name that nothing of a kind has, and what to write instead."""
+    here = ELSEWHERE.get(kind, {}).get(name.lower())
+    mend = f"; here that is {here}" if here else suggestion(name, known)
+    file = "; or give the path of a .py file" if kind in ("strategy", "model") else ""
+    return f"unknown {kind} {name!r}{mend}{file}"
+
+
+def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
+    """The names by which cells call what a user calls ``text``: it itself, unless it is FILE.py, which stands
+    for all strategies or models in that file, or FILE.py:NAME, which stands for one of them.
+
+    Args:
+        text: of strategies also several around each other, with plus signs between.
+        folder: what a relative path starts from.
+
+    Raises:
+        UserError: there is no such file, it cannot be imported, or has nothing of that kind or name.
+    """
+    if loose_files.SUFFIX not in text:
+        return [text]
+    if kind == "strategy" and PLUS in text:
+        parts = [cell_names(kind, part, folder) for part in text.split(PLUS)]
+        return [PLUS.join(each) for each in itertools.product(*parts)]
+    file, _, name = text.partition(f"{loose_files.SUFFIX}:")
+    path = (folder / Path(file + loose_files.SUFFIX if name else file).expanduser()).resolve()
+    if path.suffix != loose_files.SUFFIX:
+        return [text]
+    if not path.is_file():
+        raise UserError(f"unknown {kind} {text!r}: there is no file {path}")
+    try:
+        module = loose_files.add(path)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)][-1:]
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        raise UserError(f"{path}{''.join(line)}: {what}") from error
+    if kind == "model":
+        found, base = list(getattr(module, "PRESETS", {})), "mapping PRESETS of models"
+    else:
+        found = [each for each, cls in strategies().items() if cls.__module__ == module.__name__]
+        base = "class derived from spbench.Strategy with a name"
+    if not found:
+        raise UserError(f"{path}: has no {base}")
+    if name and name not in found:
+        raise UserError(f"{path}: {unknown(kind, name, found)}")
+    return [name] if name else found
 
 
 def strategy_problem(name: str) -> str:
@@ -71,14 +119,38 @@ def _name_problem(name: str) -> str:
     known = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
         if part not in known:
-            here = ELSEWHERE.get(part.lower())
-            hint = f"; here that is {here}" if here else suggestion(part, known)
-            return f"unknown strategy {part!r}{hint}"
+            return unknown("strategy", part, known)
     try:
         nesting(name)
     except ValueError as error:
         return str(error)
     return ""
+
+
+def refusal(cell: Cell) -> str:
+    """Why a cell cannot run, as far as its sizes and closed forms tell; "" if they do not. A search cannot
+    where neither the smallest nor the largest value can that it may try."""
+    return _refusal(cell.model_dump(mode="json"))
+
+
+@declared
+def _refusal(content: Mapping[str, Any]) -> str:
+    from spbench.bench.engines.plan import plan
+
+    cell = Cell.model_validate(content)
+    reason = ""
+    try:
+        search = Candidates(cell) if cell.search is not None else None
+        for tried in [cell] if search is None else [search.at(search.values[at]) for at in (-1, 0)]:
+            try:
+                plan(tried)
+            except Unsupported as error:
+                reason = str(error)
+            else:
+                return ""
+    except Unsupported as error:
+        reason = str(error)
+    return reason
 
 
 @declared
@@ -108,40 +180,20 @@ def option_mistakes(
 def _mistakes(
     given: Mapping[str, Any], defaults: Any, others: Sequence[str]
 ) -> Iterator[tuple[list[str], str]]:
-    """As :func:`option_mistakes`.
-
-    Args:
-        defaults: the options as they are by default, a frozen dataclass.
-        others: further keys that may stand there.
-    """
-    known, checks = (
-        [*others, *(f.name for f in fields(defaults))],
-        _type_checks(cast(Hashable, type(defaults))),
-    )
-    for name, value in given.items():
-        if name not in known:
-            what = "unknown key" if others else "unknown option"
-            yield [name], what + (suggestion(name, known) or "; there are none")
-            continue
+    """As :func:`option_mistakes`; ``others`` are further keys that may stand there."""
+    own = [field.name for field in fields(defaults)]
+    known = [*others, *own]
+    what = "unknown key" if others else "unknown option"
+    mistakes = [
+        ([name], what + (suggestion(name, known) or "; there are none"))
+        for name in given
+        if name not in known
+    ]
+    here = {name: value for name, value in given.items() if name in own}
+    mistakes += [([name], message) for name, message in wrong_values(defaults, here)]
+    yield from mistakes
+    if not mistakes:
         try:
-            if name in checks:
-                checks[name].validate_python(value, strict=True)
-        except ValidationError as error:
-            yield [name], first_problem(BaseModel, error)[1]
-        if type(value) is int:
-            # a whole number is a count of something, and of none only where that is the default
-            least = 0 if getattr(defaults, name) == 0 else 1
-            if value < least:
-                yield [name], f"must be at least {least}, not {value}"
-    if all(name in known for name in given):
-        try:
-            replace(defaults, **given)
+            replace(defaults, **here)
         except ValueError as error:
             yield [], str(error)
-
-
-@cache
-def _type_checks(options: Any) -> Mapping[str, TypeAdapter[Any]]:
-    """What checks the value of each field of a dataclass; kept, as evaluating annotations takes long."""
-    hints = get_type_hints(options)
-    return {field.name: TypeAdapter(hints[field.name]) for field in fields(options)}

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from spbench.bench.cell import Cell
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.errors import UserError
-from spbench.bench.inferred import InferredSetting
 from spbench.bench.published.answer import Answer, Mistake, answer_kinds, wrong_inference
+from spbench.bench.published_number import InferredSetting
 from spbench.bench.yaml_files import find_file, read_yaml, validate
 
 PACKAGE = "spbench.scenarios"

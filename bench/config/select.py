@@ -1,9 +1,10 @@
 """Narrowing: which of a scenario's cells a user wants, and on what they are to run.
 
 ``strategies``, ``models``, ``world_sizes`` and ``where`` choose among the declared cells. ``clusters`` and
-``engines`` replace what the scenario names, since it mostly names one. A world size that none of the chosen
-cells has is made: for each of them, once, with the ranks that its other axes leave along the last of its
-strategy's axes (the sequence of "tensor_parallel+ring_attention").
+``engines`` replace what the scenario names, since it mostly names one; so does a strategy or a model in a
+Python file of the user's. A world size that none of the chosen cells has is made: for each of them, once,
+with the ranks that its other axes leave along the last of its strategy's axes (the sequence of
+"tensor_parallel+ring_attention").
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.choices import names, strategy_axes, strategy_problem
+from spbench.bench.config.choices import cell_names, names, strategy_problem, unknown
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
+from spbench.bench.counts import with_suffix
 from spbench.bench.errors import UserError, suggestion
 
 ALL = "all"
@@ -78,21 +80,31 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
     return _distinct(cells)
 
 
-def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
+def narrowed_cells(
+    scenario: Scenario, narrowing: Narrowing, declared: Sequence[Cell] | None = None
+) -> list[Cell]:
     """The cells to run.
+
+    Args:
+        declared: those of :func:`declared_cells`, where they are known.
 
     Raises:
         UserError: an unknown name, a rank or device that cannot be, or nothing is left; with what there is.
     """
-    cells = declared_cells(scenario, narrowing)
-    _known("model", narrowing.models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
-    for name in narrowing.strategies:
+    cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
+    strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
+    models = [name for text in narrowing.models for name in cell_names("model", text)]
+    _known("model", models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
+    for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
-    for field, values in (("strategy", narrowing.strategies), ("model", narrowing.models)):
+    of_files = {*strategies} - {*narrowing.strategies} | {*models} - {*narrowing.models}
+    for field, values in (("strategy", strategies), ("model", models)):
         has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
         if values:
-            cells = [cell for cell in cells if getattr(cell, field) in values]
+            others = [name for name in values if name in of_files - {*has}]
+            made = [cell for name in others for cell in _with_other(cells, field, name)]
+            cells = [cell for cell in cells if getattr(cell, field) in values] + made
         if not cells:
             raise UserError(
                 f"scenario {scenario.name} has no cell with {field} {' or '.join(values)}; "
@@ -104,6 +116,15 @@ def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
             sizes = " or ".join(map(str, narrowing.world_sizes))
             raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
     return _distinct(playing_rank(_with_settings(cells, narrowing.where), narrowing.rank))
+
+
+def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:
+    """The cells with another model, or with another strategy where it spreads a sample over the same axes."""
+    for cell in cells:
+        if field == "model":
+            yield cell.model_copy(update={"model": name, "model_options": {}, "model_config_json": None})
+        elif {*strategy_axes(cell.strategy)} == {*strategy_axes(name)}:
+            yield cell.model_copy(update={"strategy": name, "strategy_options": {}})
 
 
 def settings_of(cell: Cell) -> dict[str, str]:
@@ -131,7 +152,8 @@ def differing_settings(cells: Sequence[Cell]) -> dict[str, list[str]]:
 def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[Cell]:
     wanted: dict[str, list[str]] = {}
     for name, value in where:
-        wanted.setdefault(name, []).append(value)
+        count = name in ("batch", "seq_len")
+        wanted.setdefault(name, []).append(str(with_suffix(value)) if count else value)
     for name, values in wanted.items():
         settings = [settings_of(cell) for cell in cells]
         known = list(dict.fromkeys(known for has in settings for known in has))
@@ -176,7 +198,7 @@ def _with_axis(mesh: list[str] | None, axis: str) -> list[str] | None:
 def _known(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
-            raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}")
+            raise UserError(unknown(kind, name, known))
 
 
 def _distinct(cells: Iterable[Cell]) -> list[Cell]:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spbench.bench.declarations import CACHE_FOLDER, cache_folder
+from spbench.bench.disk_cache import CACHE_FOLDER, cache_folder
 from spbench.bench.doctor.check import Check, Observation
 from spbench.bench.ranks.processes import usable_cores
 from spbench.bench.sweep.machine import memory_bytes

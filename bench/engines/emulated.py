@@ -32,17 +32,13 @@ from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.emulated_group import emulated_mesh
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.setup import record_step, refuse_workspace_config
 from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
-from spbench.bench.engines.workspaces import refuse_workspace_config
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.ranks.torchrun import check_gpus
-from spbench.bench.search import boundary
-from spbench.bench.search.bracket import largest_fitting
-from spbench.bench.search.search import Search
 from spbench.impls.layout import Unavailable
 
 #: cluster files have the total of nvidia-smi, of which CUDA gives up to 1.2% less
@@ -79,35 +75,11 @@ class EmulatedEngine(Engine):
             _add_time(found, traces, rank)
         return found
 
-    def search(self, cell: Cell) -> Measurement:
-        """The largest value with which the rank has room, each proved by a step.
-
-        The first value that is tried is the answer on virtual ranks, whose worst rank is played.
-
-        Raises:
-            Unsupported: as :meth:`measure`, or the cluster's memory has no limit.
-            RankError: the process failed or did not answer in time.
-        """
+    @contextmanager
+    def probes(self, cell: Cell) -> Iterator[Callable[[Cell], Measurement]]:
         refuse_workspace_config(cell)
-        virtually = boundary.largest_that_fits(cell)
-        search, rank = Search(cell), virtually.peak_rank if cell.rank is None else cell.rank
-        probes: dict[int, Measurement] = {}
-        proof = []
         with _player(cell) as play:
-
-            def fits(number: int) -> bool:
-                value = search.values[number - 1]
-                probes[number] = found = play(search.at(value), rank, timed=False)
-                proof.append(boundary.proof_of(value, found))
-                return found.status != "oom"
-
-            guess = search.values.index(virtually.answer) + 1 if virtually.answer else 1
-            best = largest_fitting(len(search.values), fits, guess)
-        found = probes[best or 1]
-        if best and cell.search is not None and cell.search.timed:
-            found = self.measure(search.at(search.values[best - 1]).model_copy(update={"rank": rank}))
-        found.answer, found.proof = (search.values[best - 1] if best else None), proof
-        return found
+            yield lambda at: play(at, at.rank, timed=False)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ engine; what an engine can do stands on its class, so that nothing else has to k
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from spbench.bench.cell import Cell, Measurement
@@ -44,12 +46,15 @@ class Engine(ABC):
             Unsupported: the strategy cannot run these sizes, with the reason and the nearest that work.
         """
 
-    def search(self, cell: Cell) -> Measurement:
-        """Answer a cell's search: the measurement at the largest value that fits, with ``answer`` and
-        ``proof``.
+    def probes(self, cell: Cell) -> AbstractContextManager[Callable[[Cell], Measurement]]:
+        """For a search: a function that says of a cell, with the rank to be played, whether its step fits,
+        and with which memory.
+
+        Args:
+            cell: the one that searches.
 
         Raises:
-            Unsupported: the engine does not search, or the strategy cannot run these sizes.
+            Unsupported: the engine does not search.
         """
         raise Unsupported(f"searches do not run on the engine {self.name}", "use the virtual one")
 
@@ -77,17 +82,3 @@ def engine_class(name: str) -> type[Engine]:
     if name not in known:
         raise KeyError(f"unknown engine {name!r}; known: {', '.join(known)}")
     return known[name]
-
-
-def run(cell: Cell) -> Measurement:
-    """Measure a cell on its engine, or answer what it asks for instead: a search, or a training run.
-
-    Raises:
-        Unsupported: the strategy cannot run these sizes, or the engine not what is asked.
-    """
-    engine = engine_class(cell.engine)()
-    if cell.search is not None:
-        return engine.search(cell)
-    if cell.learning is not None:
-        return engine.learn(cell)
-    return engine.measure(cell)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.cell import Cell
 from spbench.bench.meters.communication import CommunicationMeter, as_number
+from spbench.bench.training_options import TrainingOptions
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.backends.registry import backend_class
@@ -253,6 +254,13 @@ def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Comp
     """The module of a rank, for the shapes of its parameters."""
     with torch.device("meta"):
         return rank_module(partial(model.build, strategy, seq_len), around)
+
+
+def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
+    """The module of the ranks of a class, on the meta device."""
+    around = Composition(Place.of_rank(cell.mesh_sizes, ranks.first), cell.training.virtual_stages)
+    role = planned_strategy(cell, ranks.coordinates)
+    return _without_values(model_preset(*cell.model_arguments), role, cell.shape[1], around)
 
 
 def model_parameters(cell: Cell) -> int:

@@ -5,7 +5,7 @@ differ in the cluster alone are timed from one trace, as are probes of searches 
 that several scenarios have. Only workers of sweeps use the cache (:func:`use`): these have their code
 from the files that the digest is made of, whereas an interactive session may have changed a class in memory.
 
-The folder is ``traces`` in that of all that is kept (:func:`bench.declarations.cache_folder`).
+The folder is ``traces`` in that of all that is kept (:func:`spbench.bench.disk_cache.cache_folder`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.declarations import cache_folder
-from spbench.bench.engines.disk_cache import DiskCache
+from spbench.bench.disk_cache import DiskCache, cache_folder
 from spbench.bench.engines.peer_packages import installed
 from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
 from spbench.bench.engines.traces import Trace

@@ -21,10 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import trace_cache
 from spbench.bench.engines.engine import Engine
+from spbench.bench.engines.pipeline_stages import stage_traces
 from spbench.bench.engines.plan import plan, rank_classes
-from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.setup import record_step, workspace_bytes
 from spbench.bench.engines.traces import ClassTraces, Trace, can_time
-from spbench.bench.engines.workspaces import workspace_bytes
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
@@ -65,12 +65,6 @@ class VirtualEngine(Engine):
             Unsupported: the strategy cannot run these sizes.
         """
         return trace_classes(cell, events=can_time(cell)).measurement()
-
-    def search(self, cell: Cell) -> Measurement:
-        # it traces by functions of this module
-        from spbench.bench.search.boundary import largest_that_fits
-
-        return largest_that_fits(cell)
 
 
 @contextmanager
@@ -147,5 +141,12 @@ def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
         Unsupported: the strategy cannot run these sizes.
     """
     classes = rank_classes(cell)
-    traces = [trace(cell, each.first, events=events) for each in classes]
+
+    def traced(rank: int) -> Trace:
+        return trace(cell, rank, events=events)
+
+    if cell.sizes.pp == 1 or cell.meters or _plain():
+        traces = [traced(each.first) for each in classes]
+    else:
+        traces = stage_traces(cell, classes, traced)
     return ClassTraces(cell, classes, traces, fold=not _plain())

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     Export = Callable[[ExportRequest], Exported]
 
-_EXPORTS = FunctionModules(__name__, "to_", "export", "spbench.exports", "exports")
+EXPORTS = FunctionModules(__name__, "to_", "export", "spbench.exports", "exports")
 
 
 def export_names() -> list[str]:
     """The names of all exports, in alphabetical order."""
-    return _EXPORTS.names()
+    return EXPORTS.names()
 
 
 def load_export(name: str) -> Export:
@@ -32,4 +32,4 @@ def load_export(name: str) -> Export:
     Raises:
         DiscoveryError: no export or several have that name, or its module cannot be imported.
     """
-    return _EXPORTS.load(name)
+    return EXPORTS.load(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class ExportedValue(NamedTuple):
 
 def whole(value: float) -> float:
     """The value, as an int where it is a whole number: JSON then has all digits and no exponent."""
-    return int(value) if value == int(value) else value
+    return int(value) if float(value).is_integer() else value
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ class ExportRequest:
         suites: at least one; their names differ.
         output: the file or folder that will be written; None for standard output.
         targets: values that metrics have to meet.
+        not_run: names of what there are bases of, but no results.
     """
 
     suites: Sequence[Suite]
     output: Path | None = None
     targets: Sequence[Target] = ()
+    not_run: Sequence[str] = ()
 
     def values(self, *metrics: str) -> list[ExportedValue]:
         """The numbers of these metrics, or of all, by suite and row.
@@ -53,15 +55,15 @@ class ExportRequest:
         Raises:
             UserError: there is none; with what there is instead.
         """
-        found = [
+        values = [
             ExportedValue(suite, row, reading)
             for suite in self.suites
             for row, reading in suite.values()
             if not metrics or reading.metric.name in metrics
         ]
-        if not found:
+        if not values:
             raise UserError(f"nothing to export: {'; '.join(self.left_out(*metrics))}")
-        return found
+        return values
 
     def target(self, value: ExportedValue) -> float | None:
         """What the number has to meet: the first target that names it; None if none does."""
@@ -72,18 +74,17 @@ class ExportRequest:
 
     def left_out(self, *metrics: str) -> list[str]:
         """A line for each suite with cells that have none of these metrics, or no metric at all."""
-        return list(self._left_out(metrics))
-
-    def _left_out(self, metrics: tuple[str, ...]) -> Iterator[str]:
         what = " or ".join(metrics) or "value"
+        lines = []
         for suite in self.suites:
-            found = {
+            has = {
                 row["key"] for row, reading in suite.values() if not metrics or reading.metric.name in metrics
             }
-            left = Counter(row["status"] for row in suite.rows if row["key"] not in found)
+            left = Counter(row["status"] for row in suite.rows if row["key"] not in has)
             if left:
                 counts = ", ".join(f"{count} {status}" for status, count in left.items())
-                yield f"{suite.name}: left out {left.total()} cells without a {what}: {counts}"
+                lines.append(f"{suite.name}: left out {left.total()} cells without a {what}: {counts}")
+        return lines
 
 
 @dataclass(frozen=True)

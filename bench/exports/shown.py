@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from spbench.bench.exports.origin import origin_of
+from spbench.bench.exports.suite import origin_of
+from spbench.bench.regressions.judgement import Difference
 from spbench.bench.regressions.metrics import has_exact_engine
-from spbench.bench.regressions.regressions import Difference
 from spbench.bench.regressions.result_files import Results
 
 
@@ -29,15 +29,15 @@ def shown_difference(difference: Difference) -> ShownDifference:
 def shown_number(value: Any) -> str:
     """A number with thousands separated, or a word; "" for None."""
     if isinstance(value, (int, float)):
-        return f"{value:,.0f}" if value == int(value) else f"{value:.6g}"
+        return f"{value:,.0f}" if float(value).is_integer() else f"{value:.6g}"
     return "" if value is None else str(value)
 
 
 def _change(difference: Difference) -> str:
     base, new = difference.base, difference.new
-    if not (isinstance(base, (int, float)) and isinstance(new, (int, float))):
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in (base, new)):
         return ""
-    whole = base == int(base) and new == int(new)
+    whole = float(base).is_integer() and float(new).is_integer()
     words = [f"{new - base:+,.0f}"] if whole else []
     part = new / base - 1 if base else math.inf
     words += [f"{part:+.3%}"] if math.isfinite(part) and abs(part) >= 5e-6 else []

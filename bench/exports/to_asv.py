@@ -18,8 +18,8 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest, whole
-from spbench.bench.exports.origin import Origin, commit_time_s
-from spbench.bench.exports.suite import WITH_VALUES, Suite
+from spbench.bench.exports.suite import WITH_VALUES, Origin, Suite
+from spbench.bench.git import commit_time_s
 from spbench.bench.regressions.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.sweep.results import FAULTS, Row
 

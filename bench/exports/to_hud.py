@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from spbench.bench.exports.exported import Exported, ExportedValue, ExportRequest, whole
-from spbench.bench.exports.origin import Origin
+from spbench.bench.exports.suite import Origin
 from spbench.bench.regressions.metrics import Reading
 
 _MIB = 2**20

@@ -1,7 +1,8 @@
 """JUnit XML: a test case for each cell and each claim, for the test reports of Jenkins, GitLab and others.
 
 Failures are what the gate fails for (worse, missing) and results that are wrong (numerics, mismatch); errors
-are cells without a result (failed, timeout); cells that cannot be (unsupported) are skipped. The metrics are
+are cells without a result (failed, timeout). Cells that cannot be (unsupported) are skipped, and with a base
+what is not judged: new cells, those measured on another machine, suites that were not run. The metrics are
 properties of the suite, CELL/METRIC, and words in the output of their case: Jenkins' schema (junit-10.xsd of
 its xUnit plug-in) allows no properties within a case.
 """
@@ -16,8 +17,8 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 from spbench.bench.exports.exported import Exported, ExportRequest, whole
 from spbench.bench.exports.shown import shown_difference, shown_origin
 from spbench.bench.exports.suite import Suite
+from spbench.bench.regressions.judgement import Difference
 from spbench.bench.regressions.metrics import readings
-from spbench.bench.regressions.regressions import Difference
 from spbench.bench.sweep.results import Row
 
 #: what a status makes of a test case, whatever the base says
@@ -42,6 +43,10 @@ def export(request: ExportRequest) -> Exported:
             differences[difference.where].append(difference)
         _cells(root, suite, differences)
         _claims(root, suite, differences)
+    for name in request.not_run:
+        element = SubElement(root, "testsuite", name=name)
+        _skip(SubElement(element, "testcase", name=name, classname=name, time="0"), "not run")
+        _count(element)
     for total in ("tests", "failures", "errors"):
         root.set(total, str(sum(int(suite.attrib[total]) for suite in root)))
     indent(root, " ")
@@ -59,12 +64,14 @@ def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Diffe
         row = rows.get(key)
         case = _case(element, key, suite.name, row)
         if row is not None:
-            read = {name: f"{whole(found.value)} {found.unit}" for name, found in readings(row).items()}
+            read = {name: f"{whole(number.value)} {number.unit}" for name, number in readings(row).items()}
             for name, text in read.items():
                 SubElement(properties, "property", name=f"{key}/{name}", value=_clean(text))
         else:
             read = {}
         _verdict(case, row, differences.get(key, ()))
+        if suite.base and len(case) == 0 and (why := _not_judged(suite, key)):
+            _skip(case, why)
         lines = [f"{name}: {text}" for name, text in read.items()]
         SubElement(case, "system-out").text = _clean("\n".join(["status: " + _status(row), *lines]))
     _count(element)
@@ -79,7 +86,10 @@ def _claims(root: Element, suite: Suite, differences: Mapping[str, Sequence[Diff
         return
     element = SubElement(root, "testsuite", name=f"{suite.name} claims")
     for name in names:
-        _verdict(_case(element, name, f"{suite.name}.claims", None), None, differences.get(name, ()))
+        case = _case(element, name, f"{suite.name}.claims", None)
+        _verdict(case, None, differences.get(name, ()))
+        if suite.base is None or (suite.judgement and name in suite.judgement.unjudged):
+            _skip(case, "not judged")
     _count(element)
 
 
@@ -102,6 +112,21 @@ def _verdict(case: Element, row: Row | None, differences: Iterable[Difference]) 
         SubElement(case, "failure", type=worse[0].verdict, message=_clean(_line(worse[0]))).text = _clean(
             text
         )
+
+
+def _not_judged(suite: Suite, key: str) -> str:
+    """Why the gate says nothing of a cell; "" if it does."""
+    assert suite.base
+    assert suite.judgement
+    if key not in suite.base.cells:
+        return "not judged: the cell is new"
+    return (
+        "; ".join(["not judged in full", *suite.judgement.notes]) if key in suite.judgement.unjudged else ""
+    )
+
+
+def _skip(case: Element, why: str) -> None:
+    SubElement(case, "skipped", type="not judged", message=_clean(why))
 
 
 def _status(row: Row | None) -> str:

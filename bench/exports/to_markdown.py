@@ -17,10 +17,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest
 from spbench.bench.exports.shown import shown_difference, shown_number, shown_origin
 from spbench.bench.exports.suite import Suite
-from spbench.bench.regressions.metrics import readings
-from spbench.bench.regressions.regressions import Difference, Judgement
+from spbench.bench.regressions.judgement import Difference, Judgement
+from spbench.bench.regressions.metrics import STATUSES, readings
 from spbench.bench.regressions.result_files import Claims
-from spbench.bench.regressions.statuses import STATUSES
 
 MARK = "<!-- spbench -->"
 
@@ -64,6 +63,8 @@ def export(request: ExportRequest) -> Exported:
     blocks: list[str | Listing] = [MARK, f"## spbench: {_headline(request.suites)}"]
     for suite in request.suites:
         blocks += _compared(suite) if suite.judgement else _alone(suite)
+    if request.not_run:
+        blocks.append(f"**Not run:** {', '.join(request.not_run)}.")
     return Exported(_fitting(blocks) + "\n")
 
 
@@ -93,14 +94,15 @@ def _headline(suites: Sequence[Suite]) -> str:
     judged = [suite.judgement for suite in suites if suite.judgement]
     if not judged:
         return "results"
-    return "worse" if any(judgement.fails for judgement in judged) else "not worse"
+    words = [judgement.word for judgement in judged]
+    return next((word for word in ("worse", "not judged") if word in words), "not worse")
 
 
 def _compared(suite: Suite) -> Iterator[str | Listing]:
     judgement = suite.judgement
     assert judgement
     assert suite.base
-    yield f"### {suite.name}: {'worse' if judgement.fails else 'not worse'}"
+    yield f"### {suite.name}: {judgement.word}"
     head, base = shown_origin(suite.results, suite.commit), shown_origin(suite.base)
     yield f"Head: {head}\nBase: {base}\n{_counts(judgement)}".replace("\n", "  \n")
     failing = [difference for difference in judgement.differences if difference.fails]
@@ -125,7 +127,8 @@ def _counts(judgement: Judgement) -> str:
     counts = Counter[str](difference.verdict for difference in judgement.differences)
     words = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
     equal = [f"{count} {kind} unchanged" for kind, count in judgement.equal.items()]
-    return ", ".join([*words, *equal]) + "."
+    unjudged = [f"{len(judgement.unjudged)} not judged in full"] if judgement.unjudged else []
+    return ", ".join([*words, *equal, *unjudged]) + "."
 
 
 def _title(differences: Iterable[Difference]) -> str:

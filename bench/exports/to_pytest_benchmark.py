@@ -13,7 +13,8 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportedValue, ExportRequest, whole
-from spbench.bench.exports.origin import Origin, commit_time_s
+from spbench.bench.exports.suite import Origin
+from spbench.bench.git import commit_time_s
 from spbench.bench.regressions.metrics import readings
 
 #: the metrics that are times, of which a row has one

@@ -10,15 +10,15 @@ from typing import Any
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
-from spbench.bench.history.checkout import commit_in
-from spbench.bench.history.run_record import CellRecord, RecordedValue, RunRecord, as_lines, utc
+from spbench.bench.git import asked, own_checkout
+from spbench.bench.history.run_record import CellRecord, Commit, RecordedValue, RunRecord, as_lines, utc
 from spbench.bench.regressions.metrics import has_exact_engine, readings
 from spbench.bench.regressions.result_files import read_results, suite_of
+from spbench.bench.sweep.provenance import COMMITS, check_same_code, commit_of
 from spbench.bench.sweep.results import Row
-from spbench.bench.sweep.same_code import check_same_code, commit_of
 
 #: keys of a row's provenance that are no versions
-_NO_VERSIONS = ("commit", "host", "cpu", "machine")
+_NO_VERSIONS = (*COMMITS, "host", "cpu", "machine")
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,17 @@ class Naming:
     Attributes:
         suite: the name of the series' suite; else that of the results' folder.
         machine: in the place of the host, where jobs run on hosts that come and go.
-        repository: a checkout whose commit was measured; else that of spbench's own code.
+        repository: a checkout that has the commit; else the first that does, of those around the working
+            folder and the results and that of spbench's own code.
         branch: else the one that is checked out there.
+        commit: else the one that the rows name.
     """
 
     suite: str | None = None
     machine: str | None = None
     repository: Path | None = None
     branch: str | None = None
+    commit: str | None = None
 
 
 def record_of(path: Path, naming: Naming) -> RunRecord:
@@ -48,7 +51,7 @@ def record_of(path: Path, naming: Naming) -> RunRecord:
     suite = _suite(path, naming.suite)
     rows = list(read_results(path).cells.values())
     check_same_code({suite: rows})
-    commit = commit_in(naming.repository, commit_of(rows[0]), naming.branch)
+    commit = _commit(naming, commit_of(rows[0]), path)
     machine = dict(_machine(suite, rows))
     if naming.machine is not None:
         machine["host"] = naming.machine
@@ -74,6 +77,33 @@ def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
     return write_whole(path, content), True
 
 
+def _commit(naming: Naming, made_by: str, results: Path) -> Commit:
+    """The commit that the results name, never the one that is checked out now.
+
+    Raises:
+        UserError: they name none, no repository has it, or its branch is not known.
+    """
+    wanted = naming.commit or made_by
+    if not wanted:
+        raise UserError("the results do not say which commit they are of; name it by --commit")
+    folder = results if results.is_dir() else results.parent
+    places = [naming.repository] if naming.repository else [Path.cwd(), folder, own_checkout() or folder]
+    options = ("show", "--no-patch", "--format=%H %cI", "--end-of-options")
+    for place in places:
+        if shown := asked(place, *options, f"{wanted}^{{commit}}"):
+            break
+    else:
+        raise UserError(
+            f"{naming.repository or 'no repository here'} has no commit {wanted}, which made the results; "
+            "fetch it, or name the repository that was measured by --repository"
+        )
+    branch = naming.branch or asked(place, "branch", "--show-current")
+    if not branch:
+        raise UserError(f"{place} is on no branch; name that of the record by --branch")
+    commit_hash, date = shown.split()
+    return Commit(commit_hash, utc(date), branch)
+
+
 def _date(rows: Sequence[Row]) -> str | None:
     """When the last cell ended; None where no row says."""
     try:
@@ -84,8 +114,8 @@ def _date(rows: Sequence[Row]) -> str | None:
 
 def _cell_record(row: Row) -> CellRecord:
     values = {
-        name: RecordedValue(found.metric, found.value, found.unit, found.exact, found.samples)
-        for name, found in readings(row).items()
+        name: RecordedValue(reading.metric, reading.value, reading.unit, reading.exact, reading.samples)
+        for name, reading in readings(row).items()
     }
     return CellRecord(row["key"], row["status"], has_exact_engine(row), values)
 
@@ -113,8 +143,8 @@ def _machine_of(row: Row) -> dict[str, Any]:
     provenance = row.get("provenance") or {}
     named = {name: provenance[name] for name in ("host", "cpu") if provenance.get(name)}
     machine = {**named, **(provenance.get("machine") or {})}
-    devices = [rank["device"] for rank in row["measurement"].get("ranks") or ()]
-    gpus = [device for device in devices if device != "cpu"]
+    devices = [rank.get("device") for rank in row["measurement"].get("ranks") or ()]
+    gpus = [device for device in devices if device not in (None, "cpu")]
     # without NVIDIA's management library, what torch calls the GPUs of the ranks
     return machine if machine.get("gpus") or not gpus else {**machine, "gpus": gpus}
 

@@ -50,14 +50,12 @@ class History:
     Attributes:
         records: by the dates of their commits, then of their runs. Dates rather than the order of the
             commits in git, as records are read where no git is, and made in shallow clones.
-        problems: a line for each file that is no whole record and was passed over.
     """
 
     folder: Path
     records: tuple[RunRecord, ...]
     targets: tuple[Target, ...]
     meant: tuple[Acceptance, ...]
-    problems: tuple[str, ...]
 
     @property
     def suites(self) -> list[str]:
@@ -135,19 +133,15 @@ def read_history(folder: Path) -> History:
     """Read all records below a folder, its targets and what was meant.
 
     Raises:
-        UserError: the folder is missing or has no record, a file cannot be read, or the file of targets or
-            of what was meant is wrong.
+        UserError: the folder is missing or has no record, a file in it is not a whole record, or the file of
+            targets or of what was meant is wrong.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; spbench record RESULTS --history {folder} makes it")
-    records, problems = [], []
-    for path in sorted(folder.rglob(f"*{SUFFIX}")):
-        try:
-            records.append(read_record(path))
-        except ValueError as error:
-            problems.append(f"{path}: {error}, skipped")
+    records = [read_record(path) for path in sorted(folder.rglob(f"*{SUFFIX}"))]
     if not records:
-        why = problems[0] if problems else f"spbench record RESULTS --history {folder} adds the first"
-        raise UserError(f"{folder} has no records of runs: {why}")
+        raise UserError(
+            f"{folder} has no records of runs: spbench record RESULTS --history {folder} adds the first"
+        )
     records.sort(key=lambda record: (record.commit.date, record.commit.hash, record.date))
-    return History(folder, tuple(records), read_targets(folder), read_meant(folder), tuple(problems))
+    return History(folder, tuple(records), read_targets(folder), read_meant(folder))

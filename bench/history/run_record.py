@@ -14,19 +14,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from spbench.bench.cell import Status
 from spbench.bench.errors import UserError
+from spbench.bench.git import SHORT_HASH
+from spbench.bench.json_values import problem
 from spbench.bench.regressions.metrics import METRICS, Metric
+from spbench.bench.yaml_files import read_file
 
 FORMAT = 1
 SUFFIX = ".jsonl"
 
-#: hexadecimal digits of a commit where people read it
-SHORT_HASH = 12
+#: far larger numbers are damage, and overflow where they are added
+_LARGEST = 1e24
 
 _KNOWN = {metric.name: metric for metric in METRICS}
 
@@ -140,35 +143,57 @@ def utc(date: str) -> str:
 # -- the file --------------------------------------------------------------------------------------------
 
 
-class _StoredMetric(BaseModel):
+def _number(value: object) -> object:
+    """The value, with all digits of an int.
+
+    Raises:
+        ValueError: it is not a number, or not one that a metric can have.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value!r:.40} is not a finite number of at least 0")
+    return value
+
+
+_Value = Annotated[float, PlainValidator(_number)]
+
+
+class _Stored(BaseModel):
+    """Keys that it does not know, of later versions, are left out."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _StoredMetric(_Stored):
     better: Literal["smaller", "bigger"]
-    tolerance: FiniteFloat
+    tolerance: _Value
     judged: bool
 
 
-class _Head(BaseModel):
-    """Keys of later versions that it does not know are left out."""
+class _StoredCommit(_Stored):
+    hash: str = Field(pattern="^[0-9a-f]{7,64}$")
+    date: str
+    branch: str
 
+
+class _Head(_Stored):
     spbench_record: int
     suite: str
     date: str
-    commit: Commit
+    commit: _StoredCommit
     machine: dict[str, Any]
     versions: dict[str, str | None]
     metrics: dict[str, _StoredMetric]
     cells: int
 
 
-class _StoredValue(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    value: int | FiniteFloat
+class _StoredValue(_Stored):
+    value: _Value
     unit: str
     exact: bool
-    samples: list[FiniteFloat] = []
+    samples: list[_Value] = []
 
 
-class _Line(BaseModel):
+class _Line(_Stored):
     cell: str
     status: Status
     exact: bool
@@ -198,9 +223,9 @@ def as_lines(record: RunRecord) -> Iterator[str]:
         yield _json({"cell": key, "status": cell.status, "exact": cell.exact, "values": values})
 
 
-def _stored(found: RecordedValue) -> dict[str, Any]:
-    stored = {"value": found.value, "unit": found.unit, "exact": found.exact}
-    return {**stored, "samples": list(found.samples)} if found.samples else stored
+def _stored(recorded: RecordedValue) -> dict[str, Any]:
+    stored = {"value": recorded.value, "unit": recorded.unit, "exact": recorded.exact}
+    return {**stored, "samples": list(recorded.samples)} if recorded.samples else stored
 
 
 def _json(content: Any) -> str:
@@ -211,30 +236,34 @@ def read_record(path: Path) -> RunRecord:
     """Read a record.
 
     Raises:
-        ValueError: the file is not a whole record of this format; one line that says what it is.
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or is not a whole record of this format; with the line and field.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    first, *others = content.splitlines() or [b""]
+    first, *others = read_file(path).splitlines(keepends=True) or [b""]
+    number = 1
     try:
         head = _Head.model_validate_json(first)
-    except ValidationError as error:
-        raise ValueError("not a record of a run") from error
-    if head.spbench_record != FORMAT:
-        raise ValueError(f"a record of format {head.spbench_record}; this spbench reads format {FORMAT}")
-    if len(others) != head.cells or not content.endswith(b"\n"):
-        raise ValueError(f"cut short: {len(others)} of {head.cells} cells")
-    cells = {}
-    for number, line in enumerate(others, start=2):
-        try:
+        if head.spbench_record != FORMAT:
+            raise ValueError(f"spbench_record: a record of format {head.spbench_record}; this reads {FORMAT}")
+        commit = Commit(head.commit.hash, utc(head.commit.date), head.commit.branch)
+        date = utc(head.date)
+        cells = {}
+        for line in others:
+            number += 1
             stored = _Line.model_validate_json(line)
+            if unknown := next((name for name in stored.values if name not in head.metrics), None):
+                raise ValueError(f"values.{unknown}: no such metric in line 1")
             cells[stored.cell] = _cell_record(stored, head.metrics)
-        except (ValidationError, KeyError) as error:
-            raise ValueError(f"line {number} is not a cell") from error
-    return RunRecord(head.suite, utc(head.date), head.commit, head.machine, head.versions, cells)
+        if len(cells) != head.cells or not (others or [first])[-1].endswith(b"\n"):
+            raise ValueError(f"cut short: {len(cells)} of {head.cells} cells")
+    except ValidationError as error:
+        raise _unreadable(path, number, problem(error)) from error
+    except (ValueError, OverflowError) as error:
+        raise _unreadable(path, number, str(error)) from error
+    return RunRecord(head.suite, date, commit, head.machine, head.versions, cells)
+
+
+def _unreadable(path: Path, number: int, what: str) -> UserError:
+    return UserError(f"{path}:{number}: not a record of a run ({what}); restore the file or remove it")
 
 
 def _cell_record(line: _Line, metrics: Mapping[str, _StoredMetric]) -> CellRecord:

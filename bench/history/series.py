@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from spbench.bench.history.run_record import Commit, RecordedValue, RunRecord
-from spbench.bench.regressions.metrics import METRICS, Metric
-from spbench.bench.regressions.statuses import STATUSES
+from spbench.bench.regressions.metrics import METRICS, STATUSES, Metric
 
 #: of a cell: its values are places in :data:`SHOWN_STATUSES`
 STATUS = Metric("status", "", "smaller")

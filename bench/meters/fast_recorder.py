@@ -102,6 +102,14 @@ _MEMORY: dict[_Key, _Remembered | None] = {}
 _MOST_ENTRIES = 500_000
 
 
+#: collectives that return what they were given to fill, and their work
+_IN_PLACE = (
+    torch.ops.c10d._allgather_base_.default,
+    torch.ops.c10d._reduce_scatter_base_.default,
+    torch.ops.c10d.allreduce_.default,
+)
+
+
 class FastRecorder(Recorder):
     """As :class:`Recorder`, on fake tensors of one mode; of the steps of a ring that are alike only some are
     run (:class:`RepeatedSteps`).
@@ -154,6 +162,8 @@ class FastRecorder(Recorder):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
             return self._ended.boxed()  # the fake group would do nothing
+        if func in _IN_PLACE and isinstance(args[0][0] if isinstance(args[0], list) else args[0], FakeTensor):
+            return args[0], self._ended.boxed()
         return super()._run(func, args, kwargs)
 
     def _write_row(

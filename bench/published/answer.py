@@ -1,7 +1,7 @@
-"""The protocol of answers: what a scenario sets beside published numbers, in a section of its file a kind.
+"""Answers: published numbers that a scenario sets beside its own, in a section of its file for each kind.
 
-The kinds are the modules of :mod:`bench.published.answers`. They are found by being there, so that neither
-the schema of scenario files nor the comparison names any of them.
+Every kind does the same: it selects cells, takes a field of what was measured of them, and sets it beside a
+published number. The kinds are the modules of :mod:`spbench.bench.published.answers`, found by being there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
-
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.errors import suggestion
-from spbench.bench.inferred import InferredSetting
-from spbench.bench.published.compared import Comparison, ScenarioResults
-from spbench.bench.published_number import PublishedNumber
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.published.results import ScenarioResults
+from spbench.bench.published_number import InferredSetting, PublishedNumber
+from spbench.bench.yaml_files import StrictModel
 from spbench.impls.discovery import named_classes
 
 KINDS_PACKAGE = "spbench.bench.published.answers"
@@ -35,21 +34,20 @@ KeyPath = Sequence[str | int]
 Mistake = tuple[KeyPath, str]
 
 
-class Answer(BaseModel, ABC):
-    """An entry of one section of a scenario file: published numbers, and what of ours is set beside them.
+class Answer(StrictModel, ABC):
+    """An entry of one section of a scenario file.
 
     Attributes:
         name: of the kind, and of its section of the file, a list of such entries.
         naming_field: the field that names an entry; no two entries of a scenario have the same name.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
     naming_field: ClassVar[str] = "claim"
 
     @property
     def entry_name(self) -> str:
-        """The name of this entry, which nothing else that the scenario answers to has."""
+        """The name of this entry."""
         return str(getattr(self, self.naming_field))
 
     def numbers(self, folder: Path) -> list[PublishedNumber]:
@@ -93,6 +91,12 @@ def answer_kinds() -> Mapping[str, type[Answer]]:
     return named_classes(KINDS_PACKAGE, Answer, "spbench.answers")
 
 
+def unknown_quantity(key: str, name: str, known: Sequence[str] = QUANTITIES) -> Iterator[Mistake]:
+    """The mistake of a field of a measurement that is not one of ``known``, if it is not."""
+    if name not in known:
+        yield [key], f"unknown quantity {name!r}{suggestion(name, known)}"
+
+
 def wrong_inference(
     inference: InferredSetting, answers: Sequence[Answer], variants: Sequence[str], folder: Path
 ) -> Iterator[Mistake]:
@@ -112,9 +116,9 @@ def wrong_inference(
             return
         numbers = known[name].numbers(folder)
         quantities = dict.fromkeys(number.quantity for number in numbers)
-        for place, quantity in enumerate(inference.quantities):
+        for at, quantity in enumerate(inference.quantities):
             if quantity not in quantities:
-                yield ["quantities", place], f"{name} has no {quantity!r}{suggestion(quantity, quantities)}"
-        for place, row in enumerate(inference.rows):
+                yield ["quantities", at], f"{name} has no {quantity!r}{suggestion(quantity, quantities)}"
+        for at, row in enumerate(inference.rows):
             if not any(number.has(row) for number in numbers):
-                yield ["rows", place], f"no row of {name} is {row}"
+                yield ["rows", at], f"no row of {name} is {row}"

@@ -1,14 +1,15 @@
-"""An agent: the process that torchrun, or a launcher like it, has started for a rank.
+"""An agent: what a process of torchrun, or of a launcher like it, becomes.
 
-It starts a process for its rank, gives it the jobs that a coordinator posts (:mod:`bench.ranks.torchrun`),
-and reports what became of it. So a rank that crashes, hangs or runs out of memory ends with its job, and the
-launcher, which would end all ranks, sees nothing of it.
+It starts a process for its rank, gives it the jobs that the coordinator posts
+(:mod:`spbench.bench.ranks.torchrun`), and answers what became of it. So a rank that crashes, hangs or runs
+out of memory ends with its job, and the launcher, which would end all ranks, does not notice.
 
-Agents and coordinator speak through one TCPStore: torchrun's own, where it has one, else rank 0's. Its keys:
+Agents and coordinator share one TCPStore: torchrun's own if it has one, else rank 0's. Values are pickles, so
+whoever reaches the store's port can run code here. Its keys:
 
 - ``jobs``: how many jobs have been posted; ``job/K``: a :class:`Job`, or None to end the agents;
 - ``claimed/K``, ``answer/K/I``: the answers of the agents to job K, in the order in which they came;
-- ``over/K``: job K is over, its processes are to be ended; ``stacks/K``: their stacks are asked for before;
+- ``over/K``: job K is over, its processes are to be ended; ``stacks/K``: with their stacks in the answers;
 - ``left/K``: how many agents have ended on job K; ``left/K/I``: at least I have;
 - ``beat/R``, ``host/R``: a number that agent R changes as long as it lives, and the name of its machine.
 """
@@ -35,9 +36,9 @@ from spbench.bench.ranks.processes import STACKS_FOLDER, stacks_of, starting_con
 from spbench.bench.ranks.rank_job import Answer, Job
 from spbench.bench.ranks.rank_process import RankProcess, Rendezvous
 
-#: seconds between two signs of life of an agent, and without one after which its machine is taken for gone
+#: seconds between two signs of life of an agent, and without one until its machine is taken for lost
 BEAT_S, LOST_S = 1.0, 15.0
-#: seconds between two looks at what is waited for
+#: seconds between two looks at the store
 _POLL_S = 0.05
 
 
@@ -57,13 +58,13 @@ class Launched:
 
     @classmethod
     def here(cls) -> Launched:
-        """What the environment of this process says.
+        """From the environment of this process.
 
         Raises:
-            KeyError: it was not started by a launcher.
+            KeyError: no launcher has started it.
         """
         env = os.environ
-        # a group of processes that torchrun starts again must not see what the first has left in its store
+        # processes that torchrun starts again must not see what the first ones have left in its store
         run = f"spbench/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         place = Rendezvous(env["MASTER_ADDR"], int(env["MASTER_PORT"]), run)
         return cls(int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"]), place)
@@ -122,7 +123,7 @@ class _Agent:
         self.store.set(f"left/{number}/{left}", "")
 
     def _work(self, job: Job) -> Answer:
-        """Have the job done, unless it is over before that."""
+        """Have the rank's process do the job, unless the job is over before."""
         if job.fresh:
             self._end_process()
         if self.process is None:
@@ -137,9 +138,9 @@ class _Agent:
                 self._end_process()
                 return Answer(self.launched.rank, status="failed", text="ended with its job", log=log)
         answer = process.receive()
-        if process.busy:  # it is dead
+        if process.busy:  # dead
             self._end_process()
-        return answer  # a process for this job alone stays until the next, as others may still read from it
+        return answer  # the process stays until the next job, as other ranks may still read from it
 
     def _end_process(self) -> None:
         if self.process is not None:
@@ -147,7 +148,7 @@ class _Agent:
             self.process = None
 
     def _beat(self, store: dist.Store) -> None:
-        """Show that this agent lives, and end it when the store does not answer any more."""
+        """Show that this agent lives, and end it once the store does not answer."""
         while True:
             silence = threading.Timer(LOST_S, self._lost, ["no answer from its store"])
             silence.daemon = True
@@ -178,7 +179,7 @@ def when_parent_is_gone(act: Callable[[], None]) -> None:
 
 
 def wait_for(store: dist.Store, key: str, seconds: float = math.inf) -> bool:
-    """Wait for a key that long; returns whether it is there. The store's own wait prints a warning if not."""
+    """Wait for a key; returns whether it is there in time. The store's own wait prints a warning if not."""
     deadline = time.monotonic() + seconds
     while not store.check([key]):
         if time.monotonic() >= deadline:

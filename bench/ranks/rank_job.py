@@ -1,7 +1,4 @@
-"""Jobs of ranks, their answers, and which of several failures is the cause.
-
-Importing this does not import torch, since the process of a sweep only needs the error.
-"""
+"""Jobs of ranks, their answers, and which of several failures is the cause. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ AGENTS = "SPBENCH_AGENTS"
 #: after one rank failed, seconds that the others have to notice it before they are killed
 GRACE_S = 5.0
 
-#: of a cell whose ranks failed; a subset of :data:`bench.cell.Status`
+#: of a cell whose ranks failed; a subset of :data:`spbench.bench.cell.Status`
 Fate = Literal["failed", "oom", "timeout"]
 
 
@@ -28,7 +25,7 @@ class RankError(RuntimeError):
         status: of the cell that the ranks ran.
         reason: one line: the rank and what it raised, or who did not answer in time.
         silent: the ranks that had not answered by then.
-        log: the stacks and last collectives of ranks that hung; "" where that is not known.
+        log: the stacks and last collectives of ranks that hung; "" where these are unknown.
     """
 
     def __init__(
@@ -46,13 +43,13 @@ class Job:
     """Work for the ranks of one process group.
 
     Attributes:
-        number: differs from those of all other jobs with the same store.
+        number: unique among the jobs with the same store.
         sizes: ranks along every axis of the mesh, in its order.
         device: type of the devices on which tensors are: "cpu" or "cuda".
         backend: of torch.distributed.
-        timeout_s: when the job has failed, in seconds.
+        timeout_s: after so many seconds the job has failed.
         work: a function of a module and its arguments, pickled; it is called with the mesh before these.
-        fresh: whether the processes start for this job, and do no other.
+        fresh: whether processes are started for this job alone.
     """
 
     number: int
@@ -75,10 +72,10 @@ class Answer:
 
     Attributes:
         value: what the function returned; None unless status is ok.
-        place: in the order in which ranks failed; 0 for one that died, which cannot count itself.
+        place: in the order in which ranks failed; 0 for a rank that died, which cannot count itself.
         text: a traceback, or what happened.
         raised: type and message of what it raised; "" if it raised nothing.
-        log: its stacks and last collectives, where it was ended and these were asked for.
+        log: its stacks and last collectives, if it was ended and these were asked for.
     """
 
     rank: int
@@ -96,12 +93,12 @@ def collect(
     """What each rank returned, by rank.
 
     Args:
-        next_answer: called with the ranks that have not answered and seconds, returns the answer of one of
-            them, or None where there is none in that time.
+        next_answer: called with the ranks that have not answered and seconds; returns the answer of one of
+            them, or None if there is none in that time.
 
     Raises:
-        RankError: a rank failed, or did not answer in time. Of several that failed the first is the cause,
-            as the others fail when they wait for it.
+        RankError: a rank failed, or did not answer in time. Of several failures the first is the cause: the
+            others failed as they waited for that rank.
     """
     values: list[Any] = [None] * ranks
     failures: list[Answer] = []

@@ -1,4 +1,4 @@
-"""A process that acts as a rank of one process group after another, and this process's end of it."""
+"""A process that acts as a rank of one process group after another, and its parent's end of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job
 from spbench.bench.ranks.staged_group import STAGED, register
 from spbench.impls.axes import device_mesh
 
-#: a collective that waits for a rank fails this much later than the job, whose end says which rank it was
+#: a collective that waits for a rank fails so many seconds after its job, whose end says which rank it was
 _LATER_S = 60.0
 #: how torch's CPU allocator begins what it says when the system gives it no memory
 _NO_CPU_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -44,7 +44,7 @@ _LAST_OPERATIONS = 20
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet: a TCPStore that another process holds, and the part of it that is theirs."""
+    """Where ranks meet: a TCPStore that another process holds, and the prefix of their keys in it."""
 
     host: str
     port: int
@@ -60,10 +60,10 @@ class Rendezvous:
 
 
 class RankProcess:
-    """This process's end of a process that acts as a rank; ``busy`` while an answer is owed.
+    """The parent's end of a process that acts as a rank; ``busy`` while it owes an answer.
 
     Args:
-        local_rank: its number on this machine, which is that of its GPU.
+        local_rank: its number on this machine, which is also that of its GPU.
         environment: of the process.
     """
 
@@ -72,7 +72,7 @@ class RankProcess:
         self.connection, theirs = context.Pipe()
         surroundings = Surroundings({**environment})
         arguments = (surroundings, theirs, rendezvous, local_rank)
-        # daemon: ended by multiprocessing when this process exits
+        # daemon: multiprocessing ends it when this process exits
         self.process: BaseProcess = context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
         with main_module_hidden():
             self.process.start()
@@ -81,13 +81,13 @@ class RankProcess:
         self.rank = local_rank
 
     def send(self, job: Job, rank: int) -> None:
-        """Give it a job, of which it is that rank."""
+        """Give it a job, as that rank of it."""
         self.busy, self.rank = True, rank
-        with contextlib.suppress(BrokenPipeError):  # that it is dead is found out by receive
+        with contextlib.suppress(BrokenPipeError):  # receive finds out that it is dead
             self.connection.send_bytes(pickle.dumps((job, rank)))
 
     def receive(self) -> Answer:
-        """Its answer, waited for; that it failed, if it is dead."""
+        """Wait for its answer; of a dead process it is that it failed."""
         try:
             answer: Answer = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -107,18 +107,19 @@ class RankProcess:
 def _serve(
     surroundings: Surroundings, connection: Connection, rendezvous: Rendezvous, local_rank: int
 ) -> None:
-    """The life of a process: jobs until the pipe ends."""
+    """Do jobs until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    # in every thread, before there is another: the one that waits for it must get it
+    # before there are other threads, which inherit it: only the thread that waits for the signal may get it
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     end_with_parent()
     surroundings.take_on()
     os.environ["LOCAL_RANK"] = str(local_rank)  # device meshes of GPUs look there
-    write_stacks_on_signal(f"stacks of rank {os.environ.get('RANK', local_rank)}")
-    _write_operations_on_signal(f"last collectives of rank {os.environ.get('RANK', local_rank)}")
+    rank_name = os.environ.get("RANK", local_rank)
+    write_stacks_on_signal(f"stacks of rank {rank_name}")
+    _write_operations_on_signal(f"last collectives of rank {rank_name}")
     torch.set_num_threads(1)
     store = rendezvous.store()
-    gc.freeze()  # so that to look for garbage after a job takes milliseconds
+    gc.freeze()  # a collection after a job then takes milliseconds
     while True:
         try:
             job, rank = pickle.loads(connection.recv_bytes())
@@ -134,8 +135,8 @@ def _serve(
         if dist.is_initialized():
             # also closes the connections, so that ranks that wait for this one fail too
             dist.destroy_process_group()
-        # groups over several axes and the device mesh refer to each other, and so do tracebacks and what
-        # they have seen; a group that is left over keeps a thread of Gloo that wakes up every 10 ms
+        # cycles of groups and device meshes, or of tracebacks and their frames, would keep a group alive, and
+        # with it a thread of Gloo that wakes up every 10 ms
         gc.collect()
 
 
@@ -169,7 +170,7 @@ def _run(store: dist.Store, job: Job, rank: int, local_rank: int) -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a GPU, or since the system gives this process no more memory."""
+    """Whether an allocation failed, on a GPU or in main memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_CPU_MEMORY)
@@ -177,15 +178,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _write_operations_on_signal(name: str) -> None:
     """From now on SIGUSR2 makes this process write the last collectives that its process groups have begun,
-    as torch's flight recorder has them, to the file ``name`` in the folder of stacks, if there is one.
+    from torch's flight recorder, to the file ``name`` in the folder of stacks, if there is one.
 
-    A thread waits for the signal, which all threads must block: the main one may be inside a collective for
-    ever, and handle none.
+    A thread waits for the signal, which all threads must block: the main thread may hang in a collective.
     """
     if not (folder := os.environ.get(STACKS_FOLDER)):
         return
     file = Path(folder, name)
-    file.unlink(missing_ok=True)  # of an earlier process with this name, which would be taken for this one's
+    file.unlink(missing_ok=True)  # an earlier process with this name may have left one
 
     def wait() -> None:
         while True:

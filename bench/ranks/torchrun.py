@@ -1,8 +1,8 @@
 """Ranks on the machines of a torchrun job, or of any launcher that sets RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT for each process: the coordinator's side.
 
-The coordinator is the process that runs the command, the one of rank 0, or a worker of its sweep. Jobs run on
-the agents (:mod:`bench.ranks.rank_agent`), into which the launcher's other processes turn.
+The coordinator is the process of rank 0, which runs the command, or a worker of its sweep. The launcher's
+other processes become agents (:mod:`spbench.bench.ranks.rank_agent`), on which jobs run.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import Any
 
 import torch
@@ -29,29 +31,27 @@ from spbench.bench.ranks.processes import (
 )
 from spbench.bench.ranks.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for, when_parent_is_gone
 from spbench.bench.ranks.rank_job import AGENTS, GRACE_S, Answer, Job, RankError, collect
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.ranks.rank_pool import RankPool, Ranks, loopback_store
 from spbench.bench.ranks.rank_process import Rendezvous
-from spbench.bench.ranks.ranks import Ranks
 from spbench.bench.ranks.staged_group import STAGED
 from spbench.impls.layout import Unavailable
 
-#: seconds in which all agents have to be there, before a job of theirs fails
+#: seconds that an agent has to appear before a job of its rank fails
 _START_S = 120.0
-#: seconds that agents have to leave once they are told to
+#: seconds that agents have to end once they are told to
 _LEAVE_S = 10.0
 
 
 @contextmanager
 def coordinating(launched: Launched) -> Iterator[None]:
-    """Inside, this process is the coordinator of all agents, of which it starts its own; they end with it.
+    """Inside, this process is the coordinator of all agents, and starts that of rank 0. They end with it.
 
     Raises:
         KeyboardInterrupt: the launcher is gone.
     """
     holder = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        place = launched.rendezvous
-        holder = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
+        holder = _listening(launched.rendezvous)
     store = launched.rendezvous.store()
     context = starting_context()
     agent = context.Process(target=_agent, args=(Surroundings(), launched))  # type: ignore[attr-defined]
@@ -63,12 +63,19 @@ def coordinating(launched: Launched) -> Iterator[None]:
         yield
     finally:
         del os.environ[AGENTS]
-        with suppress(dist.DistError):  # the store has gone with the launcher
+        with suppress(dist.DistError):  # the store is gone with the launcher
             number = _post(store, None)
-            wait_for(store, f"left/{number}/{launched.agents}", _LEAVE_S)  # it may go with this process
+            wait_for(store, f"left/{number}/{launched.agents}", _LEAVE_S)  # it may end with this process
         agent.join(GRACE_S)
         agent.kill()
         del holder
+
+
+def _listening(place: Rendezvous) -> dist.TCPStore:
+    """The store for all agents; on the loopback interface alone if that is where they look for it."""
+    if ip_address(socket.gethostbyname(place.host)).is_loopback:
+        return loopback_store(place.port)[0]
+    return dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
 
 
 def _agent(surroundings: Surroundings, launched: Launched) -> None:
@@ -80,7 +87,7 @@ def _agent(surroundings: Surroundings, launched: Launched) -> None:
 
 
 def _post(store: dist.Store, job: Job | None) -> int:
-    """End the job before, if it still runs, and post one; None ends the agents. Returns its number."""
+    """End the previous job, if it still runs, and post this one; None ends the agents. Returns its number."""
     number = store.add("jobs", 1) - 1
     if number:
         store.set(f"over/{number - 1}", "")
@@ -89,8 +96,7 @@ def _post(store: dist.Store, job: Job | None) -> int:
 
 
 class Agents(Ranks):
-    """The coordinator's end of the agents, the first of which are the ranks of a job; a rank whose machine is
-    gone has failed.
+    """The agents, the first of which are the ranks of a job. A rank whose machine is lost has failed.
 
     Args:
         size: how many agents there are.
@@ -102,7 +108,7 @@ class Agents(Ranks):
         self._store = rendezvous.store()
 
     def close(self) -> None:
-        """Nothing is held; the agents stay."""
+        """The agents stay."""
 
     def _run(self, job: Job) -> list[Any]:
         try:
@@ -149,16 +155,16 @@ class _Answers:
                 return None
 
     def logs(self, silent: set[int]) -> str:
-        """What these ranks' agents answer when the job is over, in the order of ranks."""
-        found: dict[int, str] = {}
+        """What the agents of these ranks answer when the job is over, in the order of ranks."""
+        logs: dict[int, str] = {}
         deadline = time.monotonic() + 3 * STACKS_S + GRACE_S
         while silent and (answer := self.next(silent, deadline - time.monotonic())) is not None:
             silent.discard(answer.rank)
-            found[answer.rank] = answer.log or f"-- rank {answer.rank}: {answer.text} --\n"
-        return "".join(found[rank] for rank in sorted(found))
+            logs[answer.rank] = answer.log or f"-- rank {answer.rank}: {answer.text} --\n"
+        return "".join(logs[rank] for rank in sorted(logs))
 
     def _lost(self, rank: int) -> str:
-        """What is wrong with an agent that shows no sign of life; "" if it does."""
+        """Why an agent that shows no sign of life is taken for lost; "" if it is not."""
         key, now = f"beat/{rank}", time.monotonic()
         beat = self.store.get(key) if self.store.check([key]) else b""
         before, since = self.beats.setdefault(rank, (beat, now))
@@ -173,10 +179,10 @@ class _Answers:
 
 
 def check_gpus(ranks: int, device: str) -> None:
-    """Nothing, where each of the ranks has a device of that type to itself: agents bring their own.
+    """Refuse ranks on GPUs of which this machine has fewer. Agents bring their own.
 
     Raises:
-        Unavailable: they are to have GPUs, and this machine has fewer.
+        Unavailable: names how many there are.
     """
     if device == "cuda" and AGENTS not in os.environ and ranks > torch.cuda.device_count():
         there = torch.cuda.device_count()
@@ -184,11 +190,12 @@ def check_gpus(ranks: int, device: str) -> None:
 
 
 def shared_backend(ranks: int, device: str) -> str:
-    """The backend of torch.distributed for ranks that share this machine's GPUs, as it has fewer; "" for the
-    usual one, where each has its own. Nothing should be timed on it.
+    """:data:`STAGED` for ranks that must share this machine's GPUs, "" (the usual backend) for all others.
+
+    Nothing should be timed on the staged backend.
 
     Raises:
-        Unavailable: they are to have GPUs, and this machine has none.
+        Unavailable: the ranks are to have GPUs, and this machine has none.
     """
     check_gpus(1, device)
     try:
@@ -199,8 +206,7 @@ def shared_backend(ranks: int, device: str) -> str:
 
 
 def ranks_for(size: int, *, fresh: bool = False) -> Ranks:
-    """What runs jobs of up to that many ranks: the agents of the launcher that has started this process, or
-    else processes of this machine.
+    """Ranks for jobs of up to that size: agents, if a launcher has started this process, else a pool.
 
     Args:
         fresh: each job of the agents gets new processes; those of a pool are as old as the pool.

@@ -2,7 +2,7 @@
 
 **The unit is the process.** Samples of one process differ less than those of two, so a test that took each
 sample for an observation would find a change in every rerun. Where a row is of several rounds
-(:mod:`bench.regressions.rounds`), each round counts once, by its median.
+(:func:`~spbench.bench.regressions.metrics.merged_rounds`), each round counts once, by its median.
 
 **The test** is Student's t on logarithms of times, since a change multiplies a time. Where the rounds of both
 sides took turns, it is of pairs (one round of each, next to each other in time), so that what slows the
@@ -85,26 +85,28 @@ class _Tested:
 
 def measured_changes(
     base: Mapping[str, Row], new: Mapping[str, Row]
-) -> tuple[dict[str, list[MeasuredChange]], list[str]]:
-    """The measured metrics that differ, by cell, of cells that both sides have with the same status; and what
-    could not be judged, a line each."""
+) -> tuple[dict[str, list[MeasuredChange]], set[str], list[str]]:
+    """The measured metrics that differ, by cell, of cells that both sides have with the same status; the
+    cells of which a metric could not be judged; and why, a line each."""
     tested: list[_Tested] = []
-    found: dict[str, list[MeasuredChange]] = {}
-    unjudged: Counter[str] = Counter()
+    changes: dict[str, list[MeasuredChange]] = {}
+    unjudged: set[str] = set()
+    reasons: Counter[str] = Counter()
     for key in base.keys() & new.keys():
         for pair in _measured_on_both(base[key], new[key]):
             if why := _why_not(base[key], new[key], *pair):
-                unjudged[why] += 1
+                reasons[why] += 1
+                unjudged.add(key)
             elif pair[0].metric.unit == "bytes":
                 for change in _by_effect_alone(*pair):
-                    found.setdefault(key, []).append(change)
+                    changes.setdefault(key, []).append(change)
             else:
                 tested.append(_test(key, *pair, in_turns=_in_turns(base[key], new[key])))
     for judged, p in zip(tested, _corrected(tested), strict=True):
         if p < ALPHA and abs(math.expm1(judged.effect)) > judged.least:
-            found.setdefault(judged.key, []).append(judged.change(p))
-    notes = [f"{_metrics(count)} not judged: {why}" for why, count in unjudged.items()]
-    return found, [*notes, *_precision(tested)]
+            changes.setdefault(judged.key, []).append(judged.change(p))
+    notes = [f"{_metrics(count)} not judged: {why}" for why, count in reasons.items()]
+    return changes, unjudged, [*notes, *_precision(tested)]
 
 
 def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
@@ -112,7 +114,8 @@ def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
         return
     now = readings(new)
     for name, before in readings(base).items():
-        if before.metric.judged and not before.exact and name in now and not now[name].exact:
+        is_measured = before.metric.judged and not before.exact and name in now and not now[name].exact
+        if is_measured and now[name].is_finite:  # of others the judgement has a line
             yield before, now[name]
 
 

@@ -1,21 +1,27 @@
-"""The metrics of a cell that gates, histories and dashboards hold against earlier ones.
+"""The metrics of a cell that gates, histories and dashboards compare with earlier ones.
 
 A metric is exact where any machine gives the same value for the same code (bytes sent; memory, simulated
 times and answers of engines whose numbers are exact), else measured: its value differs from run to run, and
-from step to step within a run. Samples show the one and, where a row is of several rounds
-(:mod:`bench.regressions.rounds`), the other.
+from step to step within a run. A row of several rounds (:func:`merged_rounds`) has the samples of as many
+processes.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, Status
 from spbench.bench.engines.engine import engines
 from spbench.bench.sweep.results import Row
+
+#: the better, the earlier
+STATUSES: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")
+assert set(STATUSES) == set(get_args(Status))
 
 #: relative, of simulated times, whose last digits differ between machines
 SIMULATED_TOLERANCE = 1e-6
@@ -84,22 +90,26 @@ class Reading:
         """The samples of all processes, in the order in which they were taken."""
         return tuple(chain.from_iterable(self.rounds))
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the value and all samples are."""
+        return all(map(math.isfinite, (self.value, *self.samples)))
+
 
 def readings(row: Row) -> dict[str, Reading]:
-    """What was read of a cell, by the names of metrics, in the order of :data:`METRICS`; metrics without a
-    value are left out."""
+    """The metrics of a row that have a value, by name, in the order of :data:`METRICS`."""
     cell, measured = row["cell"], row["measurement"]
     exact = has_exact_engine(row)
     searched = (cell.get("search") or {}).get("quantity", "")
     counted = _counted(row)
-    found = {}
+    read = {}
     for metric in METRICS:
         value = counted.get(metric.name, measured.get(metric.name))
         if value is not None:
             is_exact = exact or metric.name in counted
             rounds = () if is_exact else _rounds(metric, row)
-            found[metric.name] = Reading(metric, value, metric.unit or searched, is_exact, rounds)
-    return found
+            read[metric.name] = Reading(metric, value, metric.unit or searched, is_exact, rounds)
+    return read
 
 
 def has_exact_engine(row: Row) -> bool:
@@ -110,14 +120,14 @@ def has_exact_engine(row: Row) -> bool:
 
 def _rounds(metric: Metric, row: Row) -> tuple[tuple[float, ...], ...]:
     """The samples of each round in which a metric was measured; of a row of one run, its samples, if any."""
-    found = []
+    rounds = []
     for measured in row.get("rounds") or [row["measurement"]]:
         samples = measured.get(metric.samples) or ()
         if not samples and "rounds" in row and measured.get(metric.name) is not None:
             samples = (measured[metric.name],)
         if samples:
-            found.append(tuple(samples))
-    return tuple(found)
+            rounds.append(tuple(samples))
+    return tuple(rounds)
 
 
 def _counted(row: Row) -> dict[str, float | None]:
@@ -129,3 +139,44 @@ def _counted(row: Row) -> dict[str, float | None]:
         "sent_bytes": math.fsum(entry["sent_bytes"] for entry in sent) if sent is not None else None,
         "formula_differences": len(measured.get("formula_difference") or []) if sent is not None else None,
     }
+
+
+def merged_rounds(rounds: Sequence[Iterable[Row]]) -> list[Row]:
+    """One row for each cell, from those of its rounds: the same cells measured again by other processes.
+
+    The row is that of the first round with the worst status. Its entry ``rounds`` has, for every round with
+    measured metrics, these with their samples and the ``time``; in ``measurement`` stand their medians over
+    rounds. Rows whose metrics are all exact are as they were.
+
+    Args:
+        rounds: the rows of each, in the order in which they were run.
+    """
+    by_key: dict[str, list[Row]] = {}
+    for rows in rounds:
+        for row in rows:
+            by_key.setdefault(row["key"], []).append(row)
+    return [_merged(rows) for rows in by_key.values()]
+
+
+def _merged(rows: Sequence[Row]) -> Row:
+    chosen = max(rows, key=lambda row: STATUSES.index(row["status"]))
+    by_round = [measured for row in rows if (measured := _measured(row))]
+    if not by_round:
+        return chosen
+    medians = {
+        metric.name: statistics.median(values)
+        for metric in METRICS
+        if (values := [measured[metric.name] for measured in by_round if metric.name in measured])
+    }
+    return {**chosen, "measurement": {**chosen["measurement"], **medians}, "rounds": by_round}
+
+
+def _measured(row: Row) -> dict[str, Any]:
+    """The measured metrics of a row with their samples, and when they were measured; empty: it has none."""
+    measured: dict[str, Any] = {}
+    for name, reading in readings(row).items():
+        if not reading.exact:
+            measured[name] = reading.value
+            if reading.samples:
+                measured[reading.metric.samples] = list(reading.samples)
+    return {"time": row.get("time", ""), **measured} if measured else {}

@@ -9,12 +9,12 @@ from typing import Any
 
 import altair as alt
 
-from spbench.bench.report.arrangement import point_of
 from spbench.bench.report.charts import legend_of, method_scale, selected, spec_of
 from spbench.bench.report.gathered import CellResult
 from spbench.bench.report.page import Chart, DataTable, LegendEntry, Selector
+from spbench.bench.report.published_tables import point_of
 from spbench.plots.axes import length_text
-from spbench.plots.style import looks, number, strategy_name
+from spbench.plots.style import contrast, looks, method_color, number, strategy_name
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ BY_LENGTH = (
 )
 BY_BATCH = (Question("longest sequence that fits", "answer", "tokens", searched="seq_len"),)
 
+#: contrast of a colour against white, from which white is read better on it than black
+_DARK = 4.58
 #: cells are alike that share these and their sizes, beside their place
 _ALIKE = ("batch", "precision", "variant", "engine", "step")
 
@@ -180,6 +182,7 @@ def _value(line: Mapping[str, Any], along: str) -> dict[str, Any]:
         "label": length_text(place) if along == "seq_len" else str(place),
         "method": line["best method"],
         "text": "" if value is None else _short(value),
+        "ink": "#000" if line["strategy"] and contrast(method_color(line["strategy"])) < _DARK else "#fff",
         "shown": "none" if value is None else f"{number(value)} {line['unit']}",
         "batch": str(line["batch"]),
         "sizes": line["sizes"],
@@ -220,20 +223,17 @@ def _heat_map(methods: Sequence[str], axis: str) -> alt.LayerChart | alt.FacetCh
         ],
     )
     color = alt.Color("method:N", scale=method_scale(methods), legend=None)
-    found = (
-        base.transform_filter("isValid(datum.method)")
-        .mark_rect(cornerRadius=3, opacity=0.9)
-        .encode(color=color)
-    )
+    ink = alt.Color("ink:N", scale=None)
+    found = base.transform_filter("isValid(datum.method)").mark_rect(cornerRadius=3).encode(color=color)
     none = base.transform_filter("!isValid(datum.method)").mark_rect(
         cornerRadius=3, color="#8886", stroke="#888"
     )
     wide = alt.ExprRef("width > 420 ? 1 : 0")
-    text = base.mark_text(fontSize=12, fontWeight=600, color="#000", opacity=wide).encode(text="text:N")
+    text = base.mark_text(fontSize=12, fontWeight=600, opacity=wide).encode(text="text:N", color=ink)
     lost = (
         base.transform_filter("datum.lost != ''")
-        .mark_point(shape="M-1,-1L1,1M1,-1L-1,1", size=35, strokeWidth=2, color="#000", yOffset=-11)
-        .encode()
+        .mark_point(shape="M-1,-1L1,1M1,-1L-1,1", size=35, strokeWidth=2, yOffset=-11)
+        .encode(color=ink)
     )
     return alt.layer(found, none, text, lost).properties(
         # how many rows there are depends on what readers choose

@@ -101,10 +101,12 @@ def files(gathered: Gathered) -> dict[str, bytes]:
     found |= {f"assets/{path.name}": path.read_bytes() for path in sorted(STATIC.iterdir())}
     for page in pages:
         rendering = Rendering(templates, page, places)
-        texts = {page.path: rendering.html(), **rendering.files, **page.files}
-        if twice := found.keys() & texts:
+        made: dict[str, str | bytes] = {page.path: rendering.html(), **rendering.files, **page.files}
+        contents = {path: text.encode() if isinstance(text, str) else text for path, text in made.items()}
+        # two pages may show one figure
+        if twice := [path for path in found.keys() & contents if found[path] != contents[path]]:
             raise ValueError(f"two pages write {', '.join(sorted(twice))}")
-        found |= {path: text.encode() if isinstance(text, str) else text for path, text in texts.items()}
+        found |= contents
     return found
 
 

@@ -13,19 +13,6 @@ from spbench.plots.style import looks, strategy_name
 AnyChart = alt.Chart | alt.LayerChart | alt.FacetChart
 Values = Sequence[Mapping[str, Any]]
 
-#: of the roles of published numbers
-ROLE_COLORS = {
-    "predicted": "#0173b2",
-    "inferred": "#de8f05",
-    "calibrated": "#949494",
-    "formula": "#029e73",
-    "curve": "#cc78bc",
-}
-
-
-#: pixels of a row of dots or ticks
-ROW_HEIGHT = 24
-
 
 def method_scale(strategies: Iterable[str]) -> alt.Scale:
     """A scale from the names of these strategies (:func:`strategy_name`) to their colours in the figures."""

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.checkout import last_change
-from spbench.bench.history.run_record import SHORT_HASH
-from spbench.bench.regressions.regressions import Difference, Judgement, judge
+from spbench.bench.git import SHORT_HASH, day_of, last_change
+from spbench.bench.regressions.judgement import Difference, Judgement, judge
 from spbench.bench.regressions.result_files import Results, read_results
 from spbench.bench.sweep.results import RESULTS_FILE
 
@@ -39,6 +38,16 @@ class Gate:
     problem: str = ""
 
     @property
+    def days(self) -> list[str]:
+        """The days of the baseline's commits, as far as git knows them."""
+        return [day for day in map(day_of, self.commits[0]) if day]
+
+    @property
+    def table_name(self) -> str:
+        """The name of the table of differences on its page."""
+        return f"gate-{self.scenario.replace('_', '-')}"
+
+    @property
     def counts(self) -> dict[str, int]:
         """Differences by what they are: worse, missing, better, new; and what is ``equal``."""
         assert self.judgement is not None
@@ -53,10 +62,10 @@ class Gate:
         return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
 
 
-def gates(results: Path) -> Iterator[Gate]:
-    """The baselines in RESULTS/baseline, each beside RESULTS/runs/NAME."""
-    for path in sorted((results / "baseline").glob(f"*/{RESULTS_FILE}")):
-        yield _gate(path.parent, results / "runs" / path.parent.name)
+def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
+    """The baselines in a folder, each beside the run of its name."""
+    for path in sorted(baseline.glob(f"*/{RESULTS_FILE}")):
+        yield _gate(path.parent, runs / path.parent.name)
 
 
 def _gate(base: Path, new: Path) -> Gate:
@@ -66,7 +75,7 @@ def _gate(base: Path, new: Path) -> Gate:
         if not (new / RESULTS_FILE).is_file():
             how = f"nothing was run here: spbench run --scenario {scenario} --output {new}"
             return Gate(scenario, base, (_commits(before), []), (_said(before.machines), []), None, how)
-        now = read_results(new)
+        now = read_results(new, judged=True)
     except UserError as error:
         return Gate(scenario, base, ([], []), ([], []), None, str(error))
     return Gate(

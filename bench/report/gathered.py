@@ -18,9 +18,12 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.answers.tables import PublishedTable
-from spbench.bench.reproduction.findings import Findings, Record, read_records, table_of
+from spbench.bench.published.comparison import read_records
+from spbench.bench.report.page import Figure
+from spbench.bench.reproduction.findings import Findings, Record, table_of
 from spbench.bench.reproduction.papers import ALL, Paper, scenarios_of
-from spbench.bench.sweep.results import RESULTS_FILE, Row, flat, read_rows
+from spbench.bench.reproduction.strategy_traces import SIDE_BY_SIDE, STRATEGIES
+from spbench.bench.sweep.results import RESULTS_FILE, Row, flat, read_all_rows
 
 #: where a row was found
 Origin = Literal["runs", "baseline", "reproduction"]
@@ -63,16 +66,37 @@ class Gathered:
 
     Attributes:
         results: the folder with reproduction/, baseline/ and runs/.
+        baseline: the folder with a baseline of each of some scenarios.
         history: the folder of `spbench record`; None: there is none.
+        strategy_rows: of the scenario that sets strategies beside each other, in its order.
         cells: by scenario, then in the order of the file.
-        problems: a line for each line of a results file that is not a row.
     """
 
     results: Path
+    baseline: Path
     history: Path | None
     papers: Sequence[PaperResults]
     cells: Sequence[CellResult]
-    problems: Sequence[str]
+    strategy_rows: Sequence[Row] = ()
+
+    def figure(self, name: str | None) -> Figure | None:
+        """A figure of the reproduction, as SVG or else as PNG; None where it was not drawn."""
+        for form in ("svg", "png") if name else ():
+            path = self.results / "reproduction" / "figures" / f"{name}.{form}"
+            if path.is_file():
+                return Figure(str(name), f"figures/{path.name}", path.read_bytes())
+        return None
+
+    @property
+    def strategies(self) -> Path:
+        """The folder of strategies' rows and traces."""
+        return self.results / "reproduction" / STRATEGIES
+
+    @cached_property
+    def cell_fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """The fields of every cell that was declared or run, by key."""
+        declared = {key: cell.model_dump() for key, cell in self.declared.items()}
+        return declared | {key: row["cell"] for key, row in self.rows.items()}
 
     @cached_property
     def rows(self) -> Mapping[str, Row]:
@@ -104,12 +128,13 @@ def default_results() -> Path:
     )
 
 
-def gather(results: Path, history: Path | None) -> Gathered:
+def gather(results: Path, history: Path | None, baseline: Path | None = None) -> Gathered:
     """Read everything that pages are made of.
 
     Args:
         results: a folder with any of reproduction/, baseline/ and runs/.
         history: of `spbench record`; None: RESULTS/history if that is there.
+        baseline: a folder with baselines by the names of scenarios; None: RESULTS/baseline.
 
     Raises:
         UserError: a folder is missing, or a file in it cannot be read.
@@ -118,14 +143,17 @@ def gather(results: Path, history: Path | None) -> Gathered:
         raise UserError(f"--results {results} is not a folder; `spbench reproduce all` makes results/")
     if history is not None and not history.is_dir():
         raise UserError(f"--history {history} is not a folder; `spbench record` makes one")
+    if baseline is not None and not baseline.is_dir():
+        raise UserError(f"--baseline {baseline} is not a folder; `spbench baseline` makes one")
+    baseline = baseline or results / "baseline"
     if history is None and (results / "history").is_dir():
         history = results / "history"
     papers = [_paper(results / "reproduction", *found) for found in scenarios_of(ALL)]
-    problems: list[str] = []
-    cells = list(_cells(results, papers, problems))
+    cells = list(_cells(baseline, results / "runs", papers))
     if not cells and not any(paper.findings for paper in papers):
         raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
-    return Gathered(results, history, papers, cells, problems)
+    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE / RESULTS_FILE)
+    return Gathered(results, baseline, history, papers, cells, rows)
 
 
 def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperResults:
@@ -152,19 +180,18 @@ def _check_columns(path: Path, records: Sequence[Record], columns: Sequence[str]
             )
 
 
-def _cells(results: Path, papers: Sequence[PaperResults], problems: list[str]) -> Iterator[CellResult]:
+def _cells(baseline: Path, runs: Path, papers: Sequence[PaperResults]) -> Iterator[CellResult]:
     """The cells of every scenario, each scenario from the first place that has any."""
     places: dict[str, tuple[Origin, Path]] = {}
-    for origin in ("baseline", "runs"):  # the latter has precedence
-        for path in sorted((results / origin).glob(f"*/{RESULTS_FILE}")):
+    origin: Origin
+    for origin, folder in (("baseline", baseline), ("runs", runs)):  # the latter has precedence
+        for path in sorted(folder.glob(f"*/{RESULTS_FILE}")):
             places[path.parent.name] = (origin, path)
     reproduced = {name: paper for paper in papers for name in paper.scenarios}
     for name in sorted({*places, *reproduced}):
         if name in places:
             origin, path = places[name]
-            rows, spoilt = read_rows(path)
-            problems += spoilt
-            yield from (CellResult(name, origin, row) for row in rows)
+            yield from (CellResult(name, origin, row) for row in read_all_rows(path))
         elif found := reproduced[name].findings:
             scenario = reproduced[name].scenarios[name]
             yield from (CellResult(name, "reproduction", row) for row in _written_rows(scenario, found))

@@ -9,7 +9,6 @@ from typing import Any
 import altair as alt
 
 from spbench.bench.report.page import Chart, DataTable, LegendEntry
-from spbench.bench.simulator.timeline import Event, Timeline, in_rows
 from spbench.impls.traffic import WIRE_SHARE
 
 Drawn = dict[str, Any]
@@ -24,20 +23,20 @@ _COLORS = ("#cc3355", "#2a9d55", "#aa44aa", "#13a5a5", "#b08900", "#6f5bd0", "#c
 _DIGITS = 9
 #: of a row: the rank stands at its kernels alone
 _LABEL = "indexof(datum.value, 'compute') > 0 ? split(datum.value, ' compute')[0] : 'network'"
-_MS = 1e3
 
 
-def layer_chart(timeline: Timeline, phase: str, name: str, model: str) -> Chart:
+def layer_chart(trace: Mapping[str, Any], phase: str, name: str, model: str) -> Chart:
     """What ranks do in a phase of a layer.
 
     Args:
+        trace: as :func:`spbench.bench.reproduction.strategy_traces.read_trace` gives it.
         name: of the chart on its page.
         model: in words, for the caption.
     """
-    bars = [bar for bar in drawn(timeline) if bar["phase"] == phase]
+    bars = [bar for bar in drawn(trace) if bar["phase"] == phase]
     rows = list(dict.fromkeys(bar["row"] for bar in sorted(bars, key=lambda b: (b["rank"], b["lane"]))))
     kinds = [bar["kind"] for bar in bars]
-    caption = f"{phase.capitalize()} of one layer of {model}, simulated: time in ms from the layer's start"
+    caption = f"{phase.capitalize()} of one layer of {model}, simulated: time in ms from the step's start"
     return Chart(
         name,
         caption,
@@ -48,31 +47,30 @@ def layer_chart(timeline: Timeline, phase: str, name: str, model: str) -> Chart:
     )
 
 
-def drawn(timeline: Timeline) -> list[Drawn]:
+def drawn(trace: Mapping[str, Any]) -> list[Drawn]:
     """A bar for each event of each rank that takes time: ``rank``, ``lane`` (0 is the compute stream's),
     ``row`` (its label), ``phase``, ``operator``, ``kind``, ``start`` and ``end`` and ``duration`` in ms,
     ``bytes``, ``flops``, ``partners`` (ranks that take part, as text), ``source`` and ``destination`` of a
     message."""
     return [
-        _bar(rank, lane, event)
-        for rank in range(timeline.world_size)
-        for event, lane in in_rows(timeline.events(rank))
-        if event.duration_s > 0
+        _bar(event)
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and event["cat"] != "phase" and event["dur"] > 0
     ]
 
 
-def _bar(rank: int, lane: int, event: Event) -> Drawn:
-    details = event.details
+def _bar(event: Mapping[str, Any]) -> Drawn:
+    rank, lane, details = event["pid"], event["tid"] - 1, event["args"]
     return {
         "rank": rank,
         "lane": lane,
         "row": f"rank {rank} " + ("compute" if lane == 0 else "network" if lane == 1 else f"network {lane}"),
-        "phase": event.phase,
-        "operator": event.name,
+        "phase": details["phase"],
+        "operator": event["name"],
         "kind": _kind(event),
-        "start": _in_ms(event.start_s),
-        "end": _in_ms(event.start_s + event.duration_s),
-        "duration": _in_ms(event.duration_s),
+        "start": _in_ms(event["ts"]),
+        "end": _in_ms(event["ts"] + event["dur"]),
+        "duration": _in_ms(event["dur"]),
         "bytes": details.get("bytes"),
         "flops": details.get("flops"),
         "partners": _partners(rank, details),
@@ -81,14 +79,14 @@ def _bar(rank: int, lane: int, event: Event) -> Drawn:
     }
 
 
-def _in_ms(seconds: float) -> float:
-    return float(f"{seconds * _MS:.{_DIGITS}g}")
+def _in_ms(microseconds: float) -> float:
+    return float(f"{microseconds / 1e3:.{_DIGITS}g}")
 
 
-def _kind(event: Event) -> str:
-    if event.stream != "compute" and "class" not in event.details:
-        return event.name
-    return str(event.details.get("class", _WAIT))
+def _kind(event: Mapping[str, Any]) -> str:
+    if event["cat"] != "compute" and "class" not in event["args"]:
+        return str(event["name"])
+    return str(event["args"].get("class", _WAIT))
 
 
 def _partners(rank: int, details: Mapping[str, Any]) -> str:

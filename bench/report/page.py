@@ -64,6 +64,21 @@ class DataTable:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A figure of results/reproduction/figures, drawn by plots/, as the page shows it.
+
+    Attributes:
+        name: of its file, without the ending.
+        path: on the site.
+        content: of the file: an SVG, or a PNG where that is all there is.
+    """
+
+    name: str
+    path: str
+    content: bytes
+
+
+@dataclass(frozen=True)
 class Selector:
     """A choice above a chart: a field of its data and of its table's rows.
 

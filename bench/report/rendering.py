@@ -15,7 +15,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from spbench.bench.report.page import Chart, DataTable, Page
+from spbench.bench.git import day_of
+from spbench.bench.report.page import Chart, DataTable, Figure, Page
+
+#: a cell of text that begins with one of these is a formula to spreadsheets
+FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")
+_NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE)
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -33,6 +38,7 @@ def environment() -> Environment:
     found.filters["percent"] = lambda part: f"{part:.1%}"
     found.filters["code_spans"] = code_spans
     found.filters["raw_json"] = script_json
+    found.filters["dated"] = dated
     return found
 
 
@@ -49,7 +55,7 @@ class Rendering:
         self._page = page
         self._navigation = navigation
         self._names: set[str] = set()
-        self.files: dict[str, str] = {}
+        self.files: dict[str, str | bytes] = {}
         self.charts = False
         self.sortable = False
 
@@ -57,8 +63,18 @@ class Rendering:
         """The page's text."""
         template = self._templates.get_template(self._page.template)
         return template.render(
-            **self._page.values, page=self._page, show=self.show, navigation=self._navigation, rendering=self
+            **self._page.values,
+            page=self._page,
+            show=self.show,
+            show_figure=self.show_figure,
+            navigation=self._navigation,
+            rendering=self,
         )
+
+    def show_figure(self, figure: Figure, title: str) -> Markup:
+        """A figure of plots/, whose file becomes one of the site."""
+        self.files[figure.path] = figure.content
+        return Markup(self._templates.get_template("blocks/figure.html").render(figure=figure, title=title))
 
     def show(self, block: Chart | DataTable) -> Markup:
         """A chart or table as HTML; its numbers become a CSV file of the site.
@@ -106,12 +122,24 @@ def code_spans(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
+def dated(commits: str) -> str:
+    """Commits, with spaces between them, each with its day where git knows of it."""
+    days = {commit: day_of(commit) for commit in commits.split()}
+    return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
+
+
+def harmless(value: Any) -> Any:
+    """A cell of a CSV file: text that a spreadsheet would run as a formula gets an apostrophe before it."""
+    is_formula = isinstance(value, str) and value[:1] in FORMULA_SIGNS and not _NUMBER.fullmatch(value)
+    return f"'{value}" if is_formula and value else value
+
+
 def csv_text(table: DataTable) -> str:
     """The table as CSV: numbers as they are, nothing for None."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, table.heads, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(table.rows)
+    writer.writerows({name: harmless(row.get(name)) for name in table.heads} for row in table.rows)
     return stream.getvalue()
 
 

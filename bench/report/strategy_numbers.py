@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from spbench.bench.report.gathered import CellResult
-from spbench.bench.simulator.timeline import Timeline
 from spbench.bench.sweep.results import Row
 from spbench.bench.verification.verdicts import Verdict
+from spbench.plots.style import strategy_name
 
 Line = dict[str, Any]
 _GIB = 2**30
@@ -63,29 +63,37 @@ def differing(cells: Iterable[CellResult]) -> list[CellResult]:
     return [cell for cell in cells if cell.row["measurement"].get("formula_difference")]
 
 
-def memory_lines(rows: Mapping[str, Row]) -> list[Line]:
-    """What is held at the peak of the rank with the largest, in GiB, by strategy and category; categories of
-    which no strategy holds any are left out."""
-    held = {name: row["measurement"]["peak_held"] for name, row in rows.items()}
-    categories = [c for c in next(iter(held.values()), {}) if any(of.get(c) for of in held.values())]
+def memory_lines(rows: Iterable[Row]) -> list[Line]:
+    """What is held at the peak of the rank with the largest, in GiB: a line for each row, the largest first,
+    with ``in all`` and a column for each category that any of them holds."""
+    held = {row["cell"]["strategy"]: row["measurement"].get("peak_held") or {} for row in rows}
+    categories = [
+        c
+        for c in dict.fromkeys(c for of in held.values() for c in of)
+        if any(of.get(c) for of in held.values())
+    ]
+    ordered = sorted(held.items(), key=lambda entry: -sum(entry[1].values()))
     return [
-        {"strategy": name, "category": category, "GiB": of.get(category, 0) / _GIB}
-        for name, of in sorted(held.items(), key=lambda entry: -sum(entry[1].values()))
-        for category in categories
+        {
+            "strategy": strategy_name(name),
+            "in all": sum(of.values()) / _GIB,
+            **{category.replace("_", " "): of.get(category, 0) / _GIB for category in categories},
+        }
+        for name, of in ordered
     ]
 
 
-def time_lines(layer: Timeline) -> list[Line]:
-    """What each rank's time of a layer goes to, in ms, by :attr:`Timeline.by_rank`."""
+def time_lines(trace: Mapping[str, Any]) -> list[Line]:
+    """What each rank's time of a traced step goes to, in ms."""
     return [
         {
             "rank": rank,
             **{
                 f"{part.removesuffix('_s').replace('_', ' ')} (ms)": seconds * _MS
-                for part, seconds in layer.breakdown_of(rank).items()
+                for part, seconds in of.items()
             },
         }
-        for rank in range(layer.world_size)
+        for rank, of in enumerate(trace["otherData"]["by_rank"])
     ]
 
 

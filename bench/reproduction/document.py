@@ -1,10 +1,8 @@
-"""The generated parts of REPRODUCE.md, README.md and results/reproduction/PAPER.md, from the files that
-`spbench reproduce` wrote and from the scenario files.
+"""The generated parts of REPRODUCE.md, README.md and results/reproduction/PAPER.md.
 
 A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``. REPRODUCE.md has
 a part named ``verdict`` for each paper; PAPER.md has one for each of its scenarios, under the scenario's
-name. README.md has a part named ``validation`` of the measurements of real machines. What is outside of the
-parts is written by hand and left alone.
+name. README.md has a part named ``validation`` of the measurements of real machines. All else is left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.reproduction.findings import Findings, Line, markdown
-from spbench.bench.reproduction.measured_sources import MEASURED
+from spbench.bench.reproduction.papers import MEASURED
 from spbench.bench.reproduction.validation import validation_lines
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
@@ -65,23 +63,22 @@ class Pages:
         if self.first is not None:
             check_parts(self.first, paper, [VALIDATION])
 
-    def rendered(self, found: Findings) -> dict[Path, str]:
+    def rendered(self, findings: Findings) -> dict[Path, str]:
         """By path, the text of each document with the parts of the findings' paper written anew.
 
         Raises:
-            UserError: one cannot be read, or nothing was found of one of its parts.
+            UserError: one cannot be read, or nothing was reproduced under the name of one of its parts.
         """
-        link = self.details.as_posix()
-        paths = [self.page, self.details, *([] if self.first is None else [self.first])]
-        return {path: rendered(_read(path), found, link) for path in paths}
+        paths = filter(None, (self.page, self.details, self.first))
+        return {path: rendered(_read(path), findings, self.details.as_posix()) for path in paths}
 
-    def write(self, found: Findings) -> list[Path]:
+    def write(self, findings: Findings) -> list[Path]:
         """Write the documents, each whole or not at all, once the text of all is known; returns the paths.
 
         Raises:
             UserError: see :meth:`rendered`; or one cannot be written, and is as it was.
         """
-        return [write_whole(path, text) for path, text in self.rendered(found).items()]
+        return [write_whole(path, text) for path, text in self.rendered(findings).items()]
 
 
 def check_parts(path: Path, paper: str, names: Sequence[str]) -> None:
@@ -103,7 +100,7 @@ def check_parts(path: Path, paper: str, names: Sequence[str]) -> None:
         raise UserError(f"{path} has no part for {', '.join(missing)}: add {marker} and <!-- end --> to it")
 
 
-def rendered(text: str, found: Findings, details: str) -> str:
+def rendered(text: str, findings: Findings, details: str) -> str:
     """A document with the parts of the findings' paper written anew.
 
     Args:
@@ -114,28 +111,29 @@ def rendered(text: str, found: Findings, details: str) -> str:
     """
 
     def part(match: re.Match[str]) -> str:
-        if match["paper"] != found.paper:
+        if match["paper"] != findings.paper:
             return match[0]
-        name = match["name"]
-        made = {VERDICT: lambda: _linked(found, details), VALIDATION: lambda: validation_lines(found.records)}
-        content = markdown(made[name]()) if name in made else found.part(name)
+        if match["name"] == VERDICT:
+            content = markdown(_linked(findings, details))
+        elif match["name"] == VALIDATION:
+            content = markdown(validation_lines(findings.records))
+        else:
+            content = findings.part(match["name"])
         return f"{match['begin']}{content}{match['end']}"
 
     return _PART.sub(part, text)
 
 
-def _linked(found: Findings, details: str) -> list[Line]:
-    """The verdict, with a link from each scenario's title to its details."""
-    lines = []
-    for line in found.verdict():
+def _linked(findings: Findings, details: str) -> list[Line]:
+    """The verdict, with a link from each scenario's title to its details, once for all of its lines."""
+    lines: list[Line] = []
+    above = ""
+    for line in findings.verdict():
         scenario = line.pop("scenario")
-        document = found.documents.get(scenario)
+        document = findings.documents.get(scenario)
         title = f"[{document.title}]({details}#{scenario})" if document else "**all of the paper**"
-        lines.append({"table or figure": title, **line})
-    # a title once for all of its lines
-    for above, line in zip(reversed(lines[:-1]), reversed(lines[1:]), strict=True):
-        if line["table or figure"] == above["table or figure"]:
-            line["table or figure"] = ""
+        lines.append({"table or figure": "" if title == above else title, **line})
+        above = title
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What reproducing a paper found, from the files that `spbench reproduce` wrote: its tables and its verdict.
+"""What reproducing a paper found: its records, their errors by role, its tables and its verdict.
 
 A published number may be compared several times: in variants of the settings, in several readings of a paper,
 or in two figures that show the same run. It is counted once, by its first comparison.
@@ -6,41 +6,34 @@ or in two figures that show the same run. It is counted once, by its first compa
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
 from spbench.bench.config.scenario import Document
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published.answers.tables import UNSTATED
-from spbench.bench.published.compared import Role
-from spbench.bench.reproduction.comparisons import number_or_status
+from spbench.bench.published.comparison import NUMBERS, Comparison, Role, number_or_status
 
 Line = dict[str, Any]
 Record = Mapping[str, Any]
-NUMBERS = ("published", "reproduced", "relative_error")
+
+#: columns of PAPER.csv, of which the last four say where a number comes from
+RECORDS = (
+    *("table", "cell", "strategy", "quantity", *NUMBERS),
+    *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source"),
+)
 #: the roles of published numbers, in the order in which they are listed
 ROLES = ("predicted", "inferred", "calibrated", "formula")
 assert set(ROLES) | {"curve"} == set(get_args(Role))
 
 
-def read_records(path: Path) -> list[Record]:
-    """The lines of a file of `spbench reproduce`, numbers as float, or None where there is none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            rows: list[dict[str, Any]] = list(csv.DictReader(stream))
-        for row in rows:
-            row |= {name: float(row[name]) if row[name] else None for name in NUMBERS if name in row}
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    return list(rows)
+def record_of(scenario: str, entry: Comparison) -> Record:
+    """A line of PAPER.csv. A claim is a table of one number, under its own name."""
+    numbers = {name: None if (n := getattr(entry, name)) is None else float(n) for name in NUMBERS}
+    added = {**numbers, "table": entry.table or entry.claim, "scenario": scenario}
+    return {name: added[name] if name in added else getattr(entry, name) for name in RECORDS}
 
 
 @dataclass(frozen=True)
@@ -52,12 +45,13 @@ class Findings:
     """
 
     paper: str
-    records: list[Record]
-    runs: list[Record]
+    records: Sequence[Record]
+    runs: Sequence[Record]
     documents: Mapping[str, Document] = field(default_factory=dict)
 
     @property
     def scenarios(self) -> list[str]:
+        """Their names, in the order of the runs."""
         return [run["scenario"] for run in self.runs]
 
     def blocks(self, scenario: str) -> Iterator[tuple[str, list[Line]]]:
@@ -68,10 +62,10 @@ class Findings:
             yield "claims", [_claim_line(r) for r in claims]
         for (table, quantity, variant), kept in by_table(mine).items():
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
-            title += f": {errors_by_role(kept)}{_statuses(kept, '; status right in ')}"
+            statuses = _statuses(kept)
+            title += f": {errors_by_role(kept)}" + (f"; status right in {statuses}" if statuses else "")
             yield title, _table_lines(kept)
-        formulas = [r for r in mine if r["role"] == "formula"]
-        if formulas:
+        if formulas := [r for r in mine if r["role"] == "formula"]:
             yield "formulas", _formula_lines(formulas)
 
     def verdict(self) -> list[Line]:
@@ -79,14 +73,10 @@ class Findings:
         scenario; the last line is of all numbers of the paper."""
         lines = []
         for scenario in self.scenarios:
-            groups: dict[tuple[str, str], list[Record]] = {}
-            for r in self.records:
-                if r["scenario"] == scenario:
-                    what = f"{table_of(r)}: {r['quantity']}" if of_table(r) else _kind(r)
-                    groups.setdefault((what, r["variant"]), []).append(r)
+            mine = [r for r in self.records if r["scenario"] == scenario]
             document = self.documents.get(scenario)
             remark = document.not_reproduced if document else ""
-            for (what, variant), rows in groups.items():
+            for (what, variant), rows in _grouped(mine, lambda r: (_what(r), r["variant"])).items():
                 lines.append(_verdict_line(scenario, what, variant, rows, remark))
                 remark = ""
         # an error for each cell of a formula, one for any other number
@@ -108,6 +98,29 @@ class Findings:
         text = [f"{run['cells']} cells ({counts}), {_seconds(run['cell_seconds'])} of one core in all.\n"]
         text += [f"{title[0].upper()}{title[1:]}\n\n{markdown(lines)}" for title, lines in self.blocks(name)]
         return "\n".join(text)
+
+
+# -- records and their errors -------------------------------------------------------------------------------
+
+
+def of_table(record: Record) -> bool:
+    """Whether a record is a row of a published table; claims and formulas carry no published status."""
+    return bool(record["status_published"])
+
+
+def table_of(record: Record) -> str:
+    """The name of the published table that a record is of."""
+    return str(record["table"]).partition(": ")[0]
+
+
+def label_of(record: Record) -> str:
+    """What tells a record from others of its cell: measurement, rank and step; "" for most tables."""
+    return str(record["table"]).partition(": ")[2]
+
+
+def by_table(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Record]]:
+    """The records of published tables by table, quantity and variant, in the order of the first of each."""
+    return _grouped([*filter(of_table, records)], lambda r: (table_of(r), r["quantity"], r["variant"]))
 
 
 def distinct(records: Sequence[Record]) -> list[Record]:
@@ -142,7 +155,7 @@ class RoleErrors:
 
 def role_errors(records: Sequence[Record]) -> list[RoleErrors]:
     """The errors of each role that has a published number, in the order of :data:`ROLES`."""
-    found = []
+    of_roles = []
     for role in ROLES:
         rows = [r for r in records if r["role"] == role]
         numbers = distinct(rows)
@@ -150,12 +163,9 @@ def role_errors(records: Sequence[Record]) -> list[RoleErrors]:
         compared = rows if role == "formula" else numbers
         errors = [abs(r["relative_error"]) for r in compared if r["relative_error"] is not None]
         if numbers:
-            found.append(
-                RoleErrors(role, len(numbers), median(errors), max(errors))
-                if errors
-                else RoleErrors(role, len(numbers), None, None)
-            )
-    return found
+            both = (median(errors), max(errors)) if errors else (None, None)
+            of_roles.append(RoleErrors(role, len(numbers), *both))
+    return of_roles
 
 
 def errors_by_role(records: Sequence[Record]) -> str:
@@ -172,11 +182,29 @@ def errors_by_role(records: Sequence[Record]) -> str:
     return "; ".join(parts) or "no published number at hand"
 
 
-def _statuses(records: Sequence[Record], before: str = "") -> str:
-    """Of the published statuses, how many ours agree with."""
+def _grouped(records: Sequence[Record], key: Any) -> dict[Any, list[Record]]:
+    """The records by what ``key`` gives of each, in the order of the first of each."""
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
+
+
+def _statuses(records: Sequence[Record]) -> str:
+    """Of the published statuses, how many ours agree with; "" where there are none."""
     stated = [r for r in records if r["status_published"] not in ("", UNSTATED)]
     right = sum(r["status_published"] == r["status_reproduced"] for r in stated)
-    return f"{before}{right} of {len(stated)}" if stated else ""
+    return f"{right} of {len(stated)}" if stated else ""
+
+
+# -- lines of tables -----------------------------------------------------------------------------------------
+
+
+def _what(record: Record) -> str:
+    """What a line of the verdict is about."""
+    if of_table(record):
+        return f"{table_of(record)}: {record['quantity']}"
+    return {"formula": "formulas", "curve": "curves"}.get(record["role"], "claims")
 
 
 def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Record], remark: str) -> Line:
@@ -189,33 +217,6 @@ def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Record]
         "statuses right": _statuses(rows) if scenario != "all" else "",
         "what does not reproduce, and why": " ".join(remark.split()),
     }
-
-
-def _kind(record: Record) -> str:
-    return {"formula": "formulas", "curve": "curves"}.get(record["role"], "claims")
-
-
-def of_table(record: Record) -> bool:
-    """Whether a record is a row of a published table; claims and formulas carry no published status."""
-    return bool(record["status_published"])
-
-
-def by_table(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Record]]:
-    """The records of published tables by table, quantity and variant, in the order of the first of each."""
-    found: dict[tuple[str, str, str], list[Record]] = {}
-    for record in filter(of_table, records):
-        found.setdefault((table_of(record), record["quantity"], record["variant"]), []).append(record)
-    return found
-
-
-def table_of(record: Record) -> str:
-    """The name of the published table that a record is of."""
-    return str(record["table"]).partition(": ")[0]
-
-
-def label_of(record: Record) -> str:
-    """What tells a record from others of its cell: measurement, rank and step; "" for most tables."""
-    return str(record["table"]).partition(": ")[2]
 
 
 def _seconds(text: str) -> str:
@@ -234,14 +235,8 @@ def _digits(records: Sequence[Record]) -> int:
 
 
 def _claim_line(record: Record) -> Line:
-    return {
-        "claim": record["table"],
-        "variant": record["variant"],
-        "quantity": record["quantity"],
-        **_values(record),
-        "role": record["role"],
-        "note": record["note"],
-    }
+    named = {"claim": record["table"], "variant": record["variant"], "quantity": record["quantity"]}
+    return named | _values(record)
 
 
 def _table_lines(records: Sequence[Record]) -> list[Line]:
@@ -255,8 +250,6 @@ def _table_lines(records: Sequence[Record]) -> list[Line]:
             "cell": " ".join(record["cell"].split("/")[2:5]),
             "measured": label_of(record),
             **_values(record),
-            "role": record["role"],
-            "note": record["note"],
         }
         for model, record in zip(models, records, strict=True)
     ]
@@ -267,14 +260,13 @@ def _values(record: Record) -> Line:
         "published": number_or_status(record["published"], record["status_published"]),
         "ours": number_or_status(record["reproduced"], record["status_reproduced"]),
         "relative error": _percent(record["relative_error"], _digits([record])),
+        "role": record["role"],
+        "note": record["note"],
     }
 
 
 def _formula_lines(records: Sequence[Record]) -> list[Line]:
     """A line for each formula: how many cells, and the largest error."""
-    groups: dict[str, list[Record]] = {}
-    for r in records:
-        groups.setdefault(r["table"].split(",")[0], []).append(r)
     return [
         {
             "formula": name,
@@ -283,7 +275,7 @@ def _formula_lines(records: Sequence[Record]) -> list[Line]:
             "exactly met": sum(r["relative_error"] == 0 or r["published"] == r["reproduced"] for r in rows),
             "largest error": _percent(max((r["relative_error"] or 0 for r in rows), key=abs)),
         }
-        for name, rows in groups.items()
+        for name, rows in _grouped(records, lambda r: r["table"].split(",")[0]).items()
     ]
 
 

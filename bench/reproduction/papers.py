@@ -1,5 +1,5 @@
 """The papers that are reproduced, and the measurements of real machines, which count as one: their names,
-and the scenarios that answer to each."""
+their sources, and the scenarios that answer to each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.published.published import published_rows
-from spbench.bench.reproduction.measured_sources import MEASURED, measured_sources
+from spbench.bench.published.files import published_rows
 from spbench.bench.yaml_files import packaged
 
 PAPERS_FILE = "papers.csv"
+SOURCES_FILE = "sources.csv"
 ALL = "all"
+#: the name under which all measurements of real machines are reproduced, as one does a paper
+MEASURED = "measured"
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,28 @@ class Paper:
         return self.name.capitalize() if self.name == MEASURED else self.name.upper()
 
 
+@dataclass(frozen=True)
+class MeasuredSource:
+    """A file of measurements: who measured them, at which commit of their repository, on which machines."""
+
+    file: str
+    measured_by: str
+    commit: str
+    machines: str
+
+
+def measured_sources() -> list[MeasuredSource]:
+    """The sources of results/measured/sources.csv, in its order."""
+    _, _, rows = published_rows(SOURCES_FILE, Path())
+    return [MeasuredSource(row["file"], row["measured by"], row["commit"], row["machines"]) for row in rows]
+
+
 def papers() -> dict[str, Paper]:
     """The papers of results/papers/papers.csv by name, then the measurements of results/measured."""
     _, _, rows = published_rows(PAPERS_FILE, Path())
-    found = {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
+    named = {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
     sources = ", ".join(f"{source.measured_by} ({source.commit})" for source in measured_sources())
-    return {**found, MEASURED: Paper(MEASURED, sources, "What real machines measured")}
+    return {**named, MEASURED: Paper(MEASURED, sources, "What real machines measured")}
 
 
 def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
@@ -50,10 +68,7 @@ def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
         raise UserError(f"unknown paper {name!r}{suggestion(name, [*known, ALL])}")
     loaded = [load_scenario(scenario) for scenario in packaged("spbench.scenarios")]
     wanted = list(known.values()) if name == ALL else [known[name]]
-    found = [
-        (paper, [s for s in loaded if s.document.paper in (paper.name, paper.source)]) for paper in wanted
-    ]
-    found = [(paper, scenarios) for paper, scenarios in found if scenarios]
-    if not found:
+    answering = [(p, [s for s in loaded if s.document.paper in (p.name, p.source)]) for p in wanted]
+    if not any(scenarios for _, scenarios in answering):
         raise UserError(f"no scenario answers to {name} yet")
-    return found
+    return [(paper, scenarios) for paper, scenarios in answering if scenarios]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import mean, median
 
+from spbench.bench.published.files import published_rows
 from spbench.bench.reproduction.findings import ROLES, Line, Record, distinct
-from spbench.bench.reproduction.measured_sources import (
-    MeasuredSource,
-    OtherPredictor,
-    measured_sources,
-    other_predictors,
-)
+from spbench.bench.reproduction.papers import MeasuredSource, measured_sources
+
+PREDICTORS_FILE = "other_predictors.csv"
 
 #: what readers are told of the quantities of scenarios
 QUANTITY_NAMES = {
@@ -25,10 +24,12 @@ QUANTITY_NAMES = {
 
 def records_by_source(records: Sequence[Record]) -> dict[MeasuredSource, list[Record]]:
     """The records of each file of measurements that has any; each measured number once."""
-    files = [(source, f"{source.file}:") for source in measured_sources()]
     numbers = distinct(records)
-    found = {source: [r for r in numbers if r["source"].startswith(file)] for source, file in files}
-    return {source: some for source, some in found.items() if some}
+    by_source = {
+        source: [r for r in numbers if r["source"].startswith(f"{source.file}:")]
+        for source in measured_sources()
+    }
+    return {source: some for source, some in by_source.items() if some}
 
 
 def validation_lines(records: Sequence[Record]) -> list[Line]:
@@ -38,16 +39,17 @@ def validation_lines(records: Sequence[Record]) -> list[Line]:
     Args:
         records: of `spbench reproduce measured`.
     """
-    others = other_predictors()
+    _, _, others = published_rows(PREDICTORS_FILE, Path())
     lines = []
     for source, some in records_by_source(records).items():
         for quantity, name in QUANTITY_NAMES.items():
-            mine = [record for record in some if record["quantity"] == quantity]
-            if mine:
+            if mine := [record for record in some if record["quantity"] == quantity]:
                 lines.append(_our_line(source, name, mine))
-                beside = [other for other in others if (other.file, other.quantity) == (source.file, name)]
+                beside = [
+                    other for other in others if (other["file"], other["quantity"]) == (source.file, name)
+                ]
                 lines += map(_other_line, beside)
-    return lines + [_other_line(other) for other in others if not other.file]
+    return lines + [_other_line(other) for other in others if not other["file"]]
 
 
 def _our_line(source: MeasuredSource, quantity: str, records: Sequence[Record]) -> Line:
@@ -62,23 +64,31 @@ def _our_line(source: MeasuredSource, quantity: str, records: Sequence[Record]) 
     }
 
 
-def _other_line(other: OtherPredictor) -> Line:
-    stated = {"numbers": "", "median error": "", "mean": other.mean, "worst": other.worst}
+def _other_line(other: Mapping[str, str]) -> Line:
+    """The line of another predictor: its errors on runs that are here, else what its authors state."""
+    stated = {"numbers": "", "median error": "", "mean": other["mean"], "worst": other["worst"]}
     return {
-        "predicted by": other.name,
-        "measured by, on": other.compared,
-        "quantity": other.quantity,
-        **(_statistics(other.errors) if other.errors else stated),
-        "role, or source": other.source,
+        "predicted by": other["predictor"],
+        "measured by, on": other["compared"],
+        "quantity": other["quantity"],
+        **(_statistics(predictor_errors(other)) if other["file"] else stated),
+        "role, or source": other["source"],
     }
+
+
+def predictor_errors(other: Mapping[str, str]) -> list[float]:
+    """|predicted / measured - 1| of a row of results/measured/other_predictors.csv: by the columns that it
+    names of the file of measurements that it names."""
+    _, _, rows = published_rows(other["file"], Path())
+    return [abs(float(row[other["predicted"]]) / float(row[other["measured"]]) - 1) for row in rows]
 
 
 def _statistics(errors: Sequence[float]) -> Line:
     """How many there are, their median, mean and worst; "" without errors."""
     if not errors:
         return {"numbers": 0, "median error": "", "mean": "", "worst": ""}
-    found = {"median error": median(errors), "mean": mean(errors), "worst": max(errors)}
-    return {"numbers": len(errors), **{name: _percent(error) for name, error in found.items()}}
+    values = {"median error": median(errors), "mean": mean(errors), "worst": max(errors)}
+    return {"numbers": len(errors), **{name: _percent(error) for name, error in values.items()}}
 
 
 def _percent(error: float) -> str:

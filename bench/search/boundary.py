@@ -1,17 +1,16 @@
 """The boundary of a search on virtual ranks: the largest value that fits, with proof.
 
-The boundary is predicted from a few small traces (:mod:`bench.search.extrapolate`), then proved by whole
-traces: the answer fits, one step more does not. So a search costs two whole traces where the prediction
-is right, one more where the allocator loses memory to fragmentation, and up to three more where the step
-is no multiple of what fused kernels take. The time of a step comes from the same traces.
+The boundary is predicted from a few small traces (:mod:`spbench.bench.search.extrapolate`), then proved by
+whole traces: the answer fits, one step more does not. So a search costs two whole traces where the prediction
+is right, one more where the allocator loses memory to fragmentation, and up to three more where the step is
+no multiple of what fused kernels take. The time of a step comes from the same traces.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.clusters.cluster import load_cluster
@@ -21,9 +20,9 @@ from spbench.bench.engines.traces import ClassTraces, can_time
 from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, Programs
-from spbench.bench.search.search import Search
+from spbench.bench.search.quantities import Candidates
+from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.base import Unsupported
 
 #: whole traces that a search may take before it is given up as a failure
 MAX_PROBES = 40
@@ -31,28 +30,18 @@ MAX_PROBES = 40
 KERNEL_MULTIPLE = 4
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """A whole trace of the step at one value of the searched quantity."""
 
     value: int
     traces: ClassTraces
     measurement: Measurement
 
-    @property
-    def fits(self) -> bool:
-        return self.measurement.status != "oom"
 
-
-def proof_of(value: int, found: Measurement) -> dict[str, Any]:
+def proof_of(value: int, measurement: Measurement) -> dict[str, Any]:
     """A line of a row's proof: what was measured at a value of the searched quantity."""
-    return {
-        "value": value,
-        "status": found.status,
-        "peak_memory_bytes": found.peak_memory_bytes,
-        "reserved_memory_bytes": found.reserved_memory_bytes,
-        "reason": found.reason,
-    }
+    shown = ("status", "peak_memory_bytes", "reserved_memory_bytes", "reason")
+    return {"value": value, **{name: getattr(measurement, name) for name in shown}}
 
 
 class Boundary:
@@ -62,16 +51,16 @@ class Boundary:
     take, among which memory only grows. The values between two of those are tried last, by :meth:`refine`.
 
     Args:
-        search: what may be tried.
+        candidates: what may be tried.
         capacity: bytes of the card that tensors can have.
     """
 
-    def __init__(self, search: Search, capacity: int):
-        self.search, self.capacity = search, capacity
-        step = search.cell.search.step if search.cell.search is not None else 1
-        self.unit = search.values.step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, step))
-        self.low, self.high = 0, search.limit // self.unit + 1
-        self.timed = search.cell.search is not None and search.cell.search.timed and can_time(search.cell)
+    def __init__(self, candidates: Candidates, capacity: int):
+        self.candidates, self.capacity = candidates, capacity
+        asked, step = candidates.asked, candidates.values.step
+        self.unit = step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, asked.step))
+        self.low, self.high = 0, asked.limit // self.unit + 1
+        self.timed = asked.timed and can_time(candidates.cell)
         #: the newest probe, the best that fits, and the newest that does not
         self.newest: Probe | None = None
         self.best: Probe | None = None
@@ -85,22 +74,22 @@ class Boundary:
 
     def _sample(self) -> None:
         """Learn how the memory of the predicted class grows, from small shallow traces."""
-        cell, quantity = self.search.cell, self.search.quantity
+        cell, quantity = self.candidates.cell, self.candidates.quantity
         smallest = quantity.smallest_sample(self.unit)
         points = [smallest * n for n in range(1, quantity.degree + 2)]
         layers = getattr(model_preset(*cell.model_arguments), "layers", None)
-        if layers is not None:
-            layers //= cell.sizes.pp
         try:
-            self.programs: Programs | None = Programs(self._traced, points, layers)
+            self.programs: Programs | None = Programs(
+                self._traced, points, layers and layers // cell.sizes.pp
+            )
         except NotOneProgram:
             self.programs = None
 
     def _traced(self, units: int, layers: int | None) -> MemoryLog:
-        cell = self.search.at(units * self.unit)
+        cell = self.candidates.at(units * self.unit)
         if layers is not None:
-            whole = layers * cell.sizes.pp
-            cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": whole}})
+            options = {**cell.model_options, "layers": layers * cell.sizes.pp}
+            cell = cell.model_copy(update={"model_options": options})
         return virtual.trace(cell, rank_classes(cell)[self.predicted].first).memory
 
     def _last(self, fits: Callable[[int], bool]) -> int:
@@ -140,11 +129,11 @@ class Boundary:
 
     def probe(self, value: int) -> bool:
         """Trace the whole step at that value; returns whether it fits."""
-        cell = self.search.at(value)
-        traces = virtual.trace_classes(cell, events=self.timed)
+        traces = virtual.trace_classes(self.candidates.at(value), events=self.timed)
         self.newest = probe = Probe(value, traces, traces.memory_measurement())
         self.proof.append(proof_of(value, probe.measurement))
-        if probe.fits:
+        fits = probe.measurement.status != "oom"
+        if fits:
             self.best = probe
         else:
             self.too_large = probe
@@ -152,7 +141,7 @@ class Boundary:
         if largest != self.predicted:
             self.predicted = largest
             self._sample()
-        return probe.fits
+        return fits
 
     def narrow(self) -> None:
         """Probe until the bracket has no room."""
@@ -171,30 +160,26 @@ class Boundary:
 
     def refine(self) -> None:
         """Probe the values inside the bracket that are not whole units, the largest first."""
-        step, end = self.search.values.step, min(self.high * self.unit, self.search.limit + 1)
-        inside = range(self.low * self.unit + step, end, step)
+        inside = [value for value in self.candidates.values if self.low < value / self.unit < self.high]
         next((value for value in reversed(inside) if self.probe(value)), None)
 
 
 def largest_that_fits(cell: Cell) -> Measurement:
-    """Answer a cell's search on virtual ranks.
-
-    Returns the measurement at the answer, with ``answer`` and ``proof`` set; status oom, if not even the
-    smallest value fits.
+    """Answer a cell's search on virtual ranks; see :func:`spbench.bench.search.search.search`.
 
     Raises:
         Unsupported: the strategy cannot run these sizes, the limit is below the smallest value, or the
             cluster's memory has no limit.
     """
-    search, capacity = Search(cell), load_cluster(cell.cluster).usable_memory_bytes
+    candidates, capacity = Candidates(cell), load_cluster(cell.cluster).usable_memory_bytes
     if capacity is None:
         raise Unsupported(f"cluster {cell.cluster} has no memory limit", "name one that has")
-    boundary = Boundary(search, capacity)
+    boundary = Boundary(candidates, capacity)
     boundary.narrow()
     boundary.refine()
     chosen = boundary.best or boundary.too_large
     assert chosen is not None
-    found = chosen.traces.measurement() if boundary.best else chosen.measurement
-    found.proof = boundary.proof
-    found.answer = boundary.best.value if boundary.best else None
-    return found
+    measurement = chosen.traces.measurement() if boundary.best else chosen.measurement
+    measurement.proof = boundary.proof
+    measurement.answer = boundary.best.value if boundary.best else None
+    return measurement

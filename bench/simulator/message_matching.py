@@ -7,7 +7,7 @@ the k-th collective of a group on one member meets the k-th on the others, whene
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -241,20 +241,16 @@ class World:
             yield Meeting(q, matched, mine, theirs, everyone, index, np.argsort(theirs))
 
     def _align(self) -> list[dict[int, dict[int, int]]]:
-        by_group: list[dict[Group, list[int]]] = []
-        for steps in self.steps:
-            found: dict[Group, list[int]] = defaultdict(list)
-            for step, kind in enumerate(steps.kinds):
-                if kind == COLLECTIVE:
-                    found[steps.program.groups[steps.partners[step]]].append(step)
-            by_group.append(found)
-        return [
-            {
-                step: {
-                    i: other[group][k] for i, other in enumerate(by_group) if k < len(other.get(group, ()))
-                }
-                for group, own in found.items()
-                for k, step in enumerate(own)
-            }
-            for found in by_group
-        ]
+        collectives: dict[Group, list[dict[int, int]]] = defaultdict(list)
+        alike: list[dict[int, dict[int, int]]] = []
+        for number, steps in enumerate(self.steps):
+            alike.append({})
+            begun: Counter[Group] = Counter()
+            for step in (step for step, kind in enumerate(steps.kinds) if kind == COLLECTIVE):
+                group = steps.program.groups[steps.partners[step]]
+                if begun[group] == len(collectives[group]):
+                    collectives[group].append({})
+                alike[number][step] = collectives[group][begun[group]]
+                alike[number][step][number] = step
+                begun[group] += 1
+        return alike

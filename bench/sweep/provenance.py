@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import platform
-import subprocess
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.errors import UserError
+from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
 from spbench.bench.sweep.machine import machine_facts
 
 #: what is written from rows and by verification, so that no row depends on it
 MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "results/verification", "*.md")
 
+#: the commit of spbench's own code, and that of the project in whose folder it was run
+COMMITS = ("commit", "project_commit")
+
 
 @cache
 def provenance() -> dict[str, Any]:
     """What is the same for all rows of a process: versions, host, the ``machine`` (:func:`machine_facts`) and
-    the commit (12 digits, with "-dirty" if tracked files other than :data:`MADE_FROM_ROWS` are changed; None
-    where the code is not in a checkout)."""
+    the ``commit`` of spbench's code (None where that is not in a checkout), as it was at the first call."""
+    own = own_checkout()
     return {
         "spbench": installed_version("spbench"),
-        "commit": _commit(Path(__file__).resolve().parents[2]),
+        "commit": own and commit_of_files(own, MADE_FROM_ROWS),
         "torch": installed_version("torch"),
         "python": platform.python_version(),
         "host": platform.node(),
         "machine": machine_facts(),
     }
+
+
+@cache
+def project_commit(folder: Path) -> str | None:
+    """The commit of the repository around a folder, as it was at the first call; None where there is none, or
+    it is that of spbench's own code."""
+    root = checkout_around(folder)
+    return None if root is None or root == own_checkout() else commit_of_files(root, MADE_FROM_ROWS)
 
 
 @cache
@@ -39,18 +52,36 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _commit(checkout: Path) -> str | None:
-    if not (checkout / ".git").exists():  # installed, perhaps inside somebody else's checkout
-        return None
-    try:
-        commit = _git(checkout, "describe", "--always", "--abbrev=12", "--exclude=*")
-        excluded = [f":(exclude){path}" for path in MADE_FROM_ROWS]
-        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", ".", *excluded)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return f"{commit}-dirty" if changed else commit
+def commit_of(row: Mapping[str, Any]) -> str:
+    """The commit that a row stands for: of the project that it was made in, else of spbench's code; empty
+    where neither is in a repository."""
+    made_by = row.get("provenance") or {}
+    return made_by.get("project_commit") or made_by.get("commit") or ""
 
 
-def _git(checkout: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(checkout), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+def check_same_code(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Refuse rows of changed files, and rows of several commits: readers of the numbers must be able to get
+    the code that made them all.
+
+    Args:
+        rows: by scenario.
+
+    Raises:
+        UserError: names the scenario and the mend.
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for scenario, made in rows.items():
+        for row in made:
+            for which in COMMITS:
+                commit = (row.get("provenance") or {}).get(which) or ""
+                if commit.endswith(DIRTY):
+                    raise UserError(
+                        f"{scenario}: rows were made by code that is in no commit ({commit}), so that "
+                        "nothing is written; commit it, and run again with --fresh"
+                    )
+                other, known = first.setdefault(which, (scenario, commit))
+                if commit != known:
+                    raise UserError(
+                        f"{scenario}: rows were made by commit {commit or 'unknown'}, those of {other} by "
+                        f"{known or 'unknown'}, so that nothing is written; run again with --fresh"
+                    )

@@ -12,14 +12,15 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import Status
 from spbench.bench.errors import UserError
+from spbench.bench.sweep.row_schema import WrongRow, parse_any_row, parse_row
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 
 if TYPE_CHECKING:
@@ -39,40 +40,64 @@ Row = dict[str, Any]
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of a results file, the last of each key, in the order of their first appearance.
 
-    Returns the rows, and a line for each line of the file that is not a row. No file: no rows.
+    Returns the rows, and a line for each line of the file that is not a row, with the field that is wrong. No
+    file: no rows.
 
     Raises:
         UserError: the file cannot be read.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return [], []
-    except OSError as error:
-        raise UserError(f"cannot read results file {path}: {error.strerror}") from error
     rows: dict[str, Row] = {}
     problems = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for place, line in _lines(path):
         try:
-            row = _checked(json.loads(line))
+            row = parse_row(line)
             rows[row["key"]] = row
-        except (ValueError, RecursionError) as error:
-            what = "cut short" if number == len(lines) else "not a result row"
-            problems.append(f"{path}:{number}: {what}, skipped ({error})")
+        except WrongRow as error:
+            problems.append(f"{place}: not a result row, skipped ({error})")
     return list(rows.values()), problems
 
 
-def _checked(row: Any) -> Row:
-    if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__}")
-    for key, kind in (("key", str), ("cell", dict), ("status", str), ("measurement", dict)):
-        if not isinstance(row.get(key), kind):
-            raise ValueError(f"{key} is missing or wrong")
-    if row["status"] not in get_args(Status):
-        raise ValueError(f"unknown status {row['status']!r}")
-    return row
+def read_all_rows(path: Path) -> list[Row]:
+    """The same of a file in which every line must be a row.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a row; with the field that is wrong.
+    """
+    rows, problems = read_rows(path)
+    if problems:
+        raise UserError(problems[0].replace(", skipped", "; mend or remove the line"))
+    return rows
+
+
+def read_new_rows(path: Path) -> tuple[dict[str, Row], dict[str, list[str]]]:
+    """The rows of a file by key, with NaN for numbers that are not finite; and the fields that are, by key.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a row for another reason.
+    """
+    rows: dict[str, Row] = {}
+    not_finite: dict[str, list[str]] = {}
+    for place, line in _lines(path):
+        try:
+            row, fields = parse_any_row(line)
+        except WrongRow as error:
+            raise UserError(f"{place}: not a result row; mend or remove the line ({error})") from error
+        rows[row["key"]] = row
+        not_finite[row["key"]] = fields
+    return rows, {key: fields for key, fields in not_finite.items() if fields}
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not blank, each with its place; none of a file that is not there."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot read results file {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield f"{path}:{number}", line
 
 
 class ResultsFile:
@@ -206,7 +231,7 @@ def flat(row: Row) -> dict[str, Any]:
         **_metered(measured.get("meters") or {}),
         "sent_bytes": _sent(None if losses else measured.get("communication")),
         "formula_sent_bytes": _sent(None if losses else measured.get("formula")),
-        "reason": row["reason"],
+        "reason": row.get("reason", ""),
         "elapsed_s": row.get("elapsed_s"),
         "key": row["key"],
     }

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class
-from spbench.bench.engines.engine import run as run_on_engine
 from spbench.bench.engines.peer_packages import requirements
 from spbench.bench.ranks.processes import usable_cores
+from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.digest import digest, is_final
-from spbench.bench.sweep.provenance import provenance
+from spbench.bench.sweep.provenance import project_commit, provenance
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Executor
@@ -47,7 +48,7 @@ def sweep(
     cells: Sequence[Cell],
     results: ResultsFile,
     *,
-    run: Run = run_on_engine,
+    run: Run = run_cell,
     crew: Crew | None = None,
     executor: Executor | None = None,
     jobs: int | None = None,
@@ -145,6 +146,8 @@ def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = Non
         "digest": digest(cell) if made_by is None else made_by,
         "provenance": outcome.provenance or provenance(),
     }
+    if project := project_commit(Path.cwd()):
+        row["provenance"] = {**row["provenance"], "project_commit": project}
     row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
     return row if outcome.final else row | {"final": False}
 

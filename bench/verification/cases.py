@@ -29,7 +29,7 @@ import torch
 
 from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.ranks.rank_job import RankError
-from spbench.bench.ranks.ranks import Ranks
+from spbench.bench.ranks.rank_pool import Ranks
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place

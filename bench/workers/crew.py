@@ -1,4 +1,4 @@
-"""The workers of a sweep, or of several after one another."""
+"""The workers of one sweep, or of several in turn."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from spbench.bench.workers.worker import Outcome, Run, Worker
 
 
 class Crew:
-    """Workers that stay from sweep to sweep, so that importing torch and filling its caches is paid once.
+    """Workers that stay from sweep to sweep, so that each imports torch and fills its caches once.
 
-    Leaving it as a context ends them all, whatever they do.
+    Leaving the context ends them all, whatever they do.
     """
 
     def __init__(self, run: Run):
@@ -21,7 +21,7 @@ class Crew:
         self.workers: list[Worker] = []
 
     def idle(self, at_most: int) -> Worker | None:
-        """A worker that lives and has no cell, started if there is none; None: that many are busy."""
+        """A worker without a cell, started if there is none; None: so many are busy already."""
         if sum(worker.cell is not None for worker in self.workers) >= at_most:
             return None
         for worker in [worker for worker in self.workers if worker.cell is None]:
@@ -36,9 +36,9 @@ class Crew:
         return any(worker.cell is not None for worker in self.workers)
 
     def ended(self) -> list[tuple[Cell, Outcome]]:
-        """Wait until busy workers end a cell, die or run out of time; what became of their cells."""
-        found: list[tuple[Cell, Outcome]] = []
-        while not found:
+        """Wait until workers end a cell, die or run out of time; return their cells with the outcomes."""
+        outcomes: list[tuple[Cell, Outcome]] = []
+        while not outcomes:
             busy = [worker for worker in self.workers if worker.cell is not None]
             ready = wait([worker.connection for worker in busy], _seconds_until_first_deadline(busy))
             for worker in busy:
@@ -48,10 +48,10 @@ class Crew:
                 if outcome is None and worker.out_of_time:
                     outcome, hung = worker.time_out(), True
                 if outcome is not None:
-                    found.append((cell, outcome))
+                    outcomes.append((cell, outcome))
                     if hung or not worker.alive:
                         self._discard(worker)
-        return found
+        return outcomes
 
     def _discard(self, worker: Worker) -> None:
         self.workers.remove(worker)

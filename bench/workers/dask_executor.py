@@ -1,8 +1,8 @@
 """Cells on the workers of a Dask cluster (https://distributed.dask.org), which may come and go meanwhile.
 
-Dask schedules: which worker takes a cell, and that another one takes it again when a worker is gone, at most
-``distributed.scheduler.allowed-failures`` times. Its workers need no files of the machine that sends cells:
-a cell travels with the figures of its cluster.
+Dask decides which worker takes a cell, and gives it to another when that worker is gone, at most
+``distributed.scheduler.allowed-failures`` times. The workers need no files of the machine that sends cells: a
+cell travels with its cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import STACKS_FOLDER
 from spbench.bench.ranks.rank_job import AGENTS
@@ -76,13 +76,12 @@ class DaskExecutor(Executor):
                 f"the Dask scheduler at {self.address} has no workers; start some, by: "
                 f"dask worker {self.address} --nworkers auto --nthreads 1"
             ) from None
-        there = self.client.run(Installation.here, on_error="return")
-        for worker, found in there.items():
-            if isinstance(found, Installation):
-                problem = self.installation.difference(found)
+        for worker, answer in self.client.run(Installation.here, on_error="return").items():
+            if isinstance(answer, Installation):
+                problem = self.installation.difference(answer)
             else:
-                # Dask puts what it cannot pass on as it is into an exception of no kind
-                what = str(found) if type(found) is Exception else f"{type(found).__name__}: {found}"
+                # Dask puts an error that it cannot pass on into a plain Exception
+                what = str(answer) if type(answer) is Exception else f"{type(answer).__name__}: {answer}"
                 problem = f"cannot load spbench ({what}); install the same as here and start it again"
             if problem:
                 raise UserError(f"the Dask worker {worker} {problem}")
@@ -105,12 +104,12 @@ class DaskExecutor(Executor):
         waiting = deque(cells)
         ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         while waiting or self.running:
-            # no more than run at a time: a worker that dies is held against every task that it has
+            # no more than can run at a time: Dask counts the death of a worker against every task it has
             room = self.at_once
             while waiting and len(self.running) < room:
                 cell = waiting.popleft()
                 on_start(cell)
-                # each cell is a task of its own, even one that was sent before
+                # not pure: a cell that was sent before is a new task
                 future = self.client.submit(run_cell, sweep, Parcel.of(cell), pure=False)
                 self.running[future] = cell
                 future.add_done_callback(ended.put)
@@ -178,6 +177,6 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The settings of this program that are no folder or process of this machine."""
+    """The settings of spbench, but for those that name a folder or process of this machine."""
     local = (CACHE_FOLDER, STACKS_FOLDER, AGENTS)
     return {k: v for k, v in os.environ.items() if k.startswith("SPBENCH_") and k not in local}

@@ -1,4 +1,4 @@
-"""What a Dask worker does for a sweep: it checks its installation, and has cells run by a :class:`Runner`."""
+"""The tasks of a Dask worker: it checks its installation, and has a :class:`Runner` run cells."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spbench.bench.workers.worker import Outcome
 
 @dataclass(frozen=True)
 class SweepOnDask:
-    """What the tasks of a sweep have in common.
+    """What the tasks of a sweep share.
 
     Attributes:
-        identity: a text that no other sweep has.
+        identity: unique to the sweep.
         run: the function that measures cells, pickled.
         environment: variables for the processes that run cells.
         installation: of the machine that sends the cells.
@@ -36,7 +36,7 @@ class OtherInstallation(Exception):
 
 @dataclass
 class _Idle:
-    """The runners of this process that have no cell, which are all of one sweep."""
+    """The runners of this process that have no cell; all belong to one sweep."""
 
     identity: str = ""
     runners: list[Runner] = field(default_factory=list)
@@ -50,9 +50,9 @@ def run_cell(sweep: SweepOnDask, parcel: Parcel) -> Outcome:
     """The task: run a cell on this machine.
 
     Raises:
-        OtherInstallation: a worker that came later than the first ones has another installation.
-        distributed.Reschedule: this worker is closing, so that another one has to take the cell; or the cell
-            was cancelled, and nothing waits for the task.
+        OtherInstallation: this worker, which came after the sweep began, has another installation.
+        distributed.Reschedule: this worker is closing, so that another must take the cell; or the cell was
+            cancelled.
     """
     from distributed import Reschedule, get_worker
 
@@ -66,12 +66,12 @@ def run_cell(sweep: SweepOnDask, parcel: Parcel) -> Outcome:
         if sweep.identity == _idle.identity:
             _idle.runners.append(runner)
             return outcome
-    runner.end()  # another sweep has begun here meanwhile
+    runner.end()  # another sweep has begun here
     return outcome
 
 
 def _wanted(worker: object, key: object) -> bool:
-    """Whether the worker goes on, and the scheduler still asks it for the task."""
+    """Whether the worker goes on and the scheduler still wants the task."""
     state = worker.state.tasks.get(key)  # type: ignore[attr-defined]
     running = worker.status.name in ("running", "paused")  # type: ignore[attr-defined]
     return running and state is not None and state.state == "executing"
@@ -92,7 +92,7 @@ def _runner_for(sweep: SweepOnDask) -> Runner:
 
 
 def end_runners(identity: str) -> None:
-    """End the runners of a sweep that have no cell; those that have one end once it is cancelled."""
+    """End the runners of a sweep that have no cell; the others end once their cells are cancelled."""
     with _idle.lock:
         if _idle.identity == identity:
             _end_all(_idle.runners)

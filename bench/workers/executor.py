@@ -1,7 +1,7 @@
 """What runs the cells of a sweep on other machines.
 
-An executor is found by being there: a class derived from :class:`Executor`, with a name, in a module of this
-package. The name is the scheme of the addresses under which it is asked for, as dask in dask://HOST:PORT.
+A class derived from :class:`Executor`, with a name, in a module of this package is found by being there. Its
+name is the scheme of its addresses, as in dask://HOST:PORT.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from spbench.impls.discovery import named_classes
 
 
 class Executor(ABC):
-    """Runs cells on other machines, for one sweep or for several after one another.
+    """Runs cells on other machines, for one sweep or for several in turn.
 
-    Leaving it as a context cancels the cells that have not ended, and leaves nothing behind on the machines.
+    Leaving the context cancels the cells that have not ended, and leaves nothing behind on the machines.
 
     Args:
-        address: what stands behind ``name://``.
+        address: without ``name://``.
 
     Raises:
-        UserError: there is nothing at that address, or what is there cannot run cells; with the remedy.
+        UserError: nothing is at that address, or it cannot run cells; with the remedy.
     """
 
     #: the scheme of its addresses
@@ -42,20 +42,20 @@ class Executor(ABC):
     @property
     @abstractmethod
     def at_once(self) -> int:
-        """How many cells run at a time, as things are now; at least 1."""
+        """How many cells can run at a time now; at least 1."""
 
     @abstractmethod
     def outcomes(
         self, cells: Sequence[Cell], run: Run, on_start: Callable[[Cell], None]
     ) -> Iterator[tuple[Cell, Outcome]]:
-        """Run cells, in this order as far as there is room; each with its outcome, as soon as it has one.
+        """Start cells in this order; yield each with its outcome as soon as it has one.
 
         Args:
             run: measures a cell; a function of a module that the other machines have too.
             on_start: called as a cell is sent off.
 
         Raises:
-            UserError: the machines cannot go on; what has been returned before stays valid.
+            UserError: the machines cannot go on; earlier outcomes stay valid.
         """
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ def opened(address: str) -> Executor:
     """The executor of an address such as dask://HOST:PORT, connected and checked.
 
     Raises:
-        UserError: the address has another form, or as :class:`Executor`.
+        UserError: as :class:`Executor`; or the address has another form.
     """
     known = named_classes("spbench.bench.workers", Executor)
     scheme, separator, rest = address.partition("://")
@@ -82,19 +82,19 @@ def opened(address: str) -> Executor:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A cell with the figures of its cluster, for a machine where the cluster's file is missing or differs.
+    """A cell with its cluster, for a machine where the cluster's file is missing or differs.
 
     Attributes:
-        figures: of the resolved cluster file, as a cluster file without ``extends``.
         cluster: the cluster's name.
+        content: of a cluster file with all rates and limits, without ``extends``.
     """
 
     cell: Cell
     cluster: str
-    figures: str
+    content: str
 
     @classmethod
     def of(cls, cell: Cell) -> Parcel:
-        """A cell with its cluster as the file is now."""
+        """A cell with its cluster, as the file is now."""
         cluster = load_cluster(cell.cluster)
         return cls(cell, cluster.name, json.dumps(cluster.model_dump(mode="json", exclude={"name"})))

@@ -1,4 +1,4 @@
-"""What of a machine's installation a measurement depends on, and whether another machine has the same."""
+"""What a measurement depends on in a machine's installation, and whether another machine has the same."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from spbench.bench.measuring_code import code_digest
 from spbench.bench.sweep.provenance import installed_version
+from spbench.impls import loose_files
 from spbench.impls.discovery import plugin_entries
 
 
@@ -13,7 +14,7 @@ from spbench.impls.discovery import plugin_entries
 class Installation:
     """Attributes:
     spbench, torch: their versions, as the package metadata has them.
-    plugins: the entry points of plug-ins, each as GROUP:NAME.
+    plugins: the entry points of plug-ins, each as GROUP:NAME, and files in no package, as file:NAME.py.
     code: :func:`code_digest`.
     """
 
@@ -24,19 +25,24 @@ class Installation:
 
     @classmethod
     def here(cls) -> Installation:
-        """Of this machine, as its files are now, whenever they were imported."""
+        """That of this machine, as its files are now."""
         code_digest.cache_clear()
         return cls(
             spbench=installed_version("spbench") or "none",
             torch=installed_version("torch") or "none",
-            plugins=frozenset(f"{entry.group}:{entry.name}" for entry in plugin_entries()),
+            plugins=frozenset(
+                [
+                    *(f"{entry.group}:{entry.name}" for entry in plugin_entries()),
+                    *(f"file:{path.name}" for path in loose_files.paths()),
+                ]
+            ),
             code=code_digest(),
         )
 
     def difference(self, other: Installation) -> str:
-        """What is wrong with the other one, and the remedy, as the end of a sentence; "" if nothing is.
+        """How the other one differs, and the remedy, as the end of a sentence; "" if it does not.
 
-        Versions come from package metadata, which an editable checkout may lack; digests decide.
+        The digest of the code decides, not spbench's version, which an editable checkout may lack.
         """
         if lacking := self.plugins - other.plugins:
             return f"lacks the plug-ins {_listed(lacking)}; install them there and start it again"

@@ -1,12 +1,12 @@
-"""A process that runs cells for a task of another program, which may not have worker processes of its own.
+"""A program that runs cells for tasks of a scheduler such as Dask.
 
-Schedulers of tasks run them in threads of processes that are daemons to multiprocessing, so that these may
-not have children, and a thread cannot be ended. A runner is a program of its own below them: it has a
-:class:`Crew` of one worker, in which cells have the memory, the time limit and the end that they have in a
-sweep on one machine. It ends when the process that started it is gone, and with it all that it has started.
+Schedulers run tasks in threads, which cannot be ended, of processes that may have no children. A runner is a
+program below such a process: it has a :class:`Crew` of one worker, so that cells have the memory, the time
+limit and the end that they have in a sweep on one machine. It ends, with all its children, when the process
+that started it is gone.
 
-The protocol is pickles: on standard input the function that measures cells, pickled, then cells; on standard
-output their outcomes.
+It reads pickles from standard input (the function that measures cells, then cells) and writes the pickled
+outcomes to standard output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Parcel
 from spbench.bench.workers.worker import Outcome
 
-#: seconds without a cell after which a runner ends by itself: of a sweep that has vanished nothing stays
+#: seconds without a cell after which a runner ends by itself, as its sweep may have vanished
 IDLE_LIMIT_S = 60.0
 
 #: seconds between two looks whether a cell is still wanted
@@ -47,7 +47,7 @@ class Runner:
 
     Args:
         run: the function that measures cells, pickled.
-        environment: variables that it gets beside those of this process.
+        environment: variables beside those of this process.
     """
 
     def __init__(self, run: bytes, environment: Mapping[str, str]):
@@ -63,14 +63,14 @@ class Runner:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be given a cell, and will not end by itself meanwhile."""
+        """Whether it lives, and will not end by itself before a cell reaches it."""
         idle_s = time.monotonic() - self._idle_since
         return self.process.poll() is None and idle_s < IDLE_LIMIT_S / 2
 
     def outcome(self, parcel: Parcel, wanted: Callable[[], bool]) -> Outcome | None:
-        """Run a cell, and return its outcome; None once ``wanted`` says no, which is asked now and then.
+        """Run a cell, and return its outcome: failed, if the runner dies; None, once ``wanted`` says no.
 
-        Where the runner dies, the outcome is failed. It cannot be used any more then, nor after None.
+        A runner that has died or returned None cannot be used any more.
         """
         self._send(parcel)
         assert self.process.stdout is not None
@@ -78,14 +78,14 @@ class Runner:
             if not wanted():
                 return None
         try:
-            found = pickle.load(self.process.stdout)
+            outcome = pickle.load(self.process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            found = Outcome("failed", f"the process that ran it {fate(self.process.wait())}")
+            outcome = Outcome("failed", f"the process that ran it {fate(self.process.wait())}")
         self._idle_since = time.monotonic()
-        return found
+        return outcome
 
     def end(self) -> None:
-        """End it and what it has started, whatever they do."""
+        """End it and its children, whatever they do."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(OSError):
@@ -95,13 +95,13 @@ class Runner:
 
     def _send(self, content: Any) -> None:
         assert self.process.stdin is not None
-        with suppress(OSError):  # a runner that is dead already is found out by `outcome`
+        with suppress(OSError):  # `outcome` finds out that it is dead
             pickle.dump(content, self.process.stdin)
             self.process.stdin.flush()
 
 
 def main() -> None:
-    """The life of a runner. Not ended by the interpreter, which cannot end while a thread reads."""
+    """Run cells until nobody sends any. The interpreter itself could not end while a thread reads."""
     code = 0
     try:
         _serve_cells()
@@ -113,7 +113,7 @@ def main() -> None:
 
 def _serve_cells() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed is no answer
+    os.dup2(2, 1)  # what cells print goes elsewhere
     folder = Path(tempfile.mkdtemp(prefix="spbench-runner-"))
     requests: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
     busy = threading.Event()
@@ -129,8 +129,8 @@ def _serve_cells() -> None:
 
 
 def _read(requests: queue.SimpleQueue[Parcel | None], busy: threading.Event, folder: Path) -> None:
-    """Pass on what comes. When the one that sends is gone, this process ends: as it should if it is idle, and
-    at once if a cell is running, whose processes see that, and end too."""
+    """Pass requests on. When the sender is gone, an idle runner ends its crew; one with a cell exits at once,
+    and its worker ends with it."""
     with suppress(EOFError):
         while True:
             requests.put(pickle.load(sys.stdin.buffer))
@@ -141,7 +141,7 @@ def _read(requests: queue.SimpleQueue[Parcel | None], busy: threading.Event, fol
 
 
 def _outcome(parcel: Parcel, crew: Crew, folder: Path) -> Outcome:
-    """As :func:`run_parcel`; what goes wrong with this machine (a full disk, no more processes) is one."""
+    """As :func:`run_parcel`; failed, if this machine cannot run it (a full disk, no more processes)."""
     try:
         return run_parcel(parcel, crew, folder)
     except Exception as error:
@@ -150,15 +150,12 @@ def _outcome(parcel: Parcel, crew: Crew, folder: Path) -> Outcome:
 
 
 def run_parcel(parcel: Parcel, crew: Crew, folder: Path) -> Outcome:
-    """Run a cell on a crew of this machine, on the cluster that came with it.
+    """Run a cell on a crew, with the cluster that came with it, whose file is written into ``folder``.
 
-    Args:
-        folder: in which the cluster's file is written.
-
-    Returns its outcome, which says where it ran.
+    Returns the outcome, with the provenance of this machine.
     """
     path = folder / f"{parcel.cluster}.yaml"
-    path.write_text(parcel.figures)
+    path.write_text(parcel.content)
     worker = crew.idle(1)
     assert worker is not None, "a runner has one cell at a time"
     worker.give(parcel.cell.model_copy(update={"cluster": str(path)}))

@@ -1,12 +1,10 @@
 """Worker processes for cells: started once, given one cell at a time, replaced when they die or hang.
 
-Own code rather than a pool of a library: concurrent.futures breaks as a whole when one of its processes is
-killed, and cannot say which cell did it; pebble's pool replaces a process that dies or takes too long, but
-kills only that process, without a moment between the two to ask it for its stacks, while a worker here has
-ranks below it, which have to be asked too and must not be left behind.
+Own code, since the pools of libraries do not serve: that of concurrent.futures breaks as a whole when one of
+its processes is killed, and that of pebble kills a process without asking it and its ranks for their stacks.
 
-A worker leads a process group of its own, in which the ranks that it starts are, so that one signal reaches
-all of them. What they print goes to a file, whose end becomes part of the row of a cell that failed.
+A worker leads a process group that its ranks belong to, so that one signal reaches all of them. What they
+print goes to a file, whose end becomes part of the row of a cell that failed.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ from spbench.impls.layout import Unavailable, Unsupported
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
 
-#: seconds that a worker has to import what it runs and take a cell, of which the cell's limit is no part
+#: seconds that a worker has to import what it runs and take a cell; the cell's own limit begins after them
 START_LIMIT_S = 300.0
 
-#: seconds after its limit that a cell has whose engine ends it itself, before the worker is ended
+#: a worker whose engine ends a cell at its limit is ended so many seconds later if the engine does not
 LATER_S = 60.0
 
 #: characters of a reason; the whole text is in the traceback
@@ -73,8 +71,8 @@ class Outcome:
         traceback: of what was raised; "" unless it failed.
         log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
             failed, ran out of time, or ran out of memory on real ranks.
-        final: whether another run would find the same, whatever is there then.
-        provenance: of the process that ran it (:func:`provenance`); None: this one's machine and code.
+        final: whether another run, also on another machine, would have the same outcome.
+        provenance: of the process that ran it; None: that of this process.
     """
 
     status: Status
@@ -91,8 +89,8 @@ def measure(run: Run, cell: Cell) -> Outcome:
     """Run a cell; whatever it raises becomes an outcome."""
     start = time.perf_counter()
     try:
-        found = run(cell)
-        outcome = Outcome(found.status, found.reason, found.as_dict())
+        measurement = run(cell)
+        outcome = Outcome(measurement.status, measurement.reason, measurement.as_dict())
     except Unsupported as error:
         outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
     except RankError as error:
@@ -106,12 +104,10 @@ def measure(run: Run, cell: Cell) -> Outcome:
 
 
 def _shortened(text: str) -> str:
-    """One line for a table; launchers of processes put whole reports into an error, the cause at its end."""
-    return (
-        text
-        if len(text) <= REASON_LENGTH
-        else f"{text[: REASON_LENGTH // 3]} ... {text[-REASON_LENGTH // 2 :]}"
-    )
+    """Beginning and end of a text, as a reason. Errors of launchers are whole reports with the cause last."""
+    if len(text) <= REASON_LENGTH:
+        return text
+    return f"{text[: REASON_LENGTH // 3]} ... {text[-REASON_LENGTH // 2 :]}"
 
 
 class Worker:
@@ -119,7 +115,7 @@ class Worker:
 
     Attributes:
         cell: what it runs; None: it is idle.
-        deadline: when, by time.monotonic, its cell has run out of time; None: never.
+        deadline: when its cell runs out of time, by time.monotonic; None: never.
         begun: whether it has taken its cell.
     """
 
@@ -143,14 +139,14 @@ class Worker:
         return self.process.is_alive()
 
     def give(self, cell: Cell) -> None:
-        """Start a cell; the connection is ready when it has begun, and when it has ended."""
+        """Start a cell. The connection becomes ready as the cell begins, and as it ends."""
         self.cell, self.begun = cell, False
         self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
-        with suppress(OSError):  # a worker that is dead already is found out by `take`
+        with suppress(OSError):  # `take` finds out that it is dead
             self.connection.send(cell)
 
     def take(self) -> Outcome | None:
-        """The outcome of the cell given; failed, if the process died of it; None: it has only begun."""
+        """The outcome of its cell; failed, if the process has died; None: the cell has only begun."""
         assert self.cell is not None
         try:
             outcome = self.connection.recv()
@@ -172,7 +168,7 @@ class Worker:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def time_out(self) -> Outcome:
-        """The outcome of a cell that has run out of time, with its processes' stacks. Follow with stop."""
+        """The outcome of a cell that has run out of time, with its processes' stacks. Call stop next."""
         assert self.cell is not None
         assert self.cell.timeout_s is not None
         reason = f"no end within its limit of {self.cell.timeout_s:g} s"
@@ -183,12 +179,12 @@ class Worker:
         return replace(outcome, log=outcome.log + self._stacks())
 
     def stop(self) -> None:
-        """Tell the process and its own children to end, whatever they do. Follow with reap."""
+        """Tell the process and its children to end. Call reap next."""
         self.connection.close()
         self._signal(signal.SIGTERM)
 
     def reap(self) -> None:
-        """Wait for the end of the process, and make it and what is left of its children end if it is slow."""
+        """Wait for the end of the process; kill it if it is slow, and what is left of its children."""
         self.process.join(GRACE_S)
         self._signal(signal.SIGKILL)
         self.process.join()
@@ -196,11 +192,11 @@ class Worker:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _signal(self, number: int) -> None:
-        """To the process and all that it has started."""
+        """Send a signal to the process and its children."""
         assert self.process.pid is not None
         try:
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:  # it has no group yet, or nothing of it is left
+        except ProcessLookupError:  # it has no group yet, or the whole group is gone
             with suppress(ProcessLookupError):
                 if self.process.is_alive():
                     os.kill(self.process.pid, number)
@@ -211,7 +207,7 @@ class Worker:
         return written_stacks(self.folder / _STACKS)
 
     def _with_log(self, outcome: Outcome) -> Outcome:
-        """The outcome, and, of a cell that failed, the end of what was printed meanwhile."""
+        """The outcome; if it is no success, with the end of what was printed meanwhile."""
         printed = self._pass_on_output()
         if outcome.status not in ("failed", "timeout") and not outcome.log:
             return outcome
@@ -222,7 +218,7 @@ class Worker:
         return replace(outcome, reason=reason, log=printed[-LOG_LENGTH:] + outcome.log)
 
     def _pass_on_output(self) -> str:
-        """What was printed since the last call; written to standard error, too."""
+        """What was printed since the last call, which also goes to standard error."""
         try:
             with (self.folder / _PRINTED).open("rb") as file:
                 file.seek(self._printed)
@@ -241,9 +237,9 @@ def _ends_in_time(engine: str) -> bool:
 
 
 def _serve(surroundings: Surroundings, connection: Connection, pickled_run: bytes, folder: Path) -> None:
-    """The life of a worker: for each cell that it is given it answers None as it begins, then the outcome."""
+    """Run cells until the pipe ends; the answer to each is None as it begins, then its outcome."""
     surroundings.take_on()
-    os.setpgid(0, 0)  # the ranks that it starts are in its group
+    os.setpgid(0, 0)  # for itself and its ranks
     printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -267,12 +263,12 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send(outcome)
-    end.join(GRACE_S)  # an idle worker whose parent is gone sees that here first, and would leave its folder
+    end.join(GRACE_S)  # if the parent is gone, the thread removes the folder
 
 
 def _end_with_parent(folder: Path) -> None:
-    """End this process and what it has started when its parent is gone, even by kill -9: terminated first, so
-    that an engine can end the processes that it has started."""
+    """End this process and its children when its parent is gone, even by kill -9; by SIGTERM first, so that
+    an engine can end the processes that it has started."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

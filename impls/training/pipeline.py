@@ -19,12 +19,17 @@ import torch
 from torch import Tensor
 
 from spbench.impls.collectives import exchange
-from spbench.impls.composition import Composition
+from spbench.impls.composition import Composition, Stage
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.training.stage_run import StageRun
 
 Inputs = Mapping[str, Tensor]
 Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def forwards_ahead(schedule: str, stage: Stage, micro_batches: int) -> int:
+    """How many micro-batches a stage runs forward before its first backward follows on a forward."""
+    return micro_batches if schedule == "gpipe" else min(stage.count - 1 - stage.index, micro_batches)
 
 
 class Pipeline:
@@ -55,8 +60,7 @@ class Pipeline:
         Returns the sum of this rank's shares of the losses, detached; zero but on the last stage.
         """
         count, stage = len(micro_batches), self.of_stage
-        after = self.stage.count - 1 - self.stage.index
-        ahead = count if self.schedule == "gpipe" else min(after, count)
+        ahead = forwards_ahead(self.schedule, self.stage, count)
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         losses = []
         arrived = None  # what came with the exchange after the last backward

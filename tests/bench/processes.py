@@ -1,6 +1,8 @@
-"""Which of the processes that a test has started are left."""
+"""Which of the processes that a test has started are left, and waiting for such things."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,15 @@ def left_of(log: Path) -> list[int]:
         if state != "Z":
             found.append(pid)
     return found
+
+
+#: seconds after which a test gives up on another process
+PATIENCE_S = 180.0
+
+
+def until(what: Callable[[], bool], otherwise: str = "waited in vain") -> None:
+    """Wait until something is so; an error if it never is."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from spbench.bench import declarations
-from spbench.bench.commands import listing
+from spbench.bench.commands import list as listing
 from spbench.bench.config import choices
-from spbench.bench.declarations import CACHE_FOLDER, cache_folder, declared, kept_on_disk
+from spbench.bench.declarations import declared, kept_on_disk, state_of_code
+from spbench.bench.disk_cache import CACHE_FOLDER, cache_folder
+from spbench.impls.loose_files import LOOSE_FILES
 
 ROOT = Path(__file__).parents[2]
 STRATEGY = """
@@ -107,7 +109,7 @@ def test_an_answer_is_kept(folder: Path) -> None:
     assert ask("lasp", "lasp", "dsp") == ["lasp", "dsp"]
     assert ask("lasp", "dsp", "rsa") == ["rsa"]
     assert ask("rsa") == []
-    assert len(list(folder.iterdir())) == 1
+    assert len([*folder.glob("??/*")]) == 1
 
 
 def test_outside_of_a_command_the_code_is_asked(folder: Path) -> None:
@@ -117,34 +119,30 @@ def test_outside_of_a_command_the_code_is_asked(folder: Path) -> None:
     assert asked == ["lasp"]
 
 
+def test_beside_files_of_the_users_the_code_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask("lasp")
+    monkeypatch.setenv(LOOSE_FILES, "naive.py")
+    assert ask("lasp", "lasp") == ["lasp", "lasp"]
+
+
 def test_arguments_that_json_takes_for_the_same(folder: Path) -> None:
     with kept_on_disk():
         for options in ({"a": 1}, {"a": True}, {"a": 1.0}, {"a": "1"}):
             _summary("lasp", options)
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("??/*")
     assert len(json.loads(file.read_text())) == 4
 
 
-def test_a_spoilt_file_costs_time_alone(folder: Path) -> None:
+def test_a_spoilt_file_or_folder_costs_time_alone(folder: Path) -> None:
     ask("lasp")
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("??/*")
     for content in ('{"cut sho', "[]", "\xff"):
         file.write_text(content)
         assert ask("lasp") == ["lasp"]
         assert ask("lasp") == []
-
-
-def test_a_folder_that_cannot_be_costs_time_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(folder.parent)
     folder.parent.write_text("a file")
     assert ask("lasp") == ask("lasp") == ["lasp"]
-
-
-def test_old_states_of_the_code_are_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for state in range(30):
-        monkeypatch.setattr(declarations, "_state_of_code", lambda root, state=state: f"state{state}")
-        ask("lasp")
-    assert len(list(folder.iterdir())) == declarations._STATES_KEPT
-    assert ask("lasp") == []
 
 
 @pytest.fixture
@@ -157,10 +155,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_another_state_of_the_code(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [declarations._state_of_code(root)]
+    states = [state_of_code(root)]
 
     def same() -> bool:
-        states.append(declarations._state_of_code(root))
+        states.append(state_of_code(root))
         return len(set(states)) < len(states)
 
     assert same()
@@ -187,10 +185,10 @@ def test_another_state_of_the_code(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not same()
 
 
-@pytest.mark.parametrize("kind", [*listing._OF_CODE])
+@pytest.mark.parametrize("kind", ["strategies", "models", "forms", "exports"])
 def test_what_is_listed_goes_round(kind: str) -> None:
-    entries = listing._declared_entries(kind)
-    assert entries or kind == "meters"  # there are none but in plug-ins
+    entries = listing.entries(kind)
+    assert entries
     assert json.loads(json.dumps(entries)) == entries
 
 

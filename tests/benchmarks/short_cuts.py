@@ -17,9 +17,9 @@ from typing import Any
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines import trace_cache, traces
-from spbench.bench.engines.engine import run
 from spbench.bench.meters import fast_recorder
 from spbench.bench.ranks import processes
+from spbench.bench.run_cell import run_cell
 from spbench.bench.search import boundary
 from spbench.bench.search.extrapolate import NotOneProgram
 from spbench.impls.layout import Unsupported
@@ -68,7 +68,7 @@ def _seconds(scenario: str, every: int, times: int = 1) -> float:
         start = time.process_time()
         for cell in chosen:
             with suppress(Unsupported):
-                run(cell)
+                run_cell(cell)
     return time.process_time() - start
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 import pytest
 
-from spbench.bench.cli import cli, exit_code
+from spbench.bench.cli import COMMANDS, exit_code
 
 COLUMNS = 100
 
 
-@pytest.mark.parametrize("name", ["", *sorted(cli.commands)])
+@pytest.mark.parametrize("name", ["", *COMMANDS.names()])
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code([*name.split(), "--help"]) == 0
     out, err = capsys.readouterr()
@@ -21,9 +21,9 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert usage.count("\n") == 0, f"words are broken over lines: {usage}"
 
 
-@pytest.mark.parametrize("name", sorted(cli.commands))
+@pytest.mark.parametrize("name", COMMANDS.names())
 def test_every_command_and_option_says_what_it_is_for(name: str) -> None:
-    command = cli.commands[name]
+    command = COMMANDS.load(name)
     assert command.help
     for parameter in command.params:
         if isinstance(parameter, click.Option):

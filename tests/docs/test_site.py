@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import spbench
-from spbench.bench.cli import cli
+from spbench.bench.cli import COMMANDS
 from tests.docs.blocks import ROOT
 
 #: what a browser fetches by itself: not the targets of links
@@ -77,7 +77,8 @@ def test_the_references_are_complete(site: Path) -> None:
     assert [name for name in spbench.__all__ if f'id="spbench.{name}"' not in api] == []
     assert not re.search(":(class|func|mod|attr|meth):<code>", api)
     assert "Sentinel" not in commands, "a default of click itself is shown"
-    for name, command in cli.commands.items():
+    for name in COMMANDS.names():
+        command = COMMANDS.load(name)
         assert f'id="spbench-{name}"' in commands
         options = [option for parameter in command.params for option in parameter.opts if option[:2] == "--"]
         assert [option for option in options if option not in commands] == []

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError, suggestion
-from spbench.bench.published.answer import QUANTITIES, Answer, Mistake
-from spbench.bench.published.compared import Comparison, ScenarioResults, relative_error
-from spbench.bench.published.published import PublishedPlace
+from spbench.bench.errors import UserError
+from spbench.bench.published.answer import Answer, Mistake, unknown_quantity
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.published.files import PublishedPlace
+from spbench.bench.published.results import ScenarioResults
 from spbench.bench.published.selector import Selector
 from spbench.bench.published_number import PublishedNumber
-from spbench.bench.sweep.results import Row
 
 
 class Claim(Answer):
@@ -46,8 +46,7 @@ class Claim(Answer):
         return [cell for selector in self.sides().values() for cell in selector.select(declared)]
 
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
-        if self.quantity not in QUANTITIES:
-            yield ["quantity"], f"unknown quantity {self.quantity!r}{suggestion(self.quantity, QUANTITIES)}"
+        yield from unknown_quantity("quantity", self.quantity)
         for side, selector in self.sides().items():
             for message in selector.unclear(declared):
                 yield [side], message
@@ -58,64 +57,25 @@ class Claim(Answer):
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
         (published,) = self.numbers(results.folder)
-        found = {
-            side: number_of(selector.select(results.cells), selector, self.quantity, results.rows)
-            for side, selector in self.sides().items()
-        }
-        cells = [cell for cell, _, _ in found.values() if cell is not None]
+        ours = {side: results.measured(selector, self.quantity) for side, selector in self.sides().items()}
+        is_ratio = len(ours) == 2
         missing = [
-            f"{side if len(found) > 1 else 'cell'} {why}" for side, (_, _, why) in found.items() if why
+            f"{side if is_ratio else 'cell'} {our.missing}" for side, our in ours.items() if our.missing
         ]
-        reproduced = None
-        if not missing:
-            values = [value for _, value, _ in found.values() if value is not None]
-            if len(values) == 2 and not values[1]:
-                missing = ["denominator is zero"]
-            else:
-                reproduced = values[0] / values[1] if len(values) == 2 else float(values[0])
-        keys = {side: cell.key if cell else "" for side, (cell, _, _) in found.items()}
-        numerator = found["numerator"][0]
-        yield Comparison(
-            claim=self.claim,
-            published=published.value,
-            reproduced=reproduced,
-            relative_error=relative_error(published.value, reproduced),
-            role=results.role(self.claim, published, self.quantity, cells),
-            note="; ".join([self.note] * bool(self.note) + missing),
-            variant=results.cells[0].variant,
-            numerator=keys["numerator"],
-            denominator=keys.get("denominator", ""),
-            cell=" / ".join(filter(None, keys.values())),
-            strategy=numerator.strategy if numerator else "",
-            quantity="ratio" if len(found) == 2 else _searched(self.quantity, numerator),
+        if is_ratio and not missing and not ours["denominator"].value:
+            missing = ["denominator is zero"]
+        value, *below = [our.value for our in ours.values()]
+        cells = [our.cell for our in ours.values()]
+        search = cells[0].search if cells[0] else None
+        quantity = f"max_{search.quantity}" if search and self.quantity == "answer" else self.quantity
+        yield Comparison.of(
+            self.claim,
+            cells,
+            published.value,
+            None if missing else float(value) / (below[0] if below else 1),
+            role=results.role(self.claim, published, self.quantity, [cell for cell in cells if cell]),
+            notes=[self.note, *missing],
+            variant=results.variant,
+            quantity="ratio" if is_ratio else quantity,
             source=published.source,
         )
-
-
-def _searched(quantity: str, cell: Cell | None) -> str:
-    """The quantity, and of a search's answer what was searched for: max_batch or max_seq_len."""
-    search = cell.search if cell is not None else None
-    return f"max_{search.quantity}" if search is not None and quantity == "answer" else quantity
-
-
-def number_of(
-    selected: Sequence[Cell], selector: Selector, quantity: str, rows: Mapping[str, Row]
-) -> tuple[Cell | None, float | None, str]:
-    """(the one cell that was selected, its number, why there is none); None, and "" for the reason, where
-    there is no such thing.
-
-    Args:
-        selector: what selected the cells, for the reason.
-        quantity: a field of a measurement.
-    """
-    if len(selected) != 1:
-        return None, None, f"is {len(selected) or 'no'} cells ({selector})"
-    (cell,) = selected
-    if cell.key not in rows:
-        return cell, None, "was not run"
-    row = rows[cell.key]
-    value = row["measurement"].get(quantity)
-    if value is None or row["status"] not in ("ok", "oom"):
-        reason = f": {row['reason']}" if row["reason"] else ""
-        return cell, None, f"has no {quantity}, {row['status']}{reason}"
-    return cell, value, ""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import PositiveFloat
 
 from spbench.bench.cell import Cell
 from spbench.bench.published.answer import Answer, Mistake
-from spbench.bench.published.compared import Comparison, ScenarioResults
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.published.results import ScenarioResults
 from spbench.bench.published.selector import Selector
-from spbench.bench.sweep.results import Row
 
 Losses = Sequence[Mapping[str, float | None]]
 
@@ -50,25 +52,22 @@ class CurveClaim(Answer):
                 yield [side], message
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
-        sides = [_curves(side, s, results.cells, results.rows) for side, s in self.sides().items()]
-        (cell, ours, _), (reference, theirs, _) = sides
-        missing = [why for _, _, why in sides if why]
+        learning = replace(results, cells=_learning(results.cells))
+        sides = {side: learning.measured(selector, "losses") for side, selector in self.sides().items()}
+        missing = [f"{side} {run.missing}" for side, run in sides.items() if run.missing]
+        ours, theirs = (run.value or [] for run in sides.values())
         if not missing and [at["step"] for at in ours] != [at["step"] for at in theirs]:
             missing = ["the two have other steps"]
 
         def entry(quantity: str, loss: str, value: float | None, note: str, status: str = "") -> Comparison:
-            return Comparison(
-                claim=f"{self.claim}: {quantity.replace('_', ' ')}, {loss}".rstrip(", "),
-                published=None,
-                reproduced=value,
-                relative_error=None,
+            return Comparison.of(
+                f"{self.claim}: {quantity.replace('_', ' ')}, {loss}".rstrip(", "),
+                [run.cell for run in sides.values()],
+                None,
+                value,
                 role="curve",
-                note="; ".join(filter(None, (self.note, note))),
-                variant=results.cells[0].variant,
-                numerator=cell.key if cell else "",
-                denominator=reference.key if reference else "",
-                cell=" / ".join(side.key for side in (cell, reference) if side),
-                strategy=cell.strategy if cell else "",
+                notes=[self.note, note],
+                variant=results.variant,
                 quantity=quantity,
                 status_reproduced=status,
             )
@@ -91,13 +90,11 @@ class CurveClaim(Answer):
 
 def deviations(ours: Losses, theirs: Losses, loss: str) -> list[float]:
     """|ours - theirs| / |theirs| of each step."""
-    found = []
-    for here, there in zip(ours, theirs, strict=True):
-        a, b = here[loss], there[loss]
-        assert a is not None
-        assert b is not None
-        found.append(0.0 if a == b else abs(a - b) / abs(b) if b else float("inf"))
-    return found
+
+    def deviation(a: Any, b: Any) -> float:
+        return 0.0 if a == b else abs(a - b) / abs(b) if b else float("inf")
+
+    return [deviation(here[loss], there[loss]) for here, there in zip(ours, theirs, strict=True)]
 
 
 def final(losses: Losses, loss: str) -> float:
@@ -108,20 +105,3 @@ def final(losses: Losses, loss: str) -> float:
 
 def _learning(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.learning is not None]
-
-
-def _curves(
-    side: str, selector: Selector, cells: Sequence[Cell], rows: Mapping[str, Row]
-) -> tuple[Cell | None, Losses, str]:
-    """(the cell, its losses, why there are none)."""
-    selected = selector.select(_learning(cells))
-    if len(selected) != 1:
-        return None, [], f"{side} is {len(selected) or 'no'} cells ({selector})"
-    (cell,) = selected
-    if cell.key not in rows:
-        return cell, [], f"{side} was not run"
-    row = rows[cell.key]
-    if row["status"] != "ok" or not row["measurement"].get("losses"):
-        reason = f": {row['reason']}" if row["reason"] else ""
-        return cell, [], f"{side} has no losses, {row['status']}{reason}"
-    return cell, row["measurement"]["losses"], ""

@@ -13,8 +13,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.published.answer import Answer, Mistake
-from spbench.bench.published.compared import Comparison, ScenarioResults, relative_error
-from spbench.bench.published.published import PublishedPlace
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.published.files import PublishedPlace
+from spbench.bench.published.results import ScenarioResults
 from spbench.bench.published.selector import Selector
 from spbench.bench.sweep.results import Row
 
@@ -78,15 +79,9 @@ class FormulaClaim(Answer):
             if not missing:
                 whole, rest = (sent_elements(c, rows[c.key], self.phases) for c in (cell, other))
                 metered = whole - rest
-            yield _entry(
-                self.claim,
-                "sent_elements",
-                evaluate(formula, letters(cell)),
-                metered,
-                cell,
-                note=f"no measurement of {' and '.join(missing)}" if missing else "",
-                source=self.published.source(self.claim),
-            )
+            note = f"no measurement of {' and '.join(missing)}" if missing else ""
+            expected, source = evaluate(formula, letters(cell)), self.published.source(self.claim)
+            yield _entry(self.claim, "sent_elements", expected, metered, cell, note, source)
 
     @classmethod
     def compare_all(cls, entries: Sequence[Self], results: ScenarioResults) -> Iterator[Comparison]:
@@ -98,8 +93,7 @@ class FormulaClaim(Answer):
             row = results.rows.get(cell.key)
             if row is not None and row["status"] in ("ok", "oom"):
                 expected, metered = sent_bytes(row, "formula"), sent_bytes(row, "communication")
-                claim = f"closed form of {cell.strategy}, bytes"
-                yield _entry(claim, "sent_bytes", expected, metered, cell)
+                yield _entry(f"closed form of {cell.strategy}, bytes", "sent_bytes", expected, metered, cell)
 
 
 def _entry(
@@ -111,18 +105,14 @@ def _entry(
     note: str = "",
     source: str = "",
 ) -> Comparison:
-    return Comparison(
-        claim=f"{claim}, {cell.sizes.world} GPUs, {cell.engine}",
-        published=expected,
-        reproduced=metered,
-        relative_error=relative_error(expected, metered),
+    return Comparison.of(
+        f"{claim}, {cell.sizes.world} GPUs, {cell.engine}",
+        [cell],
+        expected,
+        metered,
         role="formula",
-        note=note,
+        notes=[note],
         variant=cell.variant,
-        numerator=cell.key,
-        denominator="",
-        cell=cell.key,
-        strategy=cell.strategy,
         quantity=quantity,
         source=source,
     )
@@ -150,12 +140,12 @@ def evaluate(formula: str, letters: Mapping[str, float]) -> float:
         )
 
     try:
-        found = value(ast.parse(formula, mode="eval").body)
+        result = value(ast.parse(formula, mode="eval").body)
     except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise UserError(f"cannot evaluate the formula {formula!r}: {error}") from error
-    if isinstance(found, complex) or not math.isfinite(found):
-        raise UserError(f"the formula {formula!r} gives {found}; a finite number is needed")
-    return found
+    if isinstance(result, complex) or not math.isfinite(result):
+        raise UserError(f"the formula {formula!r} gives {result}; a finite number is needed")
+    return result
 
 
 def letters(cell: Cell) -> dict[str, float]:
@@ -168,8 +158,8 @@ def letters(cell: Cell) -> dict[str, float]:
 def _hidden_and_heads(model: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[int]:
     from spbench.impls.models.model import model_preset
 
-    made: Any = model_preset(model, options, config)
-    return [made.hidden, made.heads]
+    preset: Any = model_preset(model, options, config)
+    return [preset.hidden, preset.heads]
 
 
 def sent_elements(cell: Cell, row: Row, phases: Sequence[str]) -> float:

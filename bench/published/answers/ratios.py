@@ -6,17 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import suggestion
-from spbench.bench.published.answer import QUANTITIES, Answer, Mistake
-from spbench.bench.published.answers.claims import number_of
-from spbench.bench.published.compared import Comparison, ScenarioResults
+from spbench.bench.published.answer import Answer, Mistake, unknown_quantity
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.published.results import OurNumber, ScenarioResults
 from spbench.bench.published.selector import Selector
-
-
-def _split(cell: Cell) -> str:
-    count = cell.training.micro_batches
-    parts = f", {count} micro-batches" if count > 1 else ""
-    return f"{cell.strategy} {cell.mesh_text}{parts}"
 
 
 class Ratios(Answer):
@@ -40,39 +33,28 @@ class Ratios(Answer):
         return [*self.cells.select(declared), *self.baseline.select(declared)]
 
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
-        if self.quantity not in QUANTITIES:
-            yield ["quantity"], f"unknown quantity {self.quantity!r}{suggestion(self.quantity, QUANTITIES)}"
+        yield from unknown_quantity("quantity", self.quantity)
         if not self.cells.select(declared):
             yield ["cells"], f"no group declares a cell with {self.cells}"
         for message in self.baseline.unclear(declared):
             yield ["baseline"], message
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
-        baseline, below, missing = number_of(
-            self.baseline.select(results.cells), self.baseline, self.quantity, results.rows
-        )
-        entries = [
-            self._entry(cell, baseline, below, f"baseline {missing}" if missing else "", results)
-            for cell in self.cells.select(results.cells)
-        ]
-        yield from sorted(entries, key=lambda e: (e.reproduced is None, -(e.reproduced or 0.0)))
+        below = results.measured(self.baseline, self.quantity)
+        cells = self.cells.select(results.cells)
+        ratios = [self._ratio(results.measured_at(cell, self.quantity), below, cell) for cell in cells]
+        yield from sorted(ratios, key=lambda ratio: (ratio.reproduced is None, -(ratio.reproduced or 0.0)))
 
-    def _entry(
-        self, cell: Cell, baseline: Cell | None, below: float | None, missing: str, results: ScenarioResults
-    ) -> Comparison:
-        _, value, why = number_of([cell], self.cells, self.quantity, results.rows)
-        keys = [cell.key, baseline.key if baseline is not None else ""]
-        return Comparison(
-            claim=f"{self.ratio}: {_split(cell)}",
-            published=None,
-            reproduced=value / below if value is not None and below else None,
-            relative_error=None,
+    def _ratio(self, ours: OurNumber, below: OurNumber, cell: Cell) -> Comparison:
+        count = cell.training.micro_batches
+        parts = f", {count} micro-batches" if count > 1 else ""
+        return Comparison.of(
+            f"{self.ratio}: {cell.strategy} {cell.mesh_text}{parts}",
+            [cell, below.cell],
+            None,
+            ours.value / below.value if ours.value is not None and below.value else None,
             role="predicted",
-            note=missing or why,
+            notes=[f"baseline {below.missing}" if below.missing else ours.missing],
             variant=cell.variant,
-            numerator=keys[0],
-            denominator=keys[1],
-            cell=" / ".join(filter(None, keys)),
-            strategy=cell.strategy,
             quantity="ratio",
         )

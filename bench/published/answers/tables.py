@@ -24,7 +24,7 @@ A row may be one of several measurements of a cell, and its numbers those of a r
                        rank: last, step: first, as: peak_memory_gib}
           peak_by_rank: {field: peak_memory_bytes, unit: 1048576, rank: each}     # {"0": 11.5, "1": 10.25}
 
-Fields are those of :mod:`bench.published.cell_fields`; an option is written with its section, as
+Fields are those of :mod:`spbench.bench.published.selector`; an option is written with its section, as
 ``model_options.layers``.
 """
 
@@ -34,17 +34,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published.answer import Answer, Mistake
-from spbench.bench.published.cell_fields import field_value, is_option
-from spbench.bench.published.compared import Comparison, ScenarioResults, relative_error
-from spbench.bench.published.published import published_rows
-from spbench.bench.published.quantity_columns import WHOLE_RUN, Place, PublishedRow, QuantityColumn
-from spbench.bench.published.wrong_tables import wrong_matches, wrong_rows, wrong_words
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.published.files import published_rows
+from spbench.bench.published.quantity_columns import WHOLE_RUN, PublishedRow, QuantityColumn, RankNumber
+from spbench.bench.published.results import ScenarioResults
+from spbench.bench.published.selector import FIELDS, field_value, has_fields, is_one, is_option
 from spbench.bench.published_number import PublishedNumber, Scalar, stands_for
 from spbench.bench.sweep.results import Row
+from spbench.bench.yaml_files import StrictModel
 
 #: the word for a run that a paper shows, as a bar or in words, without a number that could be copied
 UNSTATED = "unstated"
@@ -52,10 +54,8 @@ UNSTATED = "unstated"
 STATUSES = ("ok", "oom", UNSTATED)
 
 
-class TableFile(BaseModel):
+class TableFile(StrictModel):
     """A CSV file beside the scenario, or one that comes with the package."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     file: str
 
@@ -82,17 +82,15 @@ class PublishedTable(Answer):
     @property
     def by_name(self) -> dict[str, QuantityColumn]:
         """The first column of each quantity, by the name that it has in comparisons."""
-        found: dict[str, QuantityColumn] = {}
+        columns: dict[str, QuantityColumn] = {}
         for column, quantity in self.quantities.items():
-            found.setdefault(quantity.named or column, quantity)
-        return found
+            columns.setdefault(quantity.named or column, quantity)
+        return columns
 
     def matches(self, row: PublishedRow, cell: Cell) -> bool:
         """Whether the cell is the one that the row speaks of."""
         wanted = [self.cells, *(words.get(row.text[column], {}) for column, words in self.settings.items())]
-        if any(field_value(cell, field) != value for fields in wanted for field, value in fields.items()):
-            return False
-        return all(
+        return all(has_fields(cell, fields) for fields in wanted) and all(
             self._same(column, row.text[column], field_value(cell, field))
             for column, field in self.match.items()
         )
@@ -105,110 +103,156 @@ class PublishedTable(Answer):
     def rows(self, folder: Path) -> list[PublishedRow]:
         """The rows that the scenario asks for, or UserError."""
         _, _, rows = published_rows(self.published.file, folder)
-        numbered = [PublishedRow(line, row) for line, row in enumerate(rows, start=1)]
         return [
-            row
-            for row in numbered
-            if all(any(stands_for(row.text[c], v) for v in values) for c, values in self.where.items())
+            PublishedRow(line, row)
+            for line, row in enumerate(rows, start=1)
+            if all(any(stands_for(row[c], v) for v in values) for c, values in self.where.items())
         ]
 
-    def number(self, row: PublishedRow, column: str, place: Place) -> PublishedNumber:
-        """One number of a row."""
+    def _published(self, row: PublishedRow, column: str, number: RankNumber) -> PublishedNumber:
         source = f"{self.published.file}:{row.line}:{column}"
         if self.quantities[column].rank == "each":
-            source += f":{place.rank}"
-        return PublishedNumber(source, column, place.value, row.text)
+            source += f":{number.rank}"
+        return PublishedNumber(source, column, number.value, row.text)
 
     def numbers(self, folder: Path) -> list[PublishedNumber]:
         rows = self.rows(folder)
         return [
-            self.number(row, column, place)
+            self._published(row, column, number)
             for column, quantity in self.quantities.items()
             for row in rows
-            for place in quantity.places(row, column)
+            for number in quantity.numbers(row, column)
         ]
 
     def selected(self, declared: Sequence[Cell]) -> list[Cell]:
-        fixed = self.cells.items()
-        return [c for c in declared if all(field_value(c, field) == value for field, value in fixed)]
+        return [cell for cell in declared if has_fields(cell, self.cells)]
+
+    # -- what is wrong with a table ----------------------------------------------------------------------
 
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
-        yield from wrong_words(self, folder)
+        try:
+            _, columns, _ = published_rows(self.published.file, folder)
+        except UserError as error:
+            yield ["published"], str(error)
+            return
+        yield from self._wrong_words(columns)
         rows = self.rows(folder)
-        yield from wrong_rows(self, rows, STATUSES)
-        yield from wrong_matches(self, rows, declared)
+        yield from self._wrong_rows(rows)
+        yield from self._wrong_matches(rows, declared)
+
+    def _wrong_words(self, columns: Sequence[str]) -> Iterator[Mistake]:
+        """Names of columns that the file lacks, and unknown fields."""
+        keys = ("match", "where", "names", "settings", "quantities")
+        named = [([key, column], column) for key in keys for column in getattr(self, key)]
+        named += [(["named_by"], column) for column in self.named_by]
+        named += [(["status"], self.status)] if self.status is not None else []
+        for path, column in named:
+            if column not in columns:
+                yield path, f"{self.published.file} has no column {column!r}{suggestion(column, columns)}"
+        fields = [(["match", column], field) for column, field in self.match.items()]
+        fields += [(["cells", field], field) for field in self.cells]
+        fields += [
+            (["settings", column, word, field], field)
+            for column, words in self.settings.items()
+            for word, given in words.items()
+            for field in given
+        ]
+        for path, field in fields:
+            if field not in FIELDS and not is_option(field):
+                yield path, f"unknown field {field!r}{suggestion(field, FIELDS)}"
+        for column, quantity in self.quantities.items():
+            for below, message in quantity.mistakes():
+                yield ["quantities", column, *below], message
+
+    def _wrong_rows(self, rows: Sequence[PublishedRow]) -> Iterator[Mistake]:
+        file = self.published.file
+        if not rows:
+            yield ["where" if self.where else "published"], f"no row of {file} is left; every table needs one"
+        for row in rows:
+            if (status := self._status(row)) not in STATUSES:
+                known = f"{', '.join(STATUSES[:-1])} or {STATUSES[-1]}"
+                yield ["status"], f"row {row.line} of {file} says {status!r}; it must be {known}"
+            for column, quantity in self.quantities.items():
+                try:
+                    quantity.numbers(row, column)
+                except ValueError:
+                    text = row.text[column]
+                    yield ["quantities", column], f"row {row.line} of {file} has no number there but {text!r}"
+
+    def _wrong_matches(self, rows: Sequence[PublishedRow], declared: Sequence[Cell]) -> Iterator[Mistake]:
+        """Each row must speak of one cell on each cluster and engine, and no two rows of the same unless they
+        are repeated measurements of it."""
+        spoken_of: dict[str, int] = {}
+        for row in rows:
+            matched = [cell for cell in declared if self.matches(row, cell)]
+            what = ", ".join(f"{column} {row.text[column]}" for column in self.match)
+            where = f"row {row.line} of {self.published.file} ({what})"
+            if not matched:
+                yield ["match"], f"no group declares the cell of {where}"
+            if not is_one(matched):
+                keys = f"{matched[0].key} and {matched[1].key}"
+                mend = "match another column, or tell them apart in cells"
+                yield ["match"], f"{where} is {len(matched)} cells, such as {keys}; {mend}"
+            for cell in matched:
+                if cell.key in spoken_of and not self.repeated:
+                    yield ["match"], f"rows {spoken_of[cell.key]} and {row.line} both speak of {cell.key}"
+                spoken_of[cell.key] = row.line
+
+    # -- comparison --------------------------------------------------------------------------------------
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
         for column, quantity in self.quantities.items():
             for row in self.rows(results.folder):
                 cells = [cell for cell in results.cells if self.matches(row, cell)]
-                for place in quantity.places(row, column):
-                    if place.value is not None or self._status(row) != "ok":
+                for number in quantity.numbers(row, column):
+                    if number.value is not None or self._status(row) != "ok":
                         for cell in cells:
-                            yield self._entry(row, column, place, cell, results)
+                            yield self._entry(row, column, number, cell, results)
 
     def _status(self, row: PublishedRow) -> str:
         return row.text[self.status] if self.status is not None else "ok"
 
     def _entry(
-        self, row: PublishedRow, column: str, place: Place, cell: Cell, results: ScenarioResults
+        self, row: PublishedRow, column: str, number: RankNumber, cell: Cell, results: ScenarioResults
     ) -> Comparison:
         """One number of the table, or the status of a run that has none."""
-        published, quantity = self.number(row, column, place), self.quantities[column]
-        found = results.rows.get(cell.key)
-        ours = None if found is None else quantity.ours(found["measurement"], cell, place)
-        notes = [
-            self._settings(row),
-            self.note,
-            quantity.note,
-            *self._notes(row, quantity, place, ours, found),
-        ]
-        name = quantity.named or column
-        return Comparison(
-            claim=self.label(row, column, place),
-            published=published.value,
-            reproduced=ours,
-            relative_error=relative_error(published.value, ours),
+        published, quantity = self._published(row, column, number), self.quantities[column]
+        result = results.rows.get(cell.key)
+        ours = None if result is None else quantity.ours(result["measurement"], cell, number)
+        lacks = f"has no {quantity.field}" if ours is None and number.value is not None else ""
+        words = [_word(name, row.text[name]) for name in self.named_by] + quantity.words(number)
+        return Comparison.of(
+            self.label(row, column, number),
+            [cell],
+            published.value,
+            ours,
             role=results.role(self.table, published, quantity.field, [cell]),
-            note="; ".join(filter(None, notes)),
+            notes=[self._options(row), self.note, quantity.note, self._outcome(row, result, lacks)],
             variant=cell.variant,
-            numerator=cell.key,
-            denominator="",
-            table=self._labelled(row, quantity, place),
-            cell=cell.key,
-            strategy=cell.strategy,
-            quantity=name,
+            table=f"{self.table}: {', '.join(words)}" if words else self.table,
+            quantity=quantity.named or column,
             status_published=self._status(row),
-            status_reproduced="" if found is None else found["status"],
+            status_reproduced="" if result is None else result["status"],
             source=published.source,
         )
 
-    def _notes(
-        self, row: PublishedRow, quantity: QuantityColumn, place: Place, ours: float | None, found: Row | None
-    ) -> list[str]:
-        """Why a number has none of ours beside it, or how the run ended otherwise than published."""
+    def _outcome(self, row: PublishedRow, result: Row | None, lacks: str) -> str:
+        """How the run ended otherwise than published, or else ``lacks``, why it has no number."""
+        if result is None:
+            return "was not run"
         status = self._status(row)
-        if found is None:
-            return ["was not run"]
-        reason = f": {found['reason']}" if found["reason"] else ""
+        ended = result["status"] + (f": {result['reason']}" if result["reason"] else "")
         if status == UNSTATED:
-            return [f"{found['status']}{reason}"] * (found["status"] != "ok")
-        if found["status"] != status:
-            return [f"published {status}, ours {found['status']}{reason}"]
-        return [f"has no {quantity.field}"] * (ours is None and place.value is not None)
+            return ended if result["status"] != "ok" else ""
+        return f"published {status}, ours {ended}" if result["status"] != status else lacks
 
-    def label(self, row: PublishedRow, column: str, place: Place = WHOLE_RUN) -> str:
+    def label(self, row: PublishedRow, column: str, number: RankNumber = WHOLE_RUN) -> str:
         """A name for one number of the table that nothing else in the scenario has."""
         columns = dict.fromkeys((*self.named_by, *self.match))
         where = [f"{name} {row.text[name]}" for name in columns]
-        return f"{self.table}: {column}, {', '.join([*where, *self.quantities[column].words(place)])}"
+        return f"{self.table}: {column}, {', '.join([*where, *self.quantities[column].words(number)])}"
 
-    def _labelled(self, row: PublishedRow, quantity: QuantityColumn, place: Place) -> str:
-        """The table's name, with the words of the row and the rank and step of the number, if any."""
-        words = [_word(column, row.text[column]) for column in self.named_by] + quantity.words(place)
-        return f"{self.table}: {', '.join(words)}" if words else self.table
-
-    def _settings(self, row: PublishedRow) -> str:
+    def _options(self, row: PublishedRow) -> str:
         """The options that a row names; the name of its cell has a hash in their place."""
         optional = [column for column, field in self.match.items() if is_option(field)]
         return ", ".join(f"{column} {row.text[column]}" for column in optional if row.text[column])

@@ -8,8 +8,8 @@ from typing import Any
 from spbench.bench.report.gathered import CellResult, Gathered
 from spbench.bench.report.page import DataTable, Page
 from spbench.bench.report.rendering import csv_text, script_json
+from spbench.bench.sweep.provenance import commit_of
 from spbench.bench.sweep.results import finite
-from spbench.bench.sweep.same_code import commit_of
 
 #: columns that readers choose values of, where there are several values
 _CHOSEN = ("scenario", "model", "strategy", "cluster", "engine", "precision", "variant", "status", "origin")

@@ -1,4 +1,4 @@
-"""The first page: how well papers reproduce, what ran, and which method is the best where."""
+"""The first page: whether papers reproduce and what changed; then errors, machines and the best methods."""
 
 from __future__ import annotations
 
@@ -6,160 +6,159 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import altair as alt
-
 from spbench.bench.engines.engine import engines
 from spbench.bench.report.best_methods import BY_BATCH, BY_LENGTH, best_chart
-from spbench.bench.report.charts import ROLE_COLORS, ROW_HEIGHT, spec_of
-from spbench.bench.report.gathered import Gathered
-from spbench.bench.report.measured_charts import measured_chart
-from spbench.bench.report.page import Chart, DataTable, Page, Panel
-from spbench.bench.reproduction.findings import Record, distinct, role_errors
-from spbench.bench.reproduction.measured_sources import MEASURED
-from spbench.bench.reproduction.validation import validation_lines
-from spbench.bench.sweep.same_code import commit_of
+from spbench.bench.report.changes import changes
+from spbench.bench.report.gathered import Gathered, PaperResults
+from spbench.bench.report.page import DataTable, Page
+from spbench.bench.report.rendering import dated
+from spbench.bench.report.verdict import counts, verdict_on, why
+from spbench.bench.reproduction.findings import Record, distinct, label_of, role_errors
+from spbench.bench.reproduction.papers import MEASURED
+from spbench.bench.reproduction.validation import QUANTITY_NAMES, records_by_source, validation_lines
+from spbench.bench.sweep.provenance import commit_of
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """index.html."""
-    heat_maps = [
-        best_chart(
+    titles = [
+        (
             "best",
             "The best method by sequence length and GPUs, of those measured alike",
-            gathered.cells,
             BY_LENGTH,
             "seq_len",
         ),
-        best_chart(
-            "longest",
-            "The method with the longest sequence that fits, by batch and GPUs",
-            gathered.cells,
-            BY_BATCH,
-            "batch",
-        ),
+        ("longest", "The method with the longest sequence that fits, by batch and GPUs", BY_BATCH, "batch"),
     ]
-    measured = _measured(gathered)
+    heat_maps = [
+        best_chart(name, text, gathered.cells, questions, along) for name, text, questions, along in titles
+    ]
+    measured = [
+        record
+        for paper in gathered.papers
+        if paper.findings and paper.paper.name == MEASURED
+        for record in paper.findings.records
+    ]
     values = {
+        "sentences": [_sentence(paper) for paper in gathered.papers],
+        "changes": list(changes(gathered)),
         "counts": Counter(cell.row["status"] for cell in gathered.cells),
         "total": len(gathered.cells),
-        "commits": _named(commit_of(cell.row) for cell in gathered.cells),
+        "commits": _named(dated(commit_of(cell.row)) for cell in gathered.cells),
         "torches": _named((cell.row.get("provenance") or {}).get("torch") for cell in gathered.cells),
-        "verdict": _verdict(gathered),
+        "verdict": _by_role(gathered),
         "errors": _errors(gathered),
         "validation": _validation(measured),
-        "measured": measured_chart(measured),
-        "unreproduced": [paper.paper for paper in gathered.papers if paper.findings is None],
+        "measured": _measured(measured),
+        "measured_figure": gathered.figure(MEASURED),
         "heat_maps": [chart for chart in heat_maps if chart is not None],
         "machines": _machines(gathered),
-        "problems": gathered.problems,
     }
     yield Page(
         "index.html",
-        "Sequence parallelism, measured and reproduced",
+        "Sequence parallelism, reproduced",
         "overview.html",
         values,
         order=0,
         short_title="Overview",
-        summary="Which published results on sequence parallelism reproduce, and which method is best where.",
     )
 
 
-def _named(values: Iterator[str | None] | Sequence[str | None]) -> str:
+def _sentence(paper: PaperResults) -> dict[str, Any]:
+    """Whether a paper reproduces, and why, in numbers."""
+    records = paper.findings.records if paper.findings else []
+    verdict = verdict_on(records)
+    titles = {name: scenario.document.title for name, scenario in paper.scenarios.items()}
+    return {
+        "paper": paper.paper,
+        "path": f"paper-{paper.paper.name}.html",
+        "word": verdict.word,
+        "counts": counts(verdict),
+        "why": why(records, titles),
+    }
+
+
+def _named(values: Iterator[str | None]) -> str:
     """The values with how often they occur, the most frequent first; without counts if there is one."""
-    counts = Counter(value for value in values if value)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{name} ({count} cells)" for name, count in sorted(counts.items(), key=lambda c: -c[1]))
+    found = Counter(value for value in values if value)
+    if len(found) == 1:
+        return next(iter(found))
+    return ", ".join(f"{name}: {count} cells" for name, count in found.most_common())
 
 
-def _verdict(gathered: Gathered) -> DataTable:
+def _by_role(gathered: Gathered) -> DataTable:
     """A line for each paper and role."""
-    lines: list[dict[str, Any]] = []
+    lines = []
     for paper in gathered.papers:
         records = paper.findings.records if paper.findings else []
         for of in role_errors(records):
+            verdict = verdict_on([record for record in records if record["role"] == of.role])
             lines.append(
                 {
-                    "paper": paper.paper.label,
-                    "role": of.role,
-                    "numbers": of.numbers,
+                    "paper and role": f"{paper.paper.label}, {of.role}",
                     "median error": of.median,
+                    "reproduces": verdict.word if verdict.judged else "not judged",
                     "worst error": of.worst,
+                    "numbers": of.numbers,
                 }
             )
-    return DataTable(
-        "verdict",
-        "Distinct published numbers and the relative error of ours, absolute, by paper and role",
-        lines,
-        percent=("median error", "worst error"),
-    )
+    caption = "Distinct published numbers and the relative error of ours, absolute, by paper and role"
+    return DataTable("verdict", caption, lines, percent=("median error", "worst error"))
 
 
-def _errors(gathered: Gathered) -> Chart | None:
-    """The error of every published number, a row for each paper."""
+def _errors(gathered: Gathered) -> DataTable | None:
+    """The error of every published number that is no closed form, the largest first."""
     lines = [
         {
-            "paper": paper.paper.label,
-            "role": record["role"],
-            "where": record["table"],
-            "quantity": record["quantity"],
-            "cell": record["cell"],
+            "where": f"{paper.paper.label}: {record['table']}",
+            "error": record["relative_error"],
             "published": record["published"],
             "ours": record["reproduced"],
-            "relative error": record["relative_error"],
+            "quantity": record["quantity"],
+            "role": record["role"],
+            "cell": record["cell"],
         }
         for paper in gathered.papers
         if paper.findings
         for record in distinct(paper.findings.records)
         if record["relative_error"] is not None and record["role"] != "formula"
     ]
-    if not lines:
-        return None
-    roles = [role for role in ROLE_COLORS if any(line["role"] == role for line in lines)]
-    names = list(dict.fromkeys(line["paper"] for line in lines))
-    panels = [Panel(name, _strip([line for line in lines if line["paper"] == name], roles)) for name in names]
-    caption = "Relative error of every published number that is not a closed form, by paper and role"
-    worst = max(lines, key=lambda line: abs(line["relative error"]))
-    close = sum(abs(line["relative error"]) <= 0.1 for line in lines) / len(lines)
-    return Chart(
-        "errors",
-        caption,
-        f"{caption}. {close:.0%} of {len(lines)} are within 10%; the furthest is {worst['where']} of "
-        f"{worst['paper']} at {worst['relative error']:+.0%}.",
-        {},
-        DataTable("errors", caption, lines, sortable=True, percent=("relative error",)),
-        panels=panels,
-    )
-
-
-def _measured(gathered: Gathered) -> Sequence[Record]:
-    """The records of measurements of real machines; none where they were not reproduced."""
-    found = [paper.findings for paper in gathered.papers if paper.paper.name == MEASURED]
-    return [record for findings in found if findings for record in findings.records]
+    lines.sort(key=lambda line: -abs(line["error"]))
+    caption = "Relative error of every published number that is not a closed form, the largest first"
+    return DataTable("errors", caption, lines, sortable=True, percent=("error",)) if lines else None
 
 
 def _validation(records: Sequence[Record]) -> DataTable | None:
     """The table of README.md: errors by who measured, beside those of other predictors."""
     caption = "Errors against real machines, ours and those of other predictors"
-    return DataTable("validation", caption, validation_lines(records)) if records else None
+    lines = validation_lines(records) if records else []
+    heads = ["predicted by", "median error", "quantity", "measured by, on", "numbers", "mean", "worst"]
+    return DataTable("validation", caption, lines, [*heads, "role, or source"]) if lines else None
 
 
-def _strip(lines: Sequence[dict[str, Any]], roles: Sequence[str]) -> dict[str, Any]:
-    """A tick for each error, a row for each role."""
-    color = alt.Scale(domain=roles, range=[ROLE_COLORS[role] for role in roles])
-    axis = alt.Axis(format="+.0%", tickCount=6)
-    ticks = (
-        alt.Chart()
-        .mark_tick(thickness=2, size=16, opacity=0.75)
-        .encode(
-            x=alt.X("error:Q", title="relative error", axis=axis),
-            y=alt.Y("role:N", title=None, scale=alt.Scale(domain=roles)),
-            color=alt.Color("role:N", scale=color, legend=None),
-            tooltip=["where:N", "quantity:N", "published:Q", "ours:Q", alt.Tooltip("error:Q", format="+.1%")],
-        )
-        .properties(width="container", height=ROW_HEIGHT * len(roles))
-    )
-    return spec_of(ticks, [{**line, "error": line["relative error"]} for line in lines])
+def _measured(records: Sequence[Record]) -> DataTable | None:
+    """Ours beside every number that a real machine measured."""
+    lines = [
+        {
+            "what": f"{source.measured_by}: {label_of(record)}",
+            "error": record["relative_error"],
+            "measured": record["published"],
+            "ours": record["reproduced"],
+            "quantity": _with_unit(record["quantity"]),
+            "role": record["role"],
+            "note": record["note"],
+        }
+        for source, some in records_by_source(records).items()
+        for record in some
+    ]
+    caption = "Ours beside what real machines measured"
+    return DataTable("measured", caption, lines, sortable=True, percent=("error",)) if lines else None
+
+
+def _with_unit(quantity: str) -> str:
+    """A quantity of measured machines, as "peak memory (GiB)"."""
+    unit = {"gib": "GiB", "ms": "ms"}.get(quantity.rpartition("_")[2])
+    return QUANTITY_NAMES.get(quantity, quantity) + (f" ({unit})" if unit else "")
 
 
 def _machines(gathered: Gathered) -> DataTable | None:
@@ -185,6 +184,5 @@ def _machines(gathered: Gathered) -> DataTable | None:
         }
         for (engine, cluster), rows in sorted(groups.items())
     ]
-    return (
-        DataTable("machines", "Cells that ran on real ranks, by engine and cluster", lines) if lines else None
-    )
+    caption = "Cells that ran on real ranks, by engine and cluster"
+    return DataTable("machines", caption, lines) if lines else None

@@ -15,7 +15,7 @@ from spbench.bench.report.page import DataTable, Page
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """regressions.html."""
-    found = list(gates(gathered.results))
+    found = list(gates(gathered.baseline, gathered.results / "runs"))
     tables = {gate.scenario: _differences(gate) for gate in found if gate.lines}
     yield Page(
         "regressions.html",
@@ -25,7 +25,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "gates": found,
             "tables": tables,
             "results": str(gathered.results),
-            "closed": [gate for gate in found if gate.judgement is not None and gate.judgement.fails],
+            "judged": [gate for gate in found if gate.judgement is not None],
+            "worse": [gate for gate in found if gate.judgement is not None and gate.judgement.fails],
             **_history(gathered),
         },
         order=80,
@@ -35,7 +36,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 def _differences(gate: Gate) -> DataTable:
     return DataTable(
-        f"gate-{gate.scenario.replace('_', '-')}",
+        gate.table_name,
         f"{gate.scenario}: what differs from the baseline, the worst first",
         gate.lines,
         sortable=len(gate.lines) > 1,
@@ -78,5 +79,4 @@ def _counts(assessments: Sequence[Assessment]) -> dict[str, int]:
 
 def _warnings(history: History) -> list[str]:
     others = history.branches[1:]
-    left_out = [f"records of {', '.join(others)} are left out"] if others else []
-    return [*history.problems, *left_out]
+    return [f"records of {', '.join(others)} are left out"] if others else []

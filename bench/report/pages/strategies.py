@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.cell import Cell
 from spbench.bench.report import strategy_numbers as numbers
 from spbench.bench.report.docstrings import as_html, in_line
 from spbench.bench.report.gathered import CellResult, Gathered
 from spbench.bench.report.layer_chart import layer_chart
-from spbench.bench.report.memory_chart import memory_chart
-from spbench.bench.report.one_layer import BACKWARD, FORWARD
 from spbench.bench.report.page import DataTable, Page
-from spbench.bench.report.side_by_side import Demonstration, demonstrations
+from spbench.bench.reproduction.strategy_traces import LAYERS, read_trace
+from spbench.bench.sweep.digest import changed_parts
+from spbench.bench.sweep.provenance import commit_of
+from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 from spbench.bench.verification.verdicts import Verdict, read_verdicts, verified_code
 from spbench.impls.peers.registry import absent, peers
 from spbench.impls.strategies.base import Strategy
@@ -24,16 +25,18 @@ from spbench.impls.strategies.registry import strategies
 from spbench.plots.style import strategy_name
 
 GROUP = "Strategies"
+#: statuses of cells that a strategy has run
+_RAN = ("ok", "oom", "mismatch")
+_PHASES = ("forward", "backward")
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """strategies.html, and strategy-NAME.html of each strategy."""
     classes = dict(sorted(strategies().items()))
-    shown = demonstrations(classes)
     verdicts = read_verdicts(gathered.results / "verification")
-    yield _all(gathered, classes, shown, verdicts)
-    for demonstration in shown:
-        yield _one(gathered, classes[demonstration.strategy], demonstration, verdicts)
+    yield _all(gathered, classes, verdicts)
+    for cls in classes.values():
+        yield _one(gathered, cls, verdicts)
 
 
 def path_of(strategy: str) -> str:
@@ -47,13 +50,10 @@ def path_of(strategy: str) -> str:
 def _all(
     gathered: Gathered,
     classes: Mapping[str, type[Strategy]],
-    shown: Sequence[Demonstration],
     verdicts: Sequence[Verdict],
 ) -> Page:
     lines = []
-    for demonstration in shown:
-        name = demonstration.strategy
-        cls = classes[name]
+    for name, cls in classes.items():
         own = [verdict for verdict in verdicts if verdict["strategy"] == name]
         lines.append(
             {
@@ -63,6 +63,7 @@ def _all(
                 "source": in_line(cls.source),
                 "axes": ", ".join(cls.axes),
                 "verified": numbers.count_by_status(own) if own else None,
+                "same_code": {verdict["code"] for verdict in own} == {verified_code()},
                 "cells": len(numbers.uses(name, gathered.cells)),
             }
         )
@@ -95,71 +96,94 @@ def _peers() -> list[dict[str, Any]]:
 # -- one of them -----------------------------------------------------------------------------------------
 
 
-def _one(gathered: Gathered, cls: type[Strategy], shown: Demonstration, verdicts: Sequence[Verdict]) -> Page:
+def _one(gathered: Gathered, cls: type[Strategy], verdicts: Sequence[Verdict]) -> Page:
     name = cls.name
-    cells = numbers.uses(name, gathered.cells)
-    values = {
-        "cls": cls,
-        "source": in_line(cls.source),
-        "about": as_html(inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")),
-        "options": [(f.name, f.default) for f in fields(cls.options_type)],
-        "shown": shown,
-        "problems": [in_line(problem) for problem in shown.problems],
-        "results": str(gathered.results),
-        **_verification(name, verdicts),
-        **_cells(name, cells),
-    }
-    if shown.cell is not None:
-        values |= _measured(shown)
     return Page(
         path_of(name),
         strategy_name(name).capitalize() if strategy_name(name).islower() else strategy_name(name),
         "strategy.html",
-        values,
+        {
+            "cls": cls,
+            "source": in_line(cls.source),
+            "about": as_html(inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")),
+            "options": [(f.name, f.default) for f in fields(cls.options_type)],
+            "results": str(gathered.results),
+            **_verification(name, verdicts),
+            **_cells(name, numbers.uses(name, gathered.cells)),
+            **_step(gathered, name),
+            **_layer(gathered, name),
+        },
         GROUP,
         order=31,
         summary=cls.summary[:1].upper() + cls.summary[1:] + ".",
     )
 
 
-def _measured(shown: Demonstration) -> dict[str, Any]:
-    cell = shown.cell
-    assert cell is not None
-    cluster = load_cluster(cell.cluster)
-    at = f"{cell.model}, batch {cell.batch}, {cell.seq_len:,} positions, {cell.precision}"
-    lines = numbers.formula_lines(shown.row)
-    values: dict[str, Any] = {
-        "at": at,
-        "mesh": cell.mesh_text,
-        "ranks": cell.sizes.world,
-        "cluster": cluster.name,
+def _at(cell: Cell) -> str:
+    """The model and the shape of a cell, in words."""
+    return f"{cell.model}, batch {cell.batch}, {cell.seq_len:,} positions, {cell.precision}"
+
+
+def _step(gathered: Gathered, name: str) -> dict[str, Any]:
+    """Bytes and memory of the strategy's first cell beside others; ``row`` is None where it has none."""
+    ran = [row for row in gathered.strategy_rows if row["status"] in _RAN]
+    row = next((row for row in ran if row["cell"]["strategy"] == name), None)
+    if row is None:
+        return {"row": None}
+    cell = Cell.model_validate(row["cell"])
+    shape = (cell.model, cell.batch, cell.seq_len)
+    beside = [r for r in ran if (r["cell"]["model"], r["cell"]["batch"], r["cell"]["seq_len"]) == shape]
+    lines = numbers.formula_lines(row)
+    held = f"Memory in GiB of the rank that needs most, at its peak, by what holds it: {_at(cell)}"
+    return {
+        "row": row,
+        "made": made(row),
+        "changed": changed_parts(cell, row),
         "layers": cell.model_options.get("layers"),
         "differs": [line for line in lines if line["difference"]],
-        "formula": DataTable("formula", f"Bytes that one rank sends in a training step: {at}", lines),
-        "memory": memory_chart(shown.beside, shown.strategy, at),
+        "formula": DataTable("formula", f"Bytes that one rank sends in a training step: {_at(cell)}", lines),
+        "memory": DataTable("memory", held, numbers.memory_lines(beside)),
     }
-    if shown.layer is not None:
-        where = f"{at}, on {cell.sizes.world} {'ranks' if cell.sizes.world > 1 else 'rank'}"
-        values["layer_charts"] = [
-            layer_chart(shown.layer, phase, f"layer-{phase}", where) for phase in (FORWARD, BACKWARD)
-        ]
-        values["times"] = DataTable(
-            "times",
-            "What each rank's time goes to, forward and backward of the layer",
-            numbers.time_lines(shown.layer),
-        )
-    return values
+
+
+def made(row: Row) -> str:
+    """The commit and the day that a row was made."""
+    return f"{commit_of(row) or 'unknown'} on {str(row.get('time') or 'an unknown day')[:10]}"
+
+
+def _layer(gathered: Gathered, name: str) -> dict[str, Any]:
+    """The timeline of one layer, from the kept trace; ``trace`` is None where there is none."""
+    trace = read_trace(gathered.strategies, name)
+    rows, _ = read_rows(gathered.strategies / LAYERS / RESULTS_FILE)
+    row = next((row for row in rows if trace and row["key"] == trace["otherData"]["cell"]), None)
+    if trace is None or row is None:
+        return {"trace": None}
+    cell = Cell.model_validate(row["cell"])
+    ranks = cell.sizes.world
+    where = f"{_at(cell)}, on {ranks} {'ranks' if ranks > 1 else 'rank'}"
+    return {
+        "trace": trace,
+        "at": _at(cell),
+        "ranks": ranks,
+        "mesh": cell.mesh_text,
+        "cluster": cell.cluster,
+        "layer_made": made(row),
+        "layer_changed": changed_parts(cell, row),
+        "charts": [layer_chart(trace, phase, f"layer-{phase}", where) for phase in _PHASES],
+        "times": DataTable("times", "What each rank's time of the step goes to", numbers.time_lines(trace)),
+    }
 
 
 def _verification(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     own = [verdict for verdict in verdicts if name in verdict["strategy"].split("+")]
     judged = [verdict for verdict in own if verdict["status"] == "green" and verdict["dtype"] == "fp64"]
     worst = max(judged, key=lambda verdict: verdict["error"] or 0.0, default=None)
-    made = {(v["commit"], v["torch"], v["time"][:10], v["code"] == verified_code()) for v in own}
+    verified = {(v["commit"], v["torch"], v["time"][:10], v["code"] == verified_code()) for v in own}
     return {
         "verdicts": numbers.count_by_status(own) if own else None,
         "worst": worst,
-        "made": sorted(made, key=str),
+        "same_code": {verdict["code"] for verdict in own} == {verified_code()},
+        "verified_at": sorted(verified, key=str),
         "verdict_table": DataTable(
             "verification",
             "Relative errors against one device in float64: the worst tensor of all ranks and cases",

@@ -72,8 +72,11 @@
     document.getElementById("matching").textContent = `${count} of ${rows.length} cells`;
   }
 
+  // Text that a spreadsheet would run as a formula gets an apostrophe, as in cells.csv
+  const isFormula = (value) => typeof value === "string" && /^[=+\-@\t\r]/.test(value) && !/^[+-]?[\d.,]+(e[+-]?\d+)?%?$/i.test(value);
+
   function field(value) {
-    const text = value === null || value === undefined ? "" : value === true ? "True" : value === false ? "False" : String(value);
+    const text = isFormula(value) ? `'${value}` : value === null || value === undefined ? "" : value === true ? "True" : value === false ? "False" : String(value);
     return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   }
 

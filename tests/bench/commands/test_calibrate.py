@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.calibration.compute_rates import SMALL
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.engines.engine import run
 from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.results import read_rows
 from tests.bench.commands.conftest import Run
 
@@ -43,7 +43,7 @@ def measure(command_line: Run) -> None:
     assert out.splitlines()[-5:] == ["ours.yaml", "ours.csv", "ours.png", "ours.svg", "ours.pdf"]
     cluster = load_cluster("ours.yaml")
     command = f"spbench calibrate --engine distributed --device cpu {' '.join(TINY)}"
-    sources = {figure.source.partition(": ")[2] for _, figure in cluster.figures() if figure.value}
+    sources = {figure.source.partition(": ")[2] for _, figure in cluster.sourced() if figure.value}
     assert sources == {command}
     with Path("ours.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -58,7 +58,7 @@ def test_a_measured_cluster_can_be_simulated(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     measure(command_line)
-    found = run(SMALL.model_copy(update={"cluster": "ours.yaml"}))
+    found = run_cell(SMALL.model_copy(update={"cluster": "ours.yaml"}))
     assert found.step_time_s is not None
     launches = load_cluster("ours.yaml").device.launch_overhead_s.value
     assert launches is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell, Learning, Measurement
-from spbench.bench.commands.forms import form_names, load_form
+from spbench.bench.commands.forms import FORMS
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.result_table import result_table
 from spbench.bench.sweep.sweep import as_row
@@ -39,7 +39,7 @@ def show(output, out, err):
 
 def shown(form: str, output: Output) -> tuple[str, str]:
     out, err = io.StringIO(), io.StringIO()
-    load_form(form)(output, out, err)
+    FORMS.load(form)(output, out, err)
     return out.getvalue(), err.getvalue()
 
 
@@ -95,7 +95,7 @@ def test_a_file_adds_a_command(tmp_path: Path) -> None:
         "import click\n"
         "from spbench.bench.commands.options import printed\n"
         "from spbench.bench.commands.output import Output\n"
-        '@click.command("hello")\n'
+        "@click.command\n"
         "@printed\n"
         "def command():\n"
         '    return Output(["hello"], {"hello": 1}, code=1)\n'
@@ -118,7 +118,7 @@ def test_a_file_adds_a_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A folder beside the package's own stands for one more file in it."""
     (tmp_path / "as_tsv.py").write_text(TSV)
     monkeypatch.setattr("spbench.bench.commands.forms.__path__", [str(tmp_path)])
-    assert form_names() == ["tsv"]
+    assert FORMS.names() == ["tsv"]
     assert shown("tsv", OUTPUT)[0] == "a\t1.5\nb,c\tTrue\tNone\n"
 
 
@@ -133,7 +133,7 @@ def test_a_form_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
         assert message in made.stderr
     assert plugged_in(tmp_path, "list", "clusters").returncode == 0
     with pytest.raises(DiscoveryError, match="0 output forms are called 'xml'"):
-        load_form("xml")
+        FORMS.load("xml")
 
 
 def test_lists_have_every_form(command_line: Run) -> None:

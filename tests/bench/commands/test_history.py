@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spbench.bench.git import git
 from spbench.bench.history.run_record import CellRecord
 from tests.bench.commands.conftest import Run
 from tests.bench.history.records import cell, commit, nightly, record
@@ -33,7 +34,7 @@ RANGE = f"{commit(3).short}..{commit(4).short}"
 
 
 def test_results_are_recorded_once_and_shown(command_line: Run, tmp_path: Path, checkout: Path) -> None:
-    path = results(tmp_path / "gate", row("a"))
+    path = results(tmp_path / "gate", row("a", commit=git(checkout, "rev-parse", "HEAD")[:12]))
     arguments = ("record", str(path), "--history", str(tmp_path / "h"), "--repository", str(checkout))
     code, out, err = command_line(*arguments)
     assert (code, err, ": recorded\n" in out, "1 cells of gate at " in out) == (0, "", True, True)
@@ -103,10 +104,8 @@ def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
     from spbench.bench.history.from_results import add_record
 
     add_record(record(7, cell("a"), branch="topic"), history)
-    (history / "cut.jsonl").write_text("{")
     (history / "meant.yaml").write_text("meant: [{commit: '1234567', reason: soon}]")
     out = command_line("history", str(history))[1]
-    assert f"warning: {history / 'cut.jsonl'}: not a record of a run, skipped\n" in out
     assert "note: branch main; 1 record of topic left out\n" in out
     assert "warning: no record of commit 1234567, which was meant: soon\n" in out
 

@@ -10,7 +10,7 @@ import pytest
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.engines import virtual
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row

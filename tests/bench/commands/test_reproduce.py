@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.commands.execution import draw_records
-from spbench.bench.commands.reproduce import RECORDS, RUNS
+from spbench.bench.commands.reproduce import RUNS
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
+from spbench.bench.published.comparison import read_records
 from spbench.bench.reproduction.document import Pages, check_parts
-from spbench.bench.reproduction.findings import Findings, read_records
-from spbench.bench.sweep.same_code import check_same_code
+from spbench.bench.reproduction.findings import RECORDS, Findings
+from spbench.bench.sweep.provenance import check_same_code
 from tests.bench.commands.conftest import Run
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.disk import files_of_at_most

@@ -26,8 +26,8 @@ from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.memory import MemoryLog
-from spbench.bench.search import boundary
-from spbench.bench.search.bracket import largest_fitting
+from spbench.bench.search import search
+from spbench.bench.search.search import largest_fitting
 from spbench.impls.backends.registry import backends
 from spbench.impls.layout import Unavailable
 from spbench.impls.models.model import models
@@ -287,9 +287,9 @@ def test_a_search_is_decided_by_steps(
 ) -> None:
     """Whatever the virtual engine has guessed."""
     monkeypatch.setattr(emulated, "_player", in_this_process)
-    monkeypatch.setattr(boundary, "largest_that_fits", lambda cell: Measurement(answer=guess, peak_rank=0))
+    monkeypatch.setattr(search, "largest_that_fits", lambda cell: Measurement(answer=guess, peak_rank=0))
     cell = searching(tmp_path)
-    found = EmulatedEngine().search(cell)
+    found = search.search(cell, EmulatedEngine())
     assert found.answer is not None
     assert {(found.answer, "ok"), (found.answer + 16, "oom")} <= set(tried(found))
     expected = virtual.trace(cell.at(found.answer)).memory.peak().nbytes
@@ -299,7 +299,9 @@ def test_a_search_is_decided_by_steps(
 @pytest.mark.slow
 def test_a_search_begins_with_the_virtual_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(emulated, "_player", in_this_process)
-    found, virtually = (engine().search(searching(tmp_path)) for engine in (EmulatedEngine, VirtualEngine))
+    found, virtually = (
+        search.search(searching(tmp_path), engine()) for engine in (EmulatedEngine, VirtualEngine)
+    )
     assert virtually.answer is not None
     assert found.answer == virtually.answer
     assert tried(found) == [(virtually.answer, "ok"), (virtually.answer + 16, "oom")]

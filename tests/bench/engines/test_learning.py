@@ -10,11 +10,11 @@ import torch
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
-from spbench.bench.engines.engine import run
 from spbench.bench.engines.learning import learning_rate, losses_of_rank
 from spbench.bench.published.answers.curves import deviations, final
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.reproduction.comparisons import compare
+from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.workers.worker import Outcome
@@ -92,7 +92,7 @@ def test_learning_rate_rises_and_falls() -> None:
 
 def test_what_cannot_learn() -> None:
     with pytest.raises(Unsupported, match="virtual computes no losses"):
-        run(cell("single", {}, engine="virtual"))
+        run_cell(cell("single", {}, engine="virtual"))
 
 
 def test_keys_of_other_cells_are_as_before() -> None:
@@ -202,7 +202,7 @@ def test_comparison_states_deviations() -> None:
 @pytest.mark.slow
 def test_whole_scenario() -> None:
     cells = declared_cells(load_scenario("rsa_convergence"), Narrowing())
-    losses = {(c.strategy, c.precision): run(c).losses for c in cells}
+    losses = {(c.strategy, c.precision): run_cell(c).losses for c in cells}
     reference = losses.pop(("single", "fp32"))
     assert final(reference, "mlm") < reference[0]["mlm"] - 1.4
     for found in losses.values():

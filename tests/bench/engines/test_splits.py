@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.search.boundary import largest_that_fits
-from spbench.bench.search.search import Search
+from spbench.bench.search.quantities import Candidates
 from tests.bench.engines.test_virtual import write_cluster
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
@@ -165,7 +165,7 @@ def test_the_longest_sequence_of_a_composed_strategy_is_proved(
     tmp_path: Path, strategy: str, sizes: dict[str, int], changes: dict[str, Any], multiple: int
 ) -> None:
     cell = searching(tmp_path, 60, strategy, sizes, **changes)
-    assert Search(cell).values.step == multiple
+    assert Candidates(cell).values.step == multiple
     found = largest_that_fits(cell)
     assert found.answer is not None
     assert found.formula_difference == []

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.declarations import CACHE_FOLDER
+from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.engines import trace_cache, virtual
-from spbench.bench.engines.engine import run
 from spbench.bench.engines.trace_cache import trace_key
 from spbench.bench.engines.trace_files import from_bytes, to_bytes
 from spbench.bench.engines.traces import Trace
+from spbench.bench.run_cell import run_cell
 from tests.bench.meters.test_fast_recorder import CELLS, cell, differences
 
 RSA = cell("ring_self_attention")
@@ -68,14 +68,14 @@ def test_the_comparison_sees_a_fault_in_a_file() -> None:
 def test_cells_that_differ_in_the_cluster_are_timed_from_one_trace(folder: Path, made: list[Cell]) -> None:
     asked = cell("ring_self_attention", precision="fp16")
     on_a100, on_p100 = asked, asked.model_copy(update={"cluster": "piz-daint-p100", "variant": "other"})
-    first, second = run(on_a100), run(on_p100)
+    first, second = run_cell(on_a100), run_cell(on_p100)
     assert made == [on_a100]
     assert first.communication == second.communication
     assert None not in (first.step_time_s, second.step_time_s)
     assert first.step_time_s != second.step_time_s
     trace_cache._cache = None
-    assert run(on_p100) == second
-    assert run(on_a100) == first
+    assert run_cell(on_p100) == second
+    assert run_cell(on_a100) == first
     assert made == [on_a100, on_p100, on_a100]
 
 

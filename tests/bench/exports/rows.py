@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.published.compared import Comparison
-from spbench.bench.reproduction.comparisons import write
+from spbench.bench.published.comparison import Comparison, write
 
 Rows = list[dict[str, Any]]
 

@@ -9,7 +9,7 @@ import junitparser
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.run_cell import run_cell
 from spbench.bench.simulator.costs import Costs
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.workers.worker import measure
@@ -54,7 +54,7 @@ def test_a_new_cell_is_shown_and_fails_nothing(judged: Judge) -> None:
     assert tables(markdown)[0] == [["🆕 new", "d", "cell", "", "ok", ""]]
     assert "not worse" in markdown
     assert "1 new, 3 cells unchanged, 1 claims unchanged." in markdown
-    assert cases(junit)["d"].is_passed
+    assert cases(junit)["d"].result[0].message == "not judged: the cell is new"
 
 
 def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +74,9 @@ def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.Mo
         seq_len=8,
         cluster="piz-daint-p100",
     )
-    before = as_row(cell, measure(run_on_engine, cell))
+    before = as_row(cell, measure(run_cell, cell))
     monkeypatch.setattr(Costs, "kernels", slower)
-    after = as_row(cell, measure(run_on_engine, cell))
+    after = as_row(cell, measure(run_cell, cell))
     code, markdown, junit = judged([after], [before])
     assert code == 1
     ((verdict, where, quantity, *_, change),) = tables(markdown)[0]

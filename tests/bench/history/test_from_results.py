@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,11 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.checkout import commit_in
+from spbench.bench.git import git
 from spbench.bench.history.from_results import Naming, record_of
 from tests.bench.history.records import MACHINE
 
 FACTS = {name: value for name, value in MACHINE.items() if name != "host"}
-
-
-def git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +24,15 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     git(folder, "init", "-q", "-b", "trunk")
     (folder / "code.py").write_text("1")
     git(folder, "add", ".")
-    git(folder, "commit", "-qm", "first")
-    git(folder, "commit", "-qm", "second", "--allow-empty")
+    for message in ("first", "second"):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        git(folder, *identity, "commit", "-qm", message, "--allow-empty")
     return folder
+
+
+@pytest.fixture
+def head(checkout: Path) -> str:
+    return git(checkout, "rev-parse", "HEAD")
 
 
 def row(key: str, engine: str = "virtual", **provenance: Any) -> dict[str, Any]:
@@ -56,13 +55,14 @@ def results(folder: Path, *rows: dict[str, Any]) -> Path:
     return folder
 
 
-def test_a_record_has_the_commit_the_machine_and_the_metrics(tmp_path: Path, checkout: Path) -> None:
-    path = results(tmp_path / "gate", row("a"), row("b", "distributed"))
+def test_a_record_has_the_commit_the_machine_and_the_metrics(
+    tmp_path: Path, checkout: Path, head: str
+) -> None:
+    path = results(tmp_path / "gate", row("a", commit=head[:12]), row("b", "distributed", commit=head[:12]))
     for name in (path, path / "cells.jsonl"):
         record = record_of(name, Naming(repository=checkout))
         assert (record.suite, record.date) == ("gate", "2026-02-03T04:05:06+00:00")
-    assert record.commit.hash == git(checkout, "rev-parse", "HEAD")
-    assert record.commit.branch == "trunk"
+    assert (record.commit.hash, record.commit.branch) == (head, "trunk")
     assert record.machine == MACHINE
     assert record.versions == {"torch": "2.13.0", "python": "3.12"}
     timed = {key: cell.values["step_time_s"] for key, cell in record.cells.items()}
@@ -73,43 +73,45 @@ def test_a_record_has_the_commit_the_machine_and_the_metrics(tmp_path: Path, che
     assert [cell.exact for cell in record.cells.values()] == [True, False]
 
 
-def test_what_the_user_names_goes_first(tmp_path: Path, checkout: Path) -> None:
-    record = record_of(results(tmp_path / "a", row("a")), Naming("nightly", "runners", checkout, "main"))
+def test_what_the_user_names_goes_first(tmp_path: Path, checkout: Path, head: str) -> None:
+    naming = Naming("nightly", "runners", checkout, "main", head[:9])
+    record = record_of(results(tmp_path / "a", row("a")), naming)
     assert (record.suite, record.commit.branch, record.machine["host"]) == ("nightly", "main", "runners")
-    assert record.machine["cpu"] == "AMD EPYC"
+    assert (record.commit.hash, record.machine["cpu"]) == (head, "AMD EPYC")
 
 
 def test_gpus_are_those_of_the_ranks_where_the_driver_does_not_say(tmp_path: Path, checkout: Path) -> None:
     ranks = [{"rank": number, "host": "one", "device": "NVIDIA H100"} for number in range(2)]
-    record = record_of(
-        results(tmp_path / "a", row("a", "distributed", ranks=ranks)), Naming(repository=checkout)
-    )
+    path = results(tmp_path / "a", row("a", "distributed", ranks=ranks))
+    record = record_of(path, Naming(repository=checkout, commit="HEAD"))
     assert record.machine["gpus"] == ["NVIDIA H100", "NVIDIA H100"]
 
 
-def test_the_commit_of_rows_is_looked_up_with_its_date(tmp_path: Path, checkout: Path) -> None:
-    head = git(checkout, "rev-parse", "HEAD")
-    path = results(tmp_path / "a", row("a", commit=head[:12]))
-    assert record_of(path, Naming(repository=checkout)).commit.hash == head
-    with pytest.raises(
-        UserError, match=f"has no commit {head[:12]}, which made the results; fetch it, or name"
-    ):
-        record_of(path, Naming())
-    own = Path(__file__).parents[3]
-    if (own / ".git").exists():
-        commit = commit_in(None, git(own, "rev-parse", "HEAD")[:12], "main")
-        assert commit.hash == git(own, "rev-parse", "HEAD")
+@pytest.mark.parametrize("where", ["repository", "cwd", "results"])
+def test_the_commit_is_that_of_the_rows_and_not_of_today(
+    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Yesterday's run of a project, whose files have changed since."""
+    yesterday = git(checkout, "rev-parse", "HEAD^")
+    folder = (checkout if where == "results" else tmp_path) / "runs"
+    path = results(folder, row("a", commit="0" * 12, project_commit=yesterday[:12]))
+    monkeypatch.chdir(checkout if where == "cwd" else tmp_path)
+    (checkout / "code.py").write_text("2")
+    try:
+        record = record_of(path, Naming(repository=checkout if where == "repository" else None))
+    finally:
+        git(checkout, "checkout", "-q", "code.py")
+    assert (record.commit.hash, record.commit.branch) == (yesterday, "trunk")
+    assert record.versions == {"torch": "2.13.0", "python": "3.12"}
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([row("a", commit="1234567-dirty")], "made by code that is in no commit"),
-        (
-            [row("a", commit="1234567"), row("b", commit="7654321")],
-            "rows were made by commit 7654321, those of",
-        ),
-        ([row("a")], "do not say which commit made them; name the checkout .* by --repository"),
+        ([row("a", commit="1234567"), row("b", commit="7654321")], "rows were made by commit 7654321, those"),
+        ([row("a")], "do not say which commit they are of; name it by --commit"),
+        ([row("a", commit="1234567")], "has no commit 1234567, which made the results; fetch it, or name"),
         (
             [row("a", "distributed"), row("b", "distributed", host="two")],
             "were timed on one and on two, or one of them",
@@ -119,37 +121,29 @@ def test_the_commit_of_rows_is_looked_up_with_its_date(tmp_path: Path, checkout:
             "were timed on one",
         ),
         ([row("a") | {"time": "yesterday"}], "a time that is no date"),
+        ([row("a") | {"measurement": {"step_time_s": -1}}], r"cells.jsonl:1: .*measurement.step_time_s: -1"),
     ],
 )
 def test_results_that_nobody_could_get_again_are_refused(
     tmp_path: Path, checkout: Path, rows: Sequence[dict[str, Any]], message: str
 ) -> None:
-    naming = Naming() if "repository" in message else Naming(repository=checkout)
+    has_commit = "commit" in message
+    naming = Naming(repository=checkout, commit=None if has_commit else "HEAD")
     with pytest.raises(UserError, match=message):
         record_of(results(tmp_path / "a", *rows), naming)
 
 
 def test_exact_cells_may_come_from_many_machines(tmp_path: Path, checkout: Path) -> None:
     path = results(tmp_path / "a", row("a", host="two"), row("b", "distributed"), row("c", host="three"))
-    assert record_of(path, Naming(repository=checkout)).machine["host"] == "one"
+    assert record_of(path, Naming(repository=checkout, commit="HEAD")).machine["host"] == "one"
 
 
-def test_a_checkout_that_is_not_what_was_measured_is_refused(tmp_path: Path, checkout: Path) -> None:
+def test_a_branch_is_named_where_none_is_checked_out(tmp_path: Path, checkout: Path) -> None:
     path = results(tmp_path / "a", row("a"))
-    naming = Naming(repository=checkout)
-    first = results(tmp_path / "b", row("a", commit=git(checkout, "rev-parse", "HEAD^")[:12]))
-    with pytest.raises(UserError, match=r"the results were made by commit .*, but .* is checked out"):
-        record_of(first, naming)
-    with pytest.raises(UserError, match="is no checkout of a git repository with a commit"):
-        record_of(path, Naming(repository=tmp_path))
     git(checkout, "checkout", "-q", "--detach")
     with pytest.raises(UserError, match="is on no branch; name that of the record by --branch"):
-        record_of(path, naming)
+        record_of(path, Naming(repository=checkout, commit="HEAD"))
     git(checkout, "checkout", "-q", "trunk")
-    (checkout / "code.py").write_text("2")
-    with pytest.raises(UserError, match="has changed files, so that nothing is recorded"):
-        record_of(path, naming)
-    git(checkout, "checkout", "-q", "code.py")
 
 
 def test_suites_have_plain_names(tmp_path: Path, checkout: Path) -> None:
@@ -158,8 +152,7 @@ def test_suites_have_plain_names(tmp_path: Path, checkout: Path) -> None:
         record_of(path, Naming(repository=checkout))
 
 
-def test_a_file_of_pytest_benchmark_is_recorded(tmp_path: Path, checkout: Path) -> None:
-    head = git(checkout, "rev-parse", "HEAD")
+def test_a_file_of_pytest_benchmark_is_recorded(tmp_path: Path, checkout: Path, head: str) -> None:
     stats = {"median": 0.002, "data": [0.001, 0.002, 0.003]}
     content = {
         "machine_info": {"node": "one", "python_version": "3.12", "cpu": {"brand_raw": "AMD EPYC"}},

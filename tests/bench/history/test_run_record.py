@@ -64,36 +64,48 @@ def test_a_machine_is_its_host_and_hardware() -> None:
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda text: "".join(text.splitlines(keepends=True)[:2]), "cut short: 1 of 3 cells"),
-        (lambda text: text[:-1], "cut short: 3 of 3 cells"),
-        (lambda text: "", "not a record of a run"),
-        (lambda text: '{"key": "a", "status": "ok"}\n', "not a record of a run"),
-        (lambda text: "\x00\xff", "not a record of a run"),
-        (lambda text: text.replace('"spbench_record":1', '"spbench_record":2'), "a record of format 2; this"),
-        (lambda text: text.replace('"unit":"bytes"', '"unit":3', 1), "line 2 is not a cell"),
-        (lambda text: text.replace('"status":"oom"', '"status":"great"'), "line 4 is not a cell"),
+        (
+            lambda text: "".join(text.splitlines(keepends=True)[:2]),
+            "2: (cut short: 1 of 3",
+        ),
+        (lambda text: text[:-1], "4: (cut short: 3 of 3 cells"),
+        (lambda text: "", "1: (Invalid JSON"),
+        (
+            lambda text: '{"key": "a", "status": "ok"}\n',
+            "1: (spbench_record: Field req",
+        ),
+        (lambda text: "\x00\xff", "1: (Invalid JSON"),
+        (
+            lambda text: text.replace('"spbench_record":1', '"spbench_record":2'),
+            "1: (sp",
+        ),
+        (
+            lambda text: text.replace('"unit":"bytes"', '"unit":3', 1),
+            "2: (values.peak_m",
+        ),
+        (lambda text: text.replace('"status":"oom"', '"status":"great"'), "4: (status"),
+        (
+            lambda text: text.replace("0.3,", "NaN,"),
+            "3: (values.step_time_s.samples[1]",
+        ),
+        (lambda text: text.replace(":0.5,", ":-0.5,"), "2: (values.sent_bytes.value"),
+        (lambda text: text.replace(":0.5,", ":true,"), "2: (values.sent_bytes.value"),
     ],
 )
-def test_a_spoilt_file_is_passed_over(tmp_path: Path, spoil: Callable[[str], str], problem: str) -> None:
+def test_a_spoilt_file_is_named(tmp_path: Path, spoil: Callable[[str], str], problem: str) -> None:
     add_record(record(2, *RECORD.cells.values()), tmp_path)
     spoilt = tmp_path / "spoilt.jsonl"
     spoilt.write_text(spoil("".join(line + "\n" for line in as_lines(RECORD))), encoding="latin-1")
-    history = read_history(tmp_path)
-    assert len(history.records) == 1
-    (said,) = history.problems
-    assert said.startswith(f"{spoilt}: {problem}")
-    assert said.endswith(", skipped")
+    with pytest.raises(UserError) as error:
+        read_history(tmp_path)
+    line, _, what = problem.partition(": ")
+    assert f"{spoilt}:{line}: not a record of a run {what}" in str(error.value)
 
 
 def test_a_history_without_a_record_is_an_error(tmp_path: Path) -> None:
     for folder, message in ((tmp_path / "none", "no such folder"), (tmp_path, "no records of runs: spbench")):
         with pytest.raises(UserError, match=message):
             read_history(folder)
-    (tmp_path / "foreign.jsonl").write_text("1")
-    with pytest.raises(
-        UserError, match=r"no records of runs: .*foreign.jsonl: not a record of a run, skipped"
-    ):
-        read_history(tmp_path)
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*folder.jsonl: Is a directory"):
         read_history(tmp_path)

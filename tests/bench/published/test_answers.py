@@ -18,8 +18,8 @@ from spbench.impls.discovery import _named_classes
 KIND = '''
 """Bounds: a number that a paper only says is not exceeded."""
 
-from spbench.bench.published.compared import Comparison
-from spbench.bench.published.published import PublishedPlace
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.published.files import PublishedPlace
 from spbench.bench.published.selector import Selector
 from spbench.bench.published.answer import Answer
 from spbench.bench.errors import UserError

@@ -9,12 +9,11 @@ import pytest
 import yaml
 
 from spbench.bench.cell import Cell
-from spbench.bench.commands.reproduce import record
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.errors import UserError
-from spbench.bench.published.compared import Comparison
+from spbench.bench.published.comparison import Comparison
 from spbench.bench.reproduction.comparisons import compare
-from spbench.bench.reproduction.findings import Findings, distinct
+from spbench.bench.reproduction.findings import Findings, distinct, record_of
 
 GIB, MIB = 2**30, 2**20
 
@@ -177,7 +176,7 @@ def test_a_step_that_was_not_traced_has_no_number(tmp_path: Path) -> None:
 
 def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
     found = compared(loaded(tmp_path), by_class=CLASSES, step_time_s=0.55)
-    records = [record("s", one) for one in found]
+    records = [record_of("s", one) for one in found]
     assert len(distinct(records)) == len(records) == 9
     runs = [{"scenario": "s", "cells": "2", "ok": "2", "oom": "0", "unsupported": "0", "failed": "0"}]
     blocks = dict(Findings("measured", records, runs).blocks("s"))

@@ -13,9 +13,9 @@ from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
 from spbench.bench.published.answers.tables import PublishedTable
-from spbench.bench.published.compared import Comparison
-from spbench.bench.published.published import published_rows
-from spbench.bench.reproduction.comparisons import as_frame, compare
+from spbench.bench.published.comparison import Comparison, as_frame
+from spbench.bench.published.files import published_rows
+from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.sweep.results import Row
 from spbench.bench.yaml_files import packaged
 

@@ -6,13 +6,14 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spbench.bench.ranks import processes
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import START_METHOD, Surroundings, main_module_hidden, starting_context
 
 pytestmark = pytest.mark.skipif(START_METHOD != "forkserver", reason="processes are spawned here")
@@ -21,11 +22,14 @@ ROOT = Path(__file__).parents[3]
 VARIABLE = "SPBENCH_TEST_VARIABLE"
 
 
+#: the process that is forked says how many threads its server has
 SCRIPT = """
 if __name__ == "__main__":
+    import os
     from spbench.bench.ranks.processes import starting_context
 
-    process = starting_context().Process(target=print, args=("forked",))
+    threads = "import os; print('threads of the server:', len(os.listdir(f'/proc/{os.getppid()}/task')))"
+    process = starting_context().Process(target=exec, args=(threads,))
     process.start()
     process.join()
 """
@@ -42,23 +46,25 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def answer_surroundings(given: Surroundings, connection: Connection, of_launcher: dict[str, str]) -> None:
+def answer(
+    given: Surroundings, connection: Connection, of_launcher: dict[str, str], what: Callable[[], Any]
+) -> None:
     os.environ.update(of_launcher)
     given.take_on()
-    connection.send(surroundings())
+    connection.send(what())
 
 
-def of_a_process(**of_launcher: str) -> dict[str, Any]:
-    """The surroundings of a process that is started now, by a launcher that sets these variables."""
+def of_a_process(what: Callable[[], Any] = surroundings, **of_launcher: str) -> Any:
+    """What a function returns in a process that is started now, by a launcher that sets these variables."""
     context = starting_context()
     ours, theirs = context.Pipe()
-    arguments = (Surroundings(), theirs, of_launcher)
-    process = context.Process(target=answer_surroundings, args=arguments)  # type: ignore[attr-defined]
+    arguments = (Surroundings(), theirs, of_launcher, what)
+    process = context.Process(target=answer, args=arguments)  # type: ignore[attr-defined]
     with main_module_hidden():
         process.start()
-    found: dict[str, Any] = ours.recv()
+    returned = ours.recv()
     process.join()
-    return found
+    return returned
 
 
 def test_a_process_has_the_surroundings_of_the_one_that_starts_it(
@@ -87,47 +93,51 @@ def test_what_a_launcher_sets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_a_process(RANK="3")["environment"] == {**os.environ, "RANK": "3"}
 
 
-def answer_modules(connection: Connection) -> None:
-    connection.send(sorted(sys.modules))
+def parents() -> tuple[int, int]:
+    """The parent of this process, and that of one that it starts."""
+    return os.getppid(), of_a_process(os.getppid)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="multiprocessing keeps a key for each server")
+def test_a_process_starts_its_own_from_the_same_server() -> None:
+    first, second = of_a_process(parents)
+    assert first == second
+
+
+def modules() -> set[str]:
+    return set(sys.modules)
 
 
 def test_the_server_has_imported_what_cells_need() -> None:
-    context = starting_context()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=answer_modules, args=(theirs,))  # type: ignore[attr-defined]
-    with main_module_hidden():
-        process.start()
-    modules = set(ours.recv())
-    process.join()
-    assert modules >= {
+    assert of_a_process(modules) >= {
         *("torch._dynamo", "sympy", "spbench.bench.ranks.rank_process"),
         *("spbench.impls.strategies.lasp", "spbench.impls.models.bert", "spbench.bench.search.boundary"),
     }
 
 
-def test_what_the_server_imports_starts_no_thread() -> None:
-    """A lock that another thread holds at a fork would be held for ever in the new process."""
-    code = "import os, spbench.bench.engines.preloaded; print(len(os.listdir('/proc/self/task')))"
-    with processes._environment_of_server():
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.stdout, done.stderr) == ("1\n", "")
-
-
-def test_the_server_imports_nothing_of_the_folder_it_is_in(tmp_path: Path) -> None:
-    """A file there has a name that torch imports; `spbench` itself does not look for modules there."""
+def test_the_server_imports_nothing_of_the_folder_it_is_in_and_starts_no_thread(tmp_path: Path) -> None:
+    """Files there have names that torch and spbench import. A lock that another thread of the server holds at
+    a fork would be held for ever in the new process. The temporary folder's path is too long for sockets."""
     (tmp_path / "sympy.py").write_text("raise SystemExit('imported the file of the user')\n")
     (tmp_path / "spbench.py").write_text("raise SystemExit('imported the file of the user')\n")
+    temporary = tmp_path / ("long" * 50)
+    temporary.mkdir()
     (tmp_path / "elsewhere").mkdir()
     script = tmp_path / "elsewhere" / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.stdout, done.stderr) == ("forked\n", "")
+    assert (done.stdout, done.stderr) == ("threads of the server: 1\n", "")
 
 
-def test_the_environment_of_this_process_is_as_before() -> None:
-    before = dict(os.environ)
-    with processes._environment_of_server():
-        assert os.environ["PYTHONSAFEPATH"] == "1"
-    assert dict(os.environ) == before
+def test_a_server_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise OSError("out of memory")
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", refused)
+    with pytest.raises(
+        UserError, match=r"^cannot start processes \(OSError: out of memory\); look at the limits"
+    ):
+        starting_context()
+    assert "PYTHONSAFEPATH" not in os.environ

@@ -2,17 +2,28 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.ranks.rank_pool import RankError, RankPool
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.ranks.processes import (
+    STACKS_FOLDER,
+    STACKS_S,
+    Surroundings,
+    main_module_hidden,
+    starting_context,
+)
+from spbench.bench.ranks.rank_job import GRACE_S, Answer, collect
+from spbench.bench.ranks.rank_pool import RankError, RankPool, loopback_store
+from spbench.bench.ranks.rank_process import Rendezvous
 from spbench.impls.axes import MESH_AXES, Place
+from tests.bench.processes import left_of, needs_proc, until
 
 
 def sum_of_ranks(mesh: DeviceMesh, axis: str, offset: int) -> tuple[int, int, list[int]]:
@@ -47,8 +58,8 @@ def process_id(mesh: DeviceMesh) -> int:
     return os.getpid()
 
 
-def says_so_and_waits(mesh: DeviceMesh) -> None:
-    print("waiting", flush=True)
+def says_so_and_waits(mesh: DeviceMesh, log: Path) -> None:
+    write_whole(log, str(os.getpid()))
     time.sleep(3600)
 
 
@@ -101,43 +112,69 @@ def test_dead_and_silent_workers_are_replaced() -> None:
         assert pool.run({"sp": 2}, sum_of_ranks, "sp", 0) == [(r, 1, [2]) for r in range(2)]
 
 
-def test_what_a_rank_wrote_as_it_hung_is_not_taken_for_the_next_ones() -> None:
-    with RankPool(2) as pool:
+def test_what_a_rank_wrote_as_it_hung_is_not_taken_for_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ranks that have no part in a job are not waited for."""
+    monkeypatch.setenv(STACKS_FOLDER, str(tmp_path))
+    with RankPool(3) as pool:
+        start = time.monotonic()
         with pytest.raises(RankError, match="no answer") as raised:
             pool.run({"sp": 2}, never_answers, timeout_s=1)
+        assert time.monotonic() - start < 1 + STACKS_S
         assert raised.value.log.count("-- last collectives of rank") == 2
         pool.run({"sp": 2}, process_id)
-        assert [file for file in pool._folder.iterdir() if file.stat().st_size] == []
+        assert [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size] == []
 
 
-PROGRAM = """
-from spbench.bench.ranks.rank_pool import RankPool
-from tests.bench.ranks.test_rank_pool import says_so_and_waits
-if __name__ == "__main__":
-    RankPool(1).run({}, says_so_and_waits)
-"""
+def test_after_a_failure_the_others_have_little_time() -> None:
+    """A rank that waits for the one that failed may wait as long as the job."""
+    given: list[float] = []
+
+    def next_answer(waiting: Collection[int], timeout_s: float) -> Answer | None:
+        given.append(timeout_s)
+        return Answer(1, status="failed", text="planted") if len(given) == 1 else None
+
+    with pytest.raises(RankError, match="rank 1: planted") as raised:
+        collect(2, 3600.0, next_answer)
+    assert given[0] > GRACE_S >= given[1]
+    assert raised.value.silent == {0}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_workers_end_with_their_parent(number: signal.Signals, tmp_path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    parent = subprocess.Popen(
-        [sys.executable, str(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
-    with parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"waiting\n"
-        if number is signal.SIGINT:
-            os.killpg(parent.pid, number)  # as a terminal does
-        else:
-            parent.kill()
-        assert parent.stdout.read() == b""  # the pipe ends when the worker, which holds it too, has ended
-    assert parent.returncode != 0
+def listening_addresses(port: int) -> list[str]:
+    """Local addresses of the sockets that listen at a port, as /proc has them."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()
+    ]
+    return [line[1] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
+
+
+@needs_proc
+def test_ranks_of_this_machine_meet_on_loopback() -> None:
+    """The store unpickles what it is sent, so nobody else may reach it."""
+    store, port = loopback_store()
+    assert listening_addresses(port) == [f"0100007F:{port:04X}"]
+    Rendezvous("127.0.0.1", port).store().set("key", "value")
+    assert dist.PrefixStore("spbench", store).get("key") == b"value"
+
+
+def runs_a_pool(surroundings: Surroundings, log: Path) -> None:
+    surroundings.take_on()
+    with RankPool(1) as pool:
+        pool.run({}, says_so_and_waits, log)
+
+
+@needs_proc
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    parent = starting_context().Process(target=runs_a_pool, args=(Surroundings(), log))  # type: ignore[attr-defined]
+    with main_module_hidden():
+        parent.start()
+    until(log.exists)
+    assert left_of(log)
+    parent.kill()
+    parent.join()
+    until(lambda: not left_of(log))
 
 
 def threads_with_groups(mesh: DeviceMesh, fail: bool) -> int:

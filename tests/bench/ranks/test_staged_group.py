@@ -58,9 +58,8 @@ class Staged:
         return self.pool.run(*args, **options | {"backend": STAGED})
 
 
-@pytest.mark.parametrize(
-    "backend", ["legacy_ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["legacy_ddp", "zero1", "zero3"])
 def test_strategies_are_right_on_it(pool: RankPool, backend: str) -> None:
     models = ["bert-tiny-linformer", "causal-transformer-tiny", "tnl-tiny", "st-dit-tiny"]
     rows = list(verify(None, models, [2], parts=["model"], backend=backend, pool=Staged(pool)))  # type: ignore[arg-type]

@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.sweep.results import read_rows
 from tests.bench import fakes
 from tests.bench.hosts import Host, two_hosts
-from tests.bench.processes import left_of
+from tests.bench.processes import PATIENCE_S, left_of, until
 
-PATIENCE_S = 240.0
 LOOPBACK = "127.0.0.1"
 SCENARIO = """
 title: small steps on real ranks
@@ -122,13 +120,6 @@ def wait_for(file: Path, lines: int) -> None:
     until(
         lambda: file.exists() and len(file.read_text().splitlines()) >= lines, f"not {lines} lines in {file}"
     )
-
-
-def until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.2)
 
 
 def rows_of(log: Path) -> list[dict[str, Any]]:

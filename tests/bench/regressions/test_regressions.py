@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from spbench.bench.cli import exit_code
 from spbench.bench.commands.baseline import FOLDER
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
-from spbench.bench.published.compared import Comparison
-from spbench.bench.regressions.regressions import judge, read_results
-from spbench.bench.reproduction.comparisons import write
+from spbench.bench.published.comparison import Comparison, write
+from spbench.bench.regressions.judgement import judge
+from spbench.bench.regressions.result_files import read_results
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.fakes import SCENARIO
 
@@ -64,7 +65,7 @@ TABLE = Comparison(
 
 
 def folder(path: Path, rows: list[dict[str, Any]], *entries: Comparison) -> Path:
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write(entries or (ENTRY, TABLE), path)
     return path
@@ -137,6 +138,76 @@ def test_each_change_is_said(changed: Any, change: Change, said: tuple[str, str,
     assert changed(change) == [said]
 
 
+def damaged(path: Path, field: str, text: str) -> Path:
+    """Results in which the first number of a field is written as this text."""
+    place = folder(path, ROWS)
+    rows = (place / "cells.jsonl").read_text()
+    (place / "cells.jsonl").write_text(re.sub(rf'("{field}": \[?)[0-9.]+', rf"\g<1>{text}", rows, count=1))
+    return place
+
+
+@pytest.mark.parametrize("field", ["peak_memory_bytes", "step_time_s", "answer", "sent_bytes"])
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_worse_in_new_and_an_error_in_base(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str], field: str, text: str
+) -> None:
+    spoilt = damaged(tmp_path / "new", field, text)
+    assert exit_code(["compare", str(base), str(spoilt), "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)["differences"]
+    assert [(d["verdict"], d["where"], d["quantity"].split(".")[-1], d["new"]) for d in found] == [
+        ("worse", "a", field, None)
+    ]
+    assert exit_code(["compare", str(spoilt), str(base)]) == 2
+    assert "cells.jsonl:1: not a result row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["-1", "true", '"5"', "1" + "0" * 400, "[]"])
+def test_a_number_that_cannot_be_is_never_better(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    spoilt = damaged(tmp_path / "new", "peak_memory_bytes", text)
+    for pair in ((base, spoilt), (spoilt, base)):
+        assert exit_code(["compare", *map(str, pair)]) == 2
+        error = capsys.readouterr().err
+        assert (error.count("\n"), "cells.jsonl:1: " in error) == (1, True)
+        assert "measurement.peak_memory_bytes: " in error
+
+
+def test_an_error_that_is_not_finite_is_worse(tmp_path: Path, base: Path) -> None:
+    place = folder(tmp_path / "new", ROWS)
+    text = (place / "comparison.csv").read_text()
+    (place / "comparison.csv").write_text(text.replace("0.1,", "nan,"))
+    differences = judge(read_results(base), read_results(place, judged=True)).differences
+    assert [(d.verdict, d.where, d.quantity) for d in differences] == [("worse", "ratio v", "error")]
+    with pytest.raises(UserError, match="relative_error: 'nan' is no finite number"):
+        read_results(place)
+
+
+def test_nothing_judged_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same cells, timed on two machines."""
+    places = []
+    for host in ("here", "there"):
+        measurement = {"step_time_s": 1.0, "step_time_samples_s": [1.0] * 5}
+        entry = {**row("c/gloo"), "measurement": measurement, "provenance": {"host": host}}
+        places.append(folder(tmp_path / host, [entry]))
+        (places[-1] / "comparison.csv").unlink()
+    assert exit_code(["compare", *map(str, places)]) == 2
+    assert capsys.readouterr().out.splitlines()[-1] == "NOT JUDGED: 0 cells equal, 1 not judged in full"
+    assert exit_code(["export", "--to", "markdown", str(places[1]), "--base", str(places[0])]) == 0
+    assert "## spbench: not judged" in capsys.readouterr().out
+    assert exit_code(["export", "--to", "junit", str(places[1]), "--base", str(places[0])]) == 0
+    assert 'message="not judged in full; 1 measured metric not judged: base is of' in capsys.readouterr().out
+
+
+def test_what_was_not_run_is_said(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        folder(tmp_path / "bases" / name, ROWS)
+    words = [str(folder(tmp_path / "one", ROWS)), "--base", str(tmp_path / "bases")]
+    for system, text in (("markdown", "**Not run:** two."), ("junit", 'message="not run"')):
+        assert exit_code(["export", "--to", system, *words]) == 0
+        assert text in capsys.readouterr().out
+
+
 def test_worst_first(changed: Any) -> None:
     def change(rows: list[dict[str, Any]]) -> None:
         rows[0]["measurement"] |= {"peak_memory_bytes": 1100, "answer": 128}
@@ -200,7 +271,7 @@ def test_files_without_a_comparison(tmp_path: Path, base: Path, capsys: pytest.C
     assert out[:3] == out[3:]
     assert "errors against published numbers are not judged" in out[0]
     assert out[1] == "note: 2 measured metrics not judged: there are no samples"
-    assert out[2] == "not worse: 3 cells equal"
+    assert out[2] == "not worse: 2 cells equal, 3 not judged in full"
     (other := folder(tmp_path / "new", ROWS)).joinpath("comparison.csv").unlink()
     assert exit_code(["compare", str(base), str(other)]) == 1  # a folder should have it
 
@@ -216,7 +287,7 @@ def test_formats(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str])
     assert [word.strip() for word in first.split("|")[1:-1]] == [
         *("worse", "peak_memory_bytes", "1000", "1100", "+10.000%", "a")
     ]
-    assert lines[-1] == "WORSE: 1 worse, 1 better, 1 cells equal, 2 claims equal"
+    assert lines[-1] == "WORSE: 1 worse, 1 better, 0 cells equal, 2 claims equal, 1 not judged in full"
     assert exit_code(["compare", str(base), str(new), "--format", "json"]) == 1
     content = json.loads(capsys.readouterr().out)
     assert (content["fails"], len(content["differences"])) == (True, 2)
@@ -232,14 +303,14 @@ def unreadable(path: Path) -> Iterator[tuple[Path, str]]:
     yield folder(path / "empty", []), "has no rows"
     cut = folder(path / "cut", ROWS) / "cells.jsonl"
     cut.write_text(cut.read_text()[:-9])
-    yield cut.parent, "cells.jsonl:3: cut short, so that nothing can be compared"
+    yield cut.parent, "cells.jsonl:3: not a result row; mend or remove the line"
     (spoilt := folder(path / "spoilt", ROWS)).joinpath("comparison.csv").write_text("claim,published\nx,1\n")
     yield spoilt, "no column 'variant'"
     (words := folder(path / "words", ROWS)).joinpath("comparison.csv").write_bytes(b"\xff\xfe")
     yield words, "comparison.csv"
     text = (folder(path / "number", ROWS) / "comparison.csv").read_text()
     (path / "number" / "comparison.csv").write_text(text.replace("0.1", "a tenth"))
-    yield path / "number", "could not convert"
+    yield path / "number", "row 1: relative_error: 'a tenth' is no finite number"
 
 
 def test_unreadable_files_are_one_line(

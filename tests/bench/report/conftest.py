@@ -10,12 +10,9 @@ import pytest
 from playwright.sync_api import Browser
 
 from spbench.bench.report import gathered as gathering
-from spbench.bench.report import side_by_side
 from spbench.bench.report.build import Site, build
 from spbench.bench.report.gathered import Gathered, gather
-from spbench.bench.report.pages import strategies as pages_of_strategies
 from spbench.bench.reproduction.papers import ALL, scenarios_of
-from spbench.impls.strategies.lasp import Lasp
 from tests.bench.report.chromium import DESKTOP, Visit, chromium, visit
 
 ROOT = Path(__file__).parents[3]
@@ -79,12 +76,3 @@ def small_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kept = [lines[0], *(line for line in lines[1:] if "rsa_table4" in line)]
         (reproduction / name).write_text("\n".join(kept) + "\n")
     return folder
-
-
-@pytest.fixture(scope="module")
-def one_strategy() -> Iterator[None]:
-    """The site has the page of one strategy, at small shapes, in place of all at those that it shows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side_by_side, "SCENARIO", Path(__file__).with_name("small_shapes.yaml"))
-        patch.setattr(pages_of_strategies, "strategies", lambda: {"lasp": Lasp})
-        yield

@@ -17,6 +17,7 @@ from spbench.bench.report.build import MARKER, Site, build, check_place
 from spbench.bench.report.charts import spec_of
 from spbench.bench.report.gathered import Gathered, gather
 from spbench.bench.report.page import DataTable, Page
+from spbench.bench.report.published_tables import quantity_text
 from spbench.bench.report.rendering import csv_text, script_json, shown
 from tests.bench.report.html_pages import read_page
 
@@ -24,7 +25,7 @@ LIMIT_BYTES = 10_000_000
 
 
 @pytest.fixture(scope="module")
-def small(small_results: Path, one_strategy: None, tmp_path_factory: pytest.TempPathFactory) -> Site:
+def small(small_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
     """The site of one table."""
     return build(gather(small_results, None), tmp_path_factory.mktemp("small") / "report")
 
@@ -65,25 +66,20 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def test_every_chart_says_what_it_shows(small: Site) -> None:
-    labels = read_page(small.folder / "paper-rsa.html").labels
-    assert labels
-    memory = next(text for name, text in labels.items() if "memory" in name)
-    assert "15 with a published number" in memory
-    assert "1 of ours ran out of memory" in memory
-
-
 def test_published_numbers_stand_beside_ours(small: Site) -> None:
     """Megatron on 8 GPUs, batch 64: 8477.28 MiB are published."""
     path = next(small.folder.glob("data/paper-rsa-*memory-mb.csv"))
     with path.open(newline="") as stream:
         lines = list(csv.DictReader(stream))
+    assert next(iter(lines[0])) == "what"
+    assert list(lines[0])[1] == "error"
+    assert len({line["what"] for line in lines}) == len(lines)
     assert {line["published"]: line["status ours"] for line in lines if not line["published"]} == {"": "oom"}
     assert "8477.28" in {line["published"] for line in lines}
     for line in lines:
         if line["published"]:
             error = float(line["ours"]) / float(line["published"]) - 1
-            assert float(line["relative error"]) == pytest.approx(error, abs=1e-6)
+            assert float(line["error"]) == pytest.approx(error, abs=1e-6)
 
 
 def test_the_same_results_give_the_same_bytes(small: Site, small_results: Path, tmp_path: Path) -> None:
@@ -160,6 +156,31 @@ def test_numbers_are_shown_rounded_and_written_whole() -> None:
     ]
     table = DataTable("t", "", [{"a": 0.1234567891, "b": None, "c": 'x "y", z'}])
     assert csv_text(table) == 'a,b,c\n0.1234567891,,"x ""y"", z"\n'
+
+
+def test_no_cell_of_a_csv_file_is_a_formula() -> None:
+    texts = ["=1+1", "+cmd", "-a", "@x", "-5.1%", "-12", "a=b", ""]
+    table = DataTable("t", "", [{"a": text, "b": -1.5} for text in texts])
+    lines = [line.split(",") for line in csv_text(table).splitlines()[1:]]
+    assert [line[0] for line in lines] == ["'=1+1", "'+cmd", "'-a", "'@x", "-5.1%", "-12", "a=b", ""]
+    assert {line[1] for line in lines} == {"-1.5"}
+
+
+@pytest.mark.parametrize(
+    ("field", "unit", "text"),
+    [
+        ("step_time_s", 0.001, "step time (ms)"),
+        ("step_time_s", 1.0, "step time (s)"),
+        ("peak_memory_bytes", 2**30, "peak memory (GiB)"),
+        ("peak_memory_bytes", 1e6, "peak memory (MB)"),
+        ("tokens_per_s", 1, "tokens per second"),
+        ("tokens_per_s", 1e3, "thousand tokens per second"),
+        ("step_time_s", 60, "step time (60 s)"),
+        ("answer", 1, "largest that fits"),
+    ],
+)
+def test_a_quantity_has_the_unit_of_its_column(field: str, unit: float, text: str) -> None:
+    assert quantity_text(field, unit) == text
 
 
 def test_layers_of_a_chart_share_its_data() -> None:

@@ -52,11 +52,13 @@ def test_runs_have_precedence_over_baselines(small_results: Path, tmp_path: Path
     line = json.loads((results / "baseline/rsa_table4/cells.jsonl").read_text().splitlines()[0])
     run = results / "runs" / "rsa_table4"
     run.mkdir(parents=True)
-    (run / "cells.jsonl").write_text(json.dumps(line) + "\nno row\n")
+    (run / "cells.jsonl").write_text(json.dumps(line) + "\n")
     found = gather(results, None)
     assert [(cell.origin, cell.row["key"]) for cell in found.cells] == [("runs", line["key"])]
-    (problem,) = found.problems
-    assert "cells.jsonl:2" in problem
+    line["measurement"]["peak_memory_bytes"] = "16"
+    (run / "cells.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(UserError, match=r"cells.jsonl:1: .*measurement.peak_memory_bytes: '16'"):
+        gather(results, None)
 
 
 @pytest.mark.parametrize(

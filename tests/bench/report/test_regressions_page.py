@@ -14,8 +14,10 @@ import pytest
 from spbench.bench.history.from_results import add_record
 from spbench.bench.history.history import read_history
 from spbench.bench.history.run_record import CellRecord, Commit, RecordedValue, RunRecord
+from spbench.bench.regressions.judgement import judge
 from spbench.bench.regressions.metrics import METRICS
-from spbench.bench.regressions.regressions import judge, read_results
+from spbench.bench.regressions.result_files import read_results
+from spbench.bench.report.changes import changes
 from spbench.bench.report.gates import gates
 from spbench.bench.report.gathered import Gathered
 from spbench.bench.report.history_charts import notable_charts, others_chart, places_of
@@ -47,7 +49,7 @@ def write(folder: Path, rows: Rows) -> None:
 
 
 def page_of(results: Path, history: Path | None = None) -> tuple[Page, str]:
-    (page,) = pages(Gathered(results, history, [], [], []))
+    (page,) = pages(Gathered(results, results / "baseline", history, [], []))
     return page, Rendering(environment(), page, []).html()
 
 
@@ -66,7 +68,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_planted_changes_are_listed_the_worst_first(results: Path) -> None:
-    gate, other = gates(results)
+    gate, other = gates(results / "baseline", results / "runs")
     assert gate.judgement is not None
     assert gate.judgement.fails
     assert gate.counts == {"worse": 2, "missing": 1, "better": 1, "new": 1, "equal": 1}
@@ -87,11 +89,13 @@ def test_planted_changes_are_listed_the_worst_first(results: Path) -> None:
 
 def test_a_closed_gate_is_red(results: Path) -> None:
     page, html = page_of(results)
-    assert '<strong class="bad">1 of 2</strong>' in html
-    assert '<strong class="bad">closed</strong>' in html
+    assert '<strong class="bad">1 of 1</strong>' in html
+    assert '<strong class="bad">worse</strong>' in html
     cells = re.findall(r"<tr>\s*<th scope=\"row\"><a href=\"#gate-gate\">gate</a></th>(.*?)</tr>", html, re.S)
     assert re.findall(r'<td class="number">(\d+)</td>', cells[0]) == ["2", "1", "1", "1", "1"]
-    assert [table.rows for table in page.values["tables"].values()] == [next(iter(gates(results))).lines]
+    assert [table.rows for table in page.values["tables"].values()] == [
+        next(iter(gates(results / "baseline", results / "runs"))).lines
+    ]
 
 
 def test_an_open_gate_is_not(tmp_path: Path) -> None:
@@ -100,6 +104,25 @@ def test_an_open_gate_is_not(tmp_path: Path) -> None:
     _, html = page_of(tmp_path)
     assert '<strong class="good">0 of 1</strong>' in html
     assert 'class="bad"' not in html
+
+
+def test_nothing_is_green_that_was_not_run(results: Path) -> None:
+    _, html = page_of(results)
+    assert '<td colspan="6" class="unjudged">not run: nothing was run here' in html
+    (results / "runs" / "gate" / "cells.jsonl").unlink()
+    _, html = page_of(results)
+    assert '<strong class="unjudged">not run</strong>' in html
+    assert 'class="good"' not in html
+
+
+def test_the_overview_counts_what_changed(results: Path) -> None:
+    (found,) = changes(Gathered(results, results / "baseline", None, [], []))
+    assert (found.worse, found.better, found.new, found.judged, found.standing) == (3, 1, 1, 6, None)
+    assert found.worst[0] == ("worse: status", "regressions.html#gate-gate")
+    assert found.against == "1 of 2 baselines"
+    (results / "runs" / "gate" / "cells.jsonl").unlink()
+    (found,) = changes(Gathered(results, results / "baseline", None, [], []))
+    assert (found.judged, found.problem) == (0, "nothing was run beside the baselines")
 
 
 def test_what_is_missing_is_said_with_the_command_that_makes_it(tmp_path: Path) -> None:
@@ -115,7 +138,7 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it(tmp_path: Path) 
 def test_a_spoilt_file_closes_nothing_else(results: Path) -> None:
     (results / "runs" / "gate" / "cells.jsonl").write_text("{")
     _, html = page_of(results)
-    assert "cut short" in html
+    assert "not a result row" in html
 
 
 # -- history ---------------------------------------------------------------------------------------------
@@ -203,6 +226,21 @@ def test_specifications_are_vega_lite(history: Path) -> None:
     assert others is not None
     for spec in [others.spec, *(panel.spec for chart in charts for panel in chart.panels)]:
         alt.Chart.from_dict(dict(spec))
+
+
+def test_the_overview_says_what_came_with_the_newest_commit(tmp_path: Path) -> None:
+    def values(last: int) -> Callable[[int], dict[str, float]]:
+        return lambda n: {"a": 105 if n >= last else 100, "b": 90 if n >= last else 100, "c": 100}
+
+    newest = recorded(tmp_path / "newest", values(COMMITS - 1))
+    _, found = changes(Gathered(tmp_path, tmp_path, newest, [], []))
+    assert (found.since, found.worse, found.better, found.new) == ("2026-01-03", 1, 1, 0)
+    assert found.worst == [("a: peak_memory_bytes", "regressions.html#history")]
+    assert (found.standing, found.judged) == (1, 6)
+    # an older regression stands, but is no news
+    older = recorded(tmp_path / "older", values(30))
+    _, found = changes(Gathered(tmp_path, tmp_path, older, [], []))
+    assert (found.worse, found.better, found.standing) == (0, 0, 1)
 
 
 def test_the_page_counts_what_stands(history: Path, tmp_path: Path) -> None:

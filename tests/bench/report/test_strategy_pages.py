@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gzip
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,27 +16,32 @@ import altair as alt
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.report.docstrings import as_html
 from spbench.bench.report.gathered import CellResult, Gathered
 from spbench.bench.report.layer_chart import drawn, layer_chart, messages
-from spbench.bench.report.memory_chart import memory_chart
-from spbench.bench.report.one_layer import layer_timeline
 from spbench.bench.report.page import Page
 from spbench.bench.report.pages import strategies as pages_of_strategies
 from spbench.bench.report.rendering import Rendering, environment
-from spbench.bench.report.side_by_side import demonstrations
 from spbench.bench.report.strategy_numbers import formula_lines, memory_lines, scenario_lines, verdict_lines
-from spbench.bench.simulator.timeline import Timeline
+from spbench.bench.reproduction.strategy_traces import read_trace, write_kept
+from spbench.bench.sweep.digest import digest
+from spbench.bench.sweep.results import read_rows
+from spbench.bench.sweep.sweep import as_row
 from spbench.bench.verification.verdicts import kept_verdicts, verified_code
-from spbench.impls.strategies.base import Site
-from spbench.impls.strategies.lasp import Lasp
-from spbench.impls.traffic import Traffic
+from spbench.bench.workers.worker import measure
 from tests.bench.verification.test_verdicts import GREEN, MADE, RED
 
 
-def site_of(results: Path, *cells: CellResult) -> dict[str, str]:
+def kept_rows(results: Path) -> list[dict[str, Any]]:
+    """The rows that are kept below a folder of results."""
+    return read_rows(results / "reproduction" / "strategies" / "side_by_side" / "cells.jsonl")[0]
+
+
+def site_of(results: Path, *cells: CellResult, rows: list[dict[str, Any]] | None = None) -> dict[str, str]:
     """The pages of strategies as HTML, by path."""
-    gathered = Gathered(results, None, [], cells, [])
+    shown = kept_rows(results) if rows is None else rows
+    gathered = Gathered(results, results / "baseline", None, [], cells, shown)
     return {page.path: html_of(page) for page in pages_of_strategies.pages(gathered)}
 
 
@@ -43,24 +50,37 @@ def html_of(page: Page) -> str:
 
 
 @pytest.fixture(scope="module")
-def layer() -> Timeline:
-    """A layer of LASP, of which ranks differ and wait for each other."""
+def layer(kept: Path) -> Mapping[str, Any]:
+    """A step of one layer of LASP, of which ranks differ and wait for each other."""
+    trace = read_trace(kept / "reproduction" / "strategies", "lasp")
+    assert trace is not None
+    return trace
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results with rows and a trace of LASP alone."""
+    results = tmp_path_factory.mktemp("kept")
     cell = Cell(
         model="tnl-tiny",
         strategy="lasp",
         sizes=Sizes(sp=4),
         batch=4,
         seq_len=96,
+        model_options={"layers": 1},
         cluster="dgx-a100",
         precision="bf16",
     )
-    return layer_timeline(cell)
+    row = as_row(cell, measure(VirtualEngine().measure, cell))
+    row |= {"digest": digest(cell), "time": "2026-01-02T03:04:05", "provenance": {"commit": "abc"}}
+    write_kept({"side_by_side": [row], "layers": [row]}, results / "reproduction" / "strategies")
+    return results
 
 
 # -- the drawing -----------------------------------------------------------------------------------------
 
 
-def test_bars_of_a_rank_add_up_to_what_the_simulator_says_of_it(layer: Timeline) -> None:
+def test_bars_of_a_rank_add_up_to_what_the_simulator_says_of_it(layer: Mapping[str, Any]) -> None:
     bars = drawn(layer)
     for rank in range(4):
         spent: Counter[str] = Counter()
@@ -68,21 +88,19 @@ def test_bars_of_a_rank_add_up_to_what_the_simulator_says_of_it(layer: Timeline)
             if bar["rank"] == rank:
                 of = "wait" if bar["kind"] == "wait" else "compute" if bar["lane"] == 0 else "network"
                 spent[of] += bar["duration"]
-        told = {name: seconds * 1e3 for name, seconds in layer.breakdown_of(rank).items()}
+        told = {name: seconds * 1e3 for name, seconds in layer["otherData"]["by_rank"][rank].items()}
         assert spent["compute"] == pytest.approx(told["compute_s"], rel=1e-7)
         end = max(bar["end"] for bar in bars if bar["rank"] == rank and bar["lane"] == 0)
-        waits = told["exposed_communication_s"] + told["bubble_s"] - (layer.step_time_s * 1e3 - end)
+        waits = (
+            told["exposed_communication_s"]
+            + told["bubble_s"]
+            - (layer["otherData"]["step_time_s"] * 1e3 - end)
+        )
         assert spent["wait"] == pytest.approx(waits, abs=1e-5)
         assert spent["network"] > 0
 
 
-def test_a_layer_has_no_embedding_no_head_and_no_sum_of_gradients(layer: Timeline) -> None:
-    operators = {bar["operator"] for bar in drawn(layer)}
-    assert "mm" in operators
-    assert not {"all_reduce", "embedding", "embedding_dense_backward", "nll_loss_forward"} & operators
-
-
-def test_messages_go_from_the_sender_to_where_they_are_received(layer: Timeline) -> None:
+def test_messages_go_from_the_sender_to_where_they_are_received(layer: Mapping[str, Any]) -> None:
     bars = drawn(layer)
     lines = list(messages(bars))
     assert Counter((line["from"], line["to"]) for line in lines) == Counter(
@@ -100,7 +118,7 @@ def test_messages_go_from_the_sender_to_where_they_are_received(layer: Timeline)
     assert received < sends
 
 
-def test_bars_of_a_row_do_not_overlap(layer: Timeline) -> None:
+def test_bars_of_a_row_do_not_overlap(layer: Mapping[str, Any]) -> None:
     by_row: dict[str, list[tuple[float, float]]] = {}
     for bar in drawn(layer):
         by_row.setdefault(bar["row"], []).append((bar["start"], bar["end"]))
@@ -110,14 +128,12 @@ def test_bars_of_a_row_do_not_overlap(layer: Timeline) -> None:
             assert end <= start + 1e-6
 
 
-def test_specifications_are_vega_lite(layer: Timeline, one_strategy: None) -> None:
-    """They are not checked when the site is built, which would take as long as all else."""
+def test_a_specification_is_vega_lite(layer: Mapping[str, Any]) -> None:
+    """It is not checked when the site is built, which would take as long as all else."""
     alt.Chart.from_dict(dict(layer_chart(layer, "forward", "layer-forward", "a model").spec))
-    (shown,) = demonstrations(["lasp"])
-    alt.Chart.from_dict(dict(memory_chart(shown.beside, "lasp", "a model").spec))
 
 
-def test_a_chart_and_its_table_show_the_same_events(layer: Timeline) -> None:
+def test_a_chart_and_its_table_show_the_same_events(layer: Mapping[str, Any]) -> None:
     chart = layer_chart(layer, "forward", "layer-forward", "a model")
     boxes, lines = chart.spec["layer"]
     assert len(boxes["data"]["values"]) == len(chart.table.rows) > 50
@@ -129,37 +145,51 @@ def test_a_chart_and_its_table_show_the_same_events(layer: Timeline) -> None:
 # -- bytes -----------------------------------------------------------------------------------------------
 
 
-def test_closed_form_beside_meter_is_what_the_row_says(one_strategy: None) -> None:
-    shown = demonstrations(["lasp", "ring_self_attention"])
-    assert [s.cell.model for s in shown if s.cell is not None] == ["tnl-tiny", "bert-tiny"]
-    for demonstration in shown:
-        measured, lines = demonstration.row["measurement"], formula_lines(demonstration.row)
-        assert lines
-        assert [line["difference"] for line in lines] == [0] * len(lines)
-        for column, entries in (("closed form (bytes)", "formula"), ("metered (bytes)", "communication")):
-            total = sum(entry["sent_bytes"] for entry in measured[entries])
-            assert sum(line[column] for line in lines) == total > 0
-        held = memory_lines({demonstration.strategy: demonstration.row})
-        assert sum(line["GiB"] for line in held) * 2**30 == pytest.approx(measured["peak_memory_bytes"])
-        assert set(demonstration.beside) == {demonstration.strategy}
+def test_closed_form_beside_meter_is_what_the_row_says(kept: Path) -> None:
+    (row,) = kept_rows(kept)
+    measured, lines = row["measurement"], formula_lines(row)
+    assert [line["difference"] for line in lines] == [0] * len(lines)
+    for column, entries in (("closed form (bytes)", "formula"), ("metered (bytes)", "communication")):
+        total = sum(entry["sent_bytes"] for entry in measured[entries])
+        assert sum(line[column] for line in lines) == total > 0
+    (held,) = memory_lines([row])
+    assert held["in all"] * 2**30 == pytest.approx(measured["peak_memory_bytes"])
+    assert sum(v for k, v in held.items() if k not in ("strategy", "in all")) == pytest.approx(held["in all"])
 
 
-def test_a_wrong_closed_form_is_red(
-    one_strategy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    right = Lasp.communication
+def test_a_page_shows_rows_and_a_trace_and_when_they_were_made(kept: Path) -> None:
+    page = site_of(kept)["strategy-lasp.html"]
+    assert '<p class="good">Every entry is equal, exactly.</p>' in page
+    assert page.count("Made by commit <code>abc on 2026-01-02</code>.") == 2
+    assert 'id="layer-backward"' in page
 
-    def wrong(self: Lasp, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        for entry in right(self, sites, element_bytes):
-            more = 1 if entry.phase == "forward" else 0
-            yield dataclasses.replace(entry, payload_bytes=entry.payload_bytes + more)
 
-    monkeypatch.setattr(Lasp, "communication", wrong)
-    pages = site_of(tmp_path)
-    (told,) = re.findall(r'<p class="missing bad">(.*?)</p>', pages["strategy-lasp.html"], re.S)
-    assert "1 of 3 entries differ" in told
-    assert "forward send on sp: " in told
-    assert "Every entry is equal" not in pages["strategy-lasp.html"]
+def test_rows_of_earlier_code_are_not_green(kept: Path) -> None:
+    (row,) = kept_rows(kept)
+    old = row | {"digest": row["digest"] | {"code": "other"}}
+    page = site_of(kept, rows=[old])["strategy-lasp.html"]
+    assert "since then there have been changes of: code" in page
+    assert '<p class="unjudged">Every entry is equal, exactly.</p>' in page
+
+
+def test_a_wrong_closed_form_is_red(kept: Path) -> None:
+    row = copy.deepcopy(kept_rows(kept)[0])
+    row["measurement"]["formula"][0]["sent_bytes"] += 1
+    page = site_of(kept, rows=[row | {"status": "mismatch"}])["strategy-lasp.html"]
+    (told,) = re.findall(r'<p class="missing bad">(.*?)</p>', page, re.S)
+    assert f"1 of {len(formula_lines(row))} entries differ" in told
+    assert "Every entry is equal" not in page
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x1f\x8b", gzip.compress(b"[]"), gzip.compress(b"{")])
+def test_what_is_not_there_is_one_line(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "reproduction/strategies/layers").mkdir(parents=True)
+        (tmp_path / "reproduction/strategies/layers/lasp.json.gz").write_bytes(content)
+    page = site_of(tmp_path)["strategy-lasp.html"]
+    assert "There is no trace of a layer of it" in page
+    assert "It was not measured beside the others" in page
+    assert "None of the results uses it" in page
 
 
 def test_another_rank_that_differs_has_a_line() -> None:
@@ -180,7 +210,7 @@ def test_another_rank_that_differs_has_a_line() -> None:
 # -- verification, cells, text ---------------------------------------------------------------------------
 
 
-def test_verdicts_are_shown_with_their_commit_and_red_ones_first(one_strategy: None, tmp_path: Path) -> None:
+def test_verdicts_are_shown_with_their_commit_and_red_ones_first(tmp_path: Path) -> None:
     worse = dataclasses.replace(GREEN, error=3e-14, size=4)
     with kept_verdicts(tmp_path / "verification", MADE | {"code": verified_code()}) as found:
         found += map(dataclasses.asdict, (GREEN, worse, RED))
@@ -203,7 +233,7 @@ def test_of_several_cases_the_worst_is_shown() -> None:
     assert (green["part"], green["green"], green["largest error"]) == ("block", 2, 9e-11)
 
 
-def test_cells_link_to_their_filter(one_strategy: None, tmp_path: Path) -> None:
+def test_cells_link_to_their_filter(tmp_path: Path) -> None:
     rows = [("gate", "lasp", "ok"), ("gate", "lasp", "oom"), ("four_d", "tensor_parallel+lasp", "ok")]
     cells = [
         CellResult(
@@ -218,21 +248,7 @@ def test_cells_link_to_their_filter(one_strategy: None, tmp_path: Path) -> None:
     }
     pages = site_of(tmp_path, *cells)
     assert 'href="cells.html#scenario=gate&amp;strategy=lasp"' in pages["strategy-lasp.html"]
-    assert "Every entry is equal, exactly." in pages["strategy-lasp.html"]
     assert "spbench verify --strategy lasp --output" in pages["strategy-lasp.html"]
-
-
-def test_a_strategy_that_fails_has_a_page_that_says_so(
-    one_strategy: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("a plug-in's own mistake")
-
-    monkeypatch.setattr(Lasp, "linear_attention", fails)
-    page = site_of(Path("nowhere"))["strategy-lasp.html"]
-    assert "No layer can be shown" in page
-    assert "None of the results uses it" in page
-    assert "tnl-tiny: failed: RuntimeError: a plug-in&#39;s own mistake" in page
 
 
 def test_docstrings_become_html() -> None:

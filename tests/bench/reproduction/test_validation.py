@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.published.published import published_rows
+from spbench.bench.published.comparison import read_records
+from spbench.bench.published.files import published_rows
 from spbench.bench.reproduction.document import FIRST_PAGE, VALIDATION, Pages, check_parts
-from spbench.bench.reproduction.findings import read_records
-from spbench.bench.reproduction.measured_sources import MEASURED, measured_sources, other_predictors
-from spbench.bench.reproduction.papers import papers
-from spbench.bench.reproduction.validation import validation_lines
+from spbench.bench.reproduction.papers import MEASURED, measured_sources, papers
+from spbench.bench.reproduction.validation import PREDICTORS_FILE, predictor_errors, validation_lines
 
 ROOT = Path(__file__).parents[3]
 B200 = "megatron_b200_llama3.csv"
@@ -72,7 +71,8 @@ def test_without_numbers_of_ours_a_line_says_so() -> None:
 
 
 def test_what_simumax_says_of_the_same_rows_is_computed() -> None:
-    memory, time = (other.errors for other in other_predictors() if other.file == B200)
+    _, _, others = published_rows(PREDICTORS_FILE, Path())
+    memory, time = (predictor_errors(other) for other in others if other["file"] == B200)
     assert len(time) == len(memory) == 12
     # 828.76 ms for 843.0, 66.44 GiB for 66.55
     assert time[0] == pytest.approx(1 - 828.76 / 843.0)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell, Measurement, SearchRequest, Sizes, TrainingOptions
+from spbench.bench.cell import Cell, Measurement, SearchRequest, Sizes
 from spbench.bench.engines import virtual
-from spbench.bench.engines.engine import run
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.run_cell import run_cell
 from spbench.bench.search.boundary import largest_that_fits
+from spbench.bench.training_options import TrainingOptions
 from spbench.impls.strategies.base import Unsupported
 from tests.bench.engines.test_virtual import cell_of, write_cluster
 
@@ -188,6 +189,6 @@ def test_what_cannot_be_searched(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="local has no memory limit"):
         largest_that_fits(cell.model_copy(update={"cluster": "local"}))
     with pytest.raises(Unsupported, match="do not run on the engine distributed"):
-        run(cell.model_copy(update={"engine": "distributed"}))
+        run_cell(cell.model_copy(update={"engine": "distributed"}))
     with pytest.raises(Unsupported, match="12 attention heads"):
         largest_that_fits(searching(tmp_path, 64, TP, 5, BATCH))

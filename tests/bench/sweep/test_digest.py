@@ -14,9 +14,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.scenario import load_scenario
-from spbench.bench.declarations import CACHE_FOLDER
-from spbench.bench.engines.engine import run as run_on_engine
+from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
+from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.digest import changed_parts, is_final, outdated
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished
@@ -50,7 +50,7 @@ RUN = ("run", "--scenario", "small.yaml", "--output", "out", "--format", "json")
 def sweep_here(cells: list[Cell], results: ResultsFile, **_: Any) -> list[Row]:
     """A sweep in this process, which measures on the real engine."""
     for cell in unfinished(cells, results):
-        results.append(as_row(cell, measure(run_on_engine, cell)))
+        results.append(as_row(cell, measure(run_cell, cell)))
     return [results.rows[cell.key] for cell in cells]
 
 

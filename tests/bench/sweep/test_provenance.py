@@ -1,11 +1,18 @@
-"""Where rows come from: the commit, and whether the code is the commit's."""
+"""Where rows come from: the commit of the code and of the project, and whether files differ from it."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from spbench.bench.sweep.provenance import _commit
+from spbench.bench.errors import UserError
+from spbench.bench.git import asked, commit_of_files, git, own_checkout
+from spbench.bench.sweep.provenance import (
+    MADE_FROM_ROWS,
+    check_same_code,
+    commit_of,
+    project_commit,
+    provenance,
+)
 
 
 @pytest.fixture
@@ -14,29 +21,49 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("code.py", "results/reproduction/a.csv", "README.md", "results/papers/b.csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
+        git(tmp_path, *words.split())
     return tmp_path
 
 
 def test_what_is_made_from_rows_does_not_make_the_code_dirty(checkout: Path) -> None:
     """So that `spbench reproduce rsa --write` does not keep `spbench reproduce lasp --write` from writing."""
-    clean = _commit(checkout)
+    clean = commit_of_files(checkout, MADE_FROM_ROWS)
     assert clean is not None
     assert len(clean) == 12
     (checkout / "results/reproduction/a.csv").write_text("2")
     (checkout / "README.md").write_text("2")
     (checkout / "untracked").write_text("2")
-    assert _commit(checkout) == clean
+    assert commit_of_files(checkout, MADE_FROM_ROWS) == clean
+    (checkout / "results/papers/b.csv").write_text("2")
+    assert commit_of_files(checkout, MADE_FROM_ROWS) == f"{clean}-dirty"
 
 
-@pytest.mark.parametrize("name", ["code.py", "results/papers/b.csv"])
-def test_changed_code_is_dirty(checkout: Path, name: str) -> None:
-    clean = _commit(checkout)
-    (checkout / name).write_text("2")
-    assert _commit(checkout) == f"{clean}-dirty"
+def test_a_project_has_a_commit_of_its_own(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert project_commit(checkout / "results") == commit_of_files(checkout)
+    assert project_commit(tmp_path_factory.mktemp("no repository")) is None
+    if own := own_checkout():
+        assert project_commit(own / "bench") is None  # its commit is that of the code
 
 
-def test_no_checkout(tmp_path: Path) -> None:
-    assert _commit(tmp_path) is None
+def test_a_row_stands_for_its_project() -> None:
+    assert commit_of({"provenance": {"commit": "a", "project_commit": "b"}}) == "b"
+    assert commit_of({"provenance": {**provenance(), "commit": "a"}}) == "a"
+    assert commit_of({"provenance": None}) == ""
+
+
+@pytest.mark.parametrize("which", ["commit", "project_commit"])
+def test_rows_must_be_of_one_commit(which: str) -> None:
+    rows = [{"provenance": {which: commit}} for commit in ("1", "2", "1-dirty")]
+    check_same_code({"a": rows[:1], "b": rows[:1]})
+    with pytest.raises(UserError, match="b: rows were made by commit 2, those of a by 1, so that nothing"):
+        check_same_code({"a": rows[:1], "b": rows[1:2]})
+    with pytest.raises(UserError, match=r"a: rows were made by code that is in no commit \(1-dirty\)"):
+        check_same_code({"a": rows[2:]})
+
+
+def test_what_git_refuses_is_one_line(tmp_path: Path) -> None:
+    assert commit_of_files(tmp_path) is None
+    assert asked(tmp_path, "rev-parse", "HEAD") == ""
+    with pytest.raises(UserError, match=r"git rev-parse fails in .*not a git repository"):
+        git(tmp_path, "rev-parse", "HEAD")

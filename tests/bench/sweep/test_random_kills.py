@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.sweep.results import FINAL
-from tests.bench.sweep.command_process import PATIENCE_S, Command, until
+from tests.bench.processes import PATIENCE_S, needs_proc, until
+from tests.bench.workers.command_process import Command
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="needs /proc to see processes end"
-)
+pytestmark = needs_proc
 
 #: 48 cells, a third of them unsupported
 SCENARIO = """

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,10 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.sweep.results import ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import sweep, unfinished
 from tests.bench import fakes
-from tests.bench.processes import left_of, needs_proc
+from tests.bench.processes import left_of, needs_proc, until
 
 #: of the cell that hangs; the others end by themselves
-LIMIT_S = 12.0
+LIMIT_S = 2.0
 PROGRAM = "tests.bench.faulty_sweep"
 KILLED = "rank 1: the process was killed by SIGKILL (was the machine out of memory?)"
 
@@ -109,6 +107,7 @@ def rows_under_torchrun(folder: Path, *faults: str) -> list[Row]:
 
 
 @needs_proc
+@pytest.mark.slow
 def test_a_rank_that_is_killed_under_torchrun(tmp_path: Path) -> None:
     rows = rows_under_torchrun(tmp_path, "killed", "")
     assert [(row["status"], row["reason"]) for row in rows] == [("failed", KILLED), ("ok", "")]
@@ -140,10 +139,3 @@ def test_the_launcher_is_killed(launcher: str, tmp_path: Path) -> None:
         )
     assert process.stderr is not None
     process.stderr.read()  # ends when nobody is left who could write
-
-
-def until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.2)

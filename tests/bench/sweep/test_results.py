@@ -68,7 +68,7 @@ def test_truncated_last_line_is_skipped_and_the_next_row_starts_afresh(tmp_path:
     with ResultsFile(tmp_path) as results:
         assert len(results.rows) == 2
         assert len(results.problems) == 1
-        assert results.problems[0].startswith(f"{results.path}:3: cut short, skipped")
+        assert results.problems[0].startswith(f"{results.path}:3: not a result row, skipped")
         results.append(row(8))
         results.append(row(16))
     assert stored(tmp_path) == [1, 2, 8, 16]

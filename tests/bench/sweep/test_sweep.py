@@ -15,7 +15,8 @@ from spbench.bench.sweep.sweep import as_row, sweep, unfinished
 from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.worker import Outcome
 from tests.bench import fakes
-from tests.bench.sweep.command_process import PATIENCE_S, Command
+from tests.bench.processes import PATIENCE_S, needs_proc
+from tests.bench.workers.command_process import Command
 
 
 def cell(world: int, engine: str = "virtual") -> Cell:
@@ -123,7 +124,7 @@ def command(tmp_path: Path) -> Iterator[Command]:
     command.end()
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes end")
+@needs_proc
 def test_killed_sweep_loses_only_running_cells_and_resumes(command: Command) -> None:
     process = command.start()
     command.until_two_are_held_up()
@@ -140,7 +141,7 @@ def test_killed_sweep_loses_only_running_cells_and_resumes(command: Command) -> 
     assert command.process is not None
     assert command.process.returncode == 0, err
     assert "5 cells, 2 of them kept from before; running 3" in err
-    assert f"{command.results}:3: cut short, skipped" in err
+    assert f"{command.results}:3: not a result row, skipped" in err
     rows, problems = read_rows(command.results)
     assert [row["status"] for row in rows] == ["ok"] * 5
     assert len(problems) == 1
@@ -149,7 +150,7 @@ def test_killed_sweep_loses_only_running_cells_and_resumes(command: Command) -> 
     assert "rsa-max-seqlen-base" in out
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes end")
+@needs_proc
 def test_ctrl_c_says_how_to_go_on(command: Command) -> None:
     process = command.start()
     command.until_two_are_held_up()

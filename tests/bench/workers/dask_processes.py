@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.bench.sweep.command_process import LIGHT_PATH, until
+from tests.bench.processes import until
+from tests.bench.workers.command_process import LIGHT_PATH
 
 
 class DaskProcesses:

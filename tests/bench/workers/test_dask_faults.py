@@ -20,14 +20,16 @@ from spbench.bench.sweep.results import ResultsFile, read_rows
 from spbench.bench.sweep.sweep import sweep
 from spbench.bench.workers.executor import opened
 from tests.bench import fakes
-from tests.bench.sweep.command_process import PATIENCE_S, ROOT, Command, until
+from tests.bench.processes import PATIENCE_S, needs_proc, until
+from tests.bench.workers.command_process import ROOT, Command
 from tests.bench.workers.dask_processes import DaskProcesses
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("distributed") is None, reason="needs dask[distributed], the extra 'cluster'"
     ),
-    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes end"),
+    needs_proc,
 ]
 
 
@@ -85,7 +87,6 @@ def test_a_worker_that_is_killed(command: Command, dask: DaskProcesses) -> None:
     assert dask.files_left() == []
 
 
-@pytest.mark.slow
 def test_an_interrupted_sweep_leaves_the_workers_free(command: Command, dask: DaskProcesses) -> None:
     """Ctrl-C, then kill -9: each time the cells that were held up end, and Dask's workers take new ones."""
     process = command.start()
@@ -116,7 +117,6 @@ def test_an_interrupted_sweep_leaves_the_workers_free(command: Command, dask: Da
     assert dask.files_left() == []
 
 
-@pytest.mark.slow
 def test_a_scheduler_that_is_killed(command: Command, dask: DaskProcesses) -> None:
     process = command.start()
     command.until_two_are_held_up()
@@ -136,7 +136,6 @@ def cell(world: int, **more: object) -> Cell:
     return Cell.model_validate({**content, "sizes": Sizes(sp=world), **more}, strict=True)
 
 
-@pytest.mark.slow
 def test_a_cell_that_kills_its_workers_is_a_failed_row(tmp_path: Path, dask: DaskProcesses) -> None:
     dask.start_workers(1)
     cells = [cell(world) for world in (1, 2, 4, 8)]
@@ -150,7 +149,6 @@ def test_a_cell_that_kills_its_workers_is_a_failed_row(tmp_path: Path, dask: Das
     assert sum(worker.poll() is None for worker in dask.workers) == 1
 
 
-@pytest.mark.slow
 def test_a_time_limit_holds_there(
     tmp_path: Path, dask: DaskProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +163,6 @@ def test_a_time_limit_holds_there(
     assert "in gated" in rows[0]["log"].split("-- stacks of the worker --")[1]
 
 
-@pytest.mark.slow
 def test_workers_of_other_code_are_refused(tmp_path: Path) -> None:
     """One that has another line, and one that has no spbench; each by its address."""
     copy, broken = tmp_path / "copy", tmp_path / "broken" / "spbench"
@@ -187,7 +184,6 @@ def test_workers_of_other_code_are_refused(tmp_path: Path) -> None:
             dask.workers[-1].kill()
 
 
-@pytest.mark.slow
 def test_a_cluster_file_that_workers_do_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

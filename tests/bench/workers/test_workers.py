@@ -16,8 +16,8 @@ from spbench.bench.sweep.results import FINAL, ResultsFile, Row
 from spbench.bench.sweep.sweep import sweep, unfinished
 from spbench.bench.workers.crew import Crew
 from tests.bench import fails_to_import, fakes, slow_to_import
-from tests.bench.processes import left_of, needs_proc
-from tests.bench.sweep.command_process import LIGHT_PATH, until
+from tests.bench.processes import left_of, needs_proc, until
+from tests.bench.workers.command_process import LIGHT_PATH
 
 #: of the cells that hang; the others may take as long as they do
 LIMIT_S = 3.0

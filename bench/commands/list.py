@@ -1,0 +1,135 @@
+"""`spbench list`: what there is to run and to ask for.
+
+Scenarios and clusters are read from their files; the rest is declared by code, which is imported only if it
+has changed since it was listed last (:mod:`spbench.bench.declarations`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spbench.bench.commands.forms import FORMS
+from spbench.bench.commands.options import files_of, printed
+from spbench.bench.commands.output import Output
+from spbench.bench.declarations import declared
+from spbench.bench.errors import UserError
+from spbench.bench.exports import EXPORTS
+from spbench.bench.yaml_files import packaged, read_yaml
+from spbench.impls.discovery import FunctionModules
+from spbench.plots import FIGURES
+
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
+
+#: the package and the key that says what a file is
+_OF_FILES = {
+    "scenarios": ("spbench.scenarios", "title"),
+    "clusters": ("spbench.scenarios.clusters", "about"),
+}
+#: the function that returns the classes by name, imported when it is needed
+_OF_CLASSES = {
+    "strategies": "impls.strategies.registry:strategies",
+    "peers": "impls.peers.registry:peers",
+    "models": "impls.models.model:models",
+    "backends": "impls.backends.registry:backends",
+    "engines": "bench.engines.engine:engines",
+    "meters": "bench.meters.registry:meters",
+    "quantities": "bench.search.quantities:quantities",
+    "answers": "bench.published.answer:answer_kinds",
+}
+_OF_FUNCTIONS: dict[str, FunctionModules] = {"forms": FORMS, "exports": EXPORTS, "figures": FIGURES}
+#: in the order in which they are printed
+_KINDS = (
+    *("scenarios", "strategies", "peers", "models", "clusters", "backends", "engines", "meters"),
+    *("quantities", "answers", "forms", "exports", "figures"),
+)
+
+
+@click.command("list")
+@click.argument("kind", type=click.Choice(_KINDS), required=False, metavar="[KIND]")
+@files_of("strategy", "Strategies of this file of yours too.")
+@files_of("model", "Models of this file of yours too.")
+@printed
+def command(kind: str | None) -> Output:
+    """List what there is of a KIND, or of every kind if none is named.
+
+    Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
+    forms, exports, figures.
+    """
+    content = {name: entries(name) for name in ([kind] if kind else _KINDS)}
+    return Output(
+        [_paragraph(name, of_kind) for name, of_kind in content.items()],
+        content,
+        [
+            {"kind": name, "name": entry, "about": text}
+            for name, of_kind in content.items()
+            for entry, text in of_kind.items()
+        ],
+        ["kind", "name", "about"],
+    )
+
+
+def entries(kind: str) -> dict[str, str]:
+    """What there is of a kind by name, each with a line about it."""
+    if kind in _OF_FILES:
+        return dict(_from_files(*_OF_FILES[kind]))
+    if kind in _OF_FUNCTIONS:
+        modules = _OF_FUNCTIONS[kind]
+        return {name: modules.summary(name) for name in modules.names()}
+    return _from_code(kind)
+
+
+def _from_files(package: str, key: str) -> Iterator[tuple[str, str]]:
+    for name, path in packaged(package).items():
+        try:
+            text: Any = read_yaml(path).get(key, "")
+        except UserError as error:
+            text = str(error)
+        yield name, str(text)
+
+
+@declared
+def _from_code(kind: str) -> dict[str, str]:
+    module, function = _OF_CLASSES[kind].split(":")
+    known: Mapping[str, Any] = getattr(import_module(f"spbench.{module}"), function)()
+    about = _ABOUT.get(kind, _first_sentence)
+    return {name: about(each) for name, each in sorted(known.items())}
+
+
+def _about_strategy(cls: type[Strategy]) -> str:
+    axes = f"{'axis' if len(cls.axes) == 1 else 'axes'} {', '.join(cls.axes)}" if cls.axes else ""
+    around = f"{cls.name}+S: around a strategy S" if cls.can_enclose else ""
+    needs = f"needs {' and '.join(cls.requires)}" if cls.requires else ""
+    notes = [axes, around, needs, cls.source]
+    return f"{cls.summary} ({', '.join(n for n in notes if n)})".replace(" ()", "")
+
+
+def _about_model(model: Any) -> str:
+    sizes = {field.name: getattr(model, field.name) for field in fields(model)}
+    return ", ".join(f"{name} {value}" for name, value in sizes.items() if type(value) is int)
+
+
+def _first_sentence(documented: object) -> str:
+    paragraph = (inspect.getdoc(documented) or "").split("\n\n")[0]
+    return " ".join(paragraph.split()).split(". ")[0].rstrip(".")
+
+
+#: what is said of a class, or of a model, where that is not the first sentence of its docstring
+_ABOUT: dict[str, Callable[[Any], str]] = {
+    "strategies": _about_strategy,
+    "peers": _about_strategy,
+    "models": _about_model,
+    "engines": lambda cls: cls.summary,
+}
+
+
+def _paragraph(kind: str, of_kind: Mapping[str, str]) -> str:
+    width = max(map(len, of_kind), default=0)
+    lines = [f"  {name:<{width}}  {text}".rstrip() for name, text in of_kind.items()]
+    return "\n".join([f"{kind}:", *(lines or ["  none"])])

@@ -1,0 +1,115 @@
+"""Whether published numbers reproduce: yes, in part or no, by one rule for a table and for a paper.
+
+A number is met where ours is within :data:`TOLERANCE` of it (a formula: equal at every cell), a published out
+of memory where ours is too. "Yes" is all met, "no" fewer than half; numbers that a rate was fitted to are not
+judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from spbench.bench.reproduction.findings import Record, distinct, of_table, table_of
+
+#: of absolute relative errors
+TOLERANCE = 0.1
+_EXACT = 1e-9
+#: roles of numbers that prove something where they are met
+JUDGED = ("predicted", "inferred", "formula")
+
+Word = Literal["yes", "in part", "no", "not run"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of some published numbers.
+
+    Attributes:
+        judged, met: how many numbers and statuses.
+        errors: absolute relative errors of the numbers that are no formulas.
+    """
+
+    judged: int
+    met: int
+    errors: Sequence[float]
+
+    @property
+    def word(self) -> Word:
+        if not self.judged:
+            return "not run"
+        if self.met == self.judged:
+            return "yes"
+        return "no" if 2 * self.met < self.judged else "in part"
+
+    @property
+    def median(self) -> float | None:
+        return median(self.errors) if self.errors else None
+
+    @property
+    def worst(self) -> float | None:
+        return max(self.errors, default=None)
+
+
+def verdict_on(records: Sequence[Record]) -> Verdict:
+    """The verdict on records of findings, each published number counted once."""
+    records = [record for record in records if record["role"] in JUDGED]
+    numbers = [record for record in distinct(records) if _was_run(record)]
+    met = [_is_met(record, records) for record in numbers] + list(_statuses(records))
+    errors = [r["relative_error"] for r in numbers if r["role"] != "formula"]
+    return Verdict(len(met), sum(met), [abs(error) for error in errors if error is not None])
+
+
+def _was_run(record: Record) -> bool:
+    return record["reproduced"] is not None or bool(record["status_reproduced"])
+
+
+def _is_met(record: Record, records: Sequence[Record]) -> bool:
+    if record["role"] == "formula":
+        # one number that is evaluated at many cells
+        same = [r for r in records if r["role"] == "formula" and r["source"] == record["source"]]
+        return all(r["relative_error"] is not None and abs(r["relative_error"]) <= _EXACT for r in same)
+    return record["relative_error"] is not None and abs(record["relative_error"]) <= TOLERANCE
+
+
+def _statuses(records: Sequence[Record]) -> Iterator[bool]:
+    """Of each cell that is published as out of memory and was run, whether ours is too."""
+    cells: dict[str, bool] = {}
+    for record in records:
+        if record["status_published"] == "oom" and record["status_reproduced"]:
+            cells.setdefault(record["cell"], record["status_reproduced"] == "oom")
+    yield from cells.values()
+
+
+def by_answer(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Records by what they answer and the variant: tables by quantity, claims, formulas and curves."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        kind = {"formula": "formulas", "curve": "curves"}.get(record["role"], "claims")
+        what = f"{table_of(record)}: {record['quantity']}" if of_table(record) else kind
+        groups.setdefault((what, record["variant"]), []).append(record)
+    return groups
+
+
+def counts(verdict: Verdict) -> str:
+    """The numbers of a verdict in words."""
+    if not verdict.judged:
+        return "nothing was judged"
+    text = f"{verdict.met} of {verdict.judged} numbers met"
+    if verdict.median is not None:
+        text += f", median error {verdict.median:.1%}, worst {verdict.worst:.0%}"
+    return text
+
+
+def why(records: Sequence[Record], titles: Mapping[str, str]) -> dict[str, Any] | None:
+    """The scenario with the most misses: ``scenario``, ``title`` and ``text``; None if all are met."""
+    scenarios = dict.fromkeys(record["scenario"] for record in records)
+    verdicts = {name: verdict_on([r for r in records if r["scenario"] == name]) for name in scenarios}
+    name = max(verdicts, key=lambda one: verdicts[one].judged - verdicts[one].met, default=None)
+    if name is None or verdicts[name].met == verdicts[name].judged:
+        return None
+    of = verdicts[name]
+    text = f"{of.judged - of.met} of {of.judged}"
+    return {"scenario": name, "title": titles.get(name, name), "text": text}

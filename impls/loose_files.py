@@ -1,0 +1,76 @@
+"""Strategies and models in Python files that are in no package: ``--strategy FILE.py``, ``--model FILE.py``.
+
+A file that was added is a submodule of this module, so that its classes travel between processes by name. Its
+path travels by the environment, which the processes of a sweep and the ranks take over.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+#: of the environment: the paths of the files, with ``os.pathsep`` between
+LOOSE_FILES = "SPBENCH_FILES"
+
+SUFFIX = ".py"
+
+#: makes a package of this module, whose submodules :class:`_Finder` finds
+__path__: list[str] = []
+
+
+def paths() -> tuple[Path, ...]:
+    """The files that were added, in their order."""
+    return tuple(Path(path) for path in os.environ.get(LOOSE_FILES, "").split(os.pathsep) if path)
+
+
+def modules() -> list[ModuleType]:
+    """The files as modules, imported at the first call.
+
+    Raises whatever the files raise as they are imported.
+    """
+    return [importlib.import_module(_module_name(path)) for path in paths()]
+
+
+def add(path: Path) -> ModuleType:
+    """Import a file, and have it searched for strategies and models from now on, here and in all processes
+    that this one starts.
+
+    Raises:
+        ValueError: another file of that name was added.
+        Exception: whatever the file raises.
+    """
+    path = path.resolve()
+    for other in paths():
+        if other != path and _module_name(other) == _module_name(path):
+            raise ValueError(f"{path} and {other} have one name; rename one")
+    before = os.environ.get(LOOSE_FILES, "")
+    os.environ[LOOSE_FILES] = os.pathsep.join(map(str, dict.fromkeys([*paths(), path])))
+    try:
+        return importlib.import_module(_module_name(path))
+    except BaseException:
+        os.environ[LOOSE_FILES] = before
+        raise
+
+
+def _module_name(path: Path) -> str:
+    return f"{__name__}.{path.stem.replace('.', '_')}"
+
+
+class _Finder:
+    """Finds the files as submodules of this module."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = next((file for file in paths() if _module_name(file) == name), None)
+        return None if file is None else spec_from_file_location(name, file)
+
+
+sys.meta_path.append(_Finder)

@@ -1,0 +1,107 @@
+"""Strategies and models in files that are in no package, named by their paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import spbench
+from spbench.bench.cell import Cell
+from spbench.bench.config.choices import cell_names
+from spbench.bench.config.select import Narrowing, narrowed_cells
+from spbench.bench.errors import UserError
+from spbench.bench.measuring_code import code_digest
+from spbench.bench.workers.installation import Installation
+from spbench.impls.loose_files import LOOSE_FILES
+from tests.plugins.additions import EXAMPLES
+
+STRATEGY = (EXAMPLES / "gathered_attention.py").read_text()
+SCENARIO = """
+title: Beside a file
+defaults: {cluster: dgx-a100, batch: 2, seq_len: 24, model: bert-tiny}
+groups:
+  - {strategy: STRATEGIES, sizes: {sp: 2}}
+  - {strategy: tensor_parallel, sizes: {tp: 2}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With naive.py, a strategy, and lm.py, a model; files that a test adds are forgotten afterwards."""
+    monkeypatch.setenv(LOOSE_FILES, "")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "naive.py").write_text(STRATEGY.replace('"gathered_attention"', '"naive"'))
+    (tmp_path / "files" / "lm.py").write_text((EXAMPLES / "one_layer_lm.py").read_text())
+    code_digest.cache_clear()
+    return tmp_path / "files"
+
+
+def test_a_scenario_names_files_beside_it(folder: Path) -> None:
+    scenario = folder / "s.yaml"
+    named = SCENARIO.replace("STRATEGIES", "[./naive.py, tensor_parallel+naive.py]")
+    scenario.write_text(named.replace("bert-tiny", "lm.py"))
+    table = spbench.run(scenario, jobs=1, where=[("sizes.sp", "2")])
+    assert list(table.strategy) == ["naive", "tensor_parallel+naive"]
+    assert {*table.model} == {"one-layer-lm-tiny"}
+    assert {*table.status} == {"ok"}
+
+
+def test_a_file_takes_the_place_of_what_a_scenario_has(folder: Path) -> None:
+    (folder / "s.yaml").write_text(SCENARIO.replace("STRATEGIES", "[all_gather_kv, ring_attention]"))
+    scenario = spbench.load_scenario(folder / "s.yaml")
+
+    def cells(*strategies: str, models: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+        narrowing = Narrowing(strategies=strategies, models=models)
+        return [(cell.strategy, cell.model) for cell in narrowed_cells(scenario, narrowing)]
+
+    naive, model = str(folder / "naive.py"), str(folder / "lm.py")
+    assert cells(naive) == [("naive", "bert-tiny")]
+    assert cells("ring_attention", naive) == [("ring_attention", "bert-tiny"), ("naive", "bert-tiny")]
+    assert cells("tensor_parallel", models=(model,)) == [("tensor_parallel", "one-layer-lm-tiny")]
+    with pytest.raises(UserError, match=r"no cell with strategy tensor_parallel.naive"):
+        cells(f"tensor_parallel+{naive}")
+
+
+def test_rows_are_out_of_date_when_the_file_changes(folder: Path) -> None:
+    before = code_digest()
+    cell_names("strategy", str(folder / "naive.py"))
+    there = Installation.here()
+    (folder / "naive.py").write_text(STRATEGY + "\nCHANGED = 1\n")
+    here = Installation.here()
+    assert len({before, there.code, here.code}) == 3
+
+
+def test_workers_elsewhere_without_the_file_are_refused(folder: Path) -> None:
+    elsewhere = Installation.here()
+    cell_names("strategy", str(folder / "naive.py"))
+    assert "lacks the plug-ins file:naive.py" in Installation.here().difference(elsewhere)
+
+
+WRONG = [
+    ("strategy", "absent.py", "unknown strategy 'absent.py': there is no file"),
+    ("strategy", "lm.py", "lm.py: has no class derived from spbench.Strategy"),
+    ("model", "naive.py", "naive.py: has no mapping PRESETS"),
+    ("strategy", "naive.py:nave", "unknown strategy 'nave'; did you mean 'naive'?"),
+    ("strategy", "broken.py", "broken.py:2: cannot be imported: NameError: name 'brokn'"),
+    ("strategy", "../naive.py", "have one name; rename one"),
+    ("strategy", "taken.py", "two of one name"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "message"), WRONG)
+def test_a_file_that_cannot_be_used(folder: Path, kind: str, name: str, message: str) -> None:
+    (folder / "broken.py").write_text("import spbench\nbrokn\n")
+    (folder / "taken.py").write_text(STRATEGY.replace('"gathered_attention"', '"lasp"'))
+    (folder.parent / "naive.py").write_text(STRATEGY)
+    if name.startswith(".."):
+        cell_names("strategy", "naive.py", folder)
+    with pytest.raises(Exception, match=r"\S") as error:
+        cell_names(kind, name, folder)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+def test_an_unknown_name_says_that_files_can_be_given() -> None:
+    cell = {"model": "bert-tiny", "strategy": "naive", "batch": 1, "seq_len": 8}
+    with pytest.raises(UserError, match=r"unknown strategy 'naive'.*or give the path of a .py file"):
+        spbench.run(Cell.model_validate(cell), jobs=0)
