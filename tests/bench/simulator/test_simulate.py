@@ -234,9 +234,10 @@ def test_unknown_rates_are_named() -> None:
 
 @pytest.mark.parametrize(("unknown", "world"), [("network", 5), ("node_link", 2)])
 def test_a_link_must_be_known_only_where_ranks_use_it(unknown: str, world: int) -> None:
-    links = cluster(devices=4).model_dump()
-    links[unknown]["latency_s"] = {"value": None}
-    lacking = Cluster.model_validate(links)
+    known = cluster(devices=4)
+    link = getattr(known, unknown)
+    unknown_latency = link.latency_s.model_copy(update={"value": None})
+    lacking = known.model_copy(update={unknown: link.model_copy(update={"latency_s": unknown_latency})})
     check_rates(lacking, "fp32", world - 1)
     with pytest.raises(RatesUnknown, match="latency or bandwidth"):
         check_rates(lacking, "fp32", world)
