@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.training_options import TrainingOptions
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.chunks import rank_module
@@ -26,6 +27,7 @@ from spbench.impls.precision import PRECISIONS, default_dtype
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.training.interleaved import turns_ahead
 from spbench.impls.training.step import Training, initialize
 
 BATCH, LENGTH = 8, 24
@@ -303,3 +305,8 @@ def test_virtual_stages_make_the_bubble_smaller() -> None:
     """By 1 over their number (section 2.2.2), but for what more messages cost."""
     plain, interleaved = (VirtualEngine().measure(interleaved_cell(2, v)) for v in (1, 4))
     assert interleaved.breakdown["bubble_s"] < 0.6 * plain.breakdown["bubble_s"]
+
+
+def test_an_interleaved_rank_runs_ahead_by_all_its_forwards_at_most() -> None:
+    assert [turns_ahead(rank, ranks=4, chunks=2, micro_batches=4) for rank in range(4)] == [8, 8, 6, 4]
+    assert turns_ahead(0, ranks=4, chunks=2, micro_batches=8) == 10
