@@ -17,7 +17,7 @@ from spbench.bench.calibration.validation import (
     simulated,
 )
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.sweep.provenance import provenance
+from spbench.bench.provenance import provenance
 from tests.bench.calibration.machines import machine
 
 
