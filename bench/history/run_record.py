@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from spbench.bench.cell import Status
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH
+from spbench.bench.json_values import problem
 from spbench.bench.regressions.metrics import METRICS, Metric
-from spbench.bench.yaml_files import dotted, read_file
+from spbench.bench.yaml_files import read_file
 
 FORMAT = 1
 SUFFIX = ".jsonl"
@@ -255,8 +256,7 @@ def read_record(path: Path) -> RunRecord:
         if len(cells) != head.cells or not (others or [first])[-1].endswith(b"\n"):
             raise ValueError(f"cut short: {len(cells)} of {head.cells} cells")
     except ValidationError as error:
-        path_to, message = dotted(error.errors()[0]["loc"]), error.errors()[0]["msg"]
-        raise _unreadable(path, number, f"{path_to}: {message}" if path_to else message) from error
+        raise _unreadable(path, number, problem(error)) from error
     except (ValueError, OverflowError) as error:
         raise _unreadable(path, number, str(error)) from error
     return RunRecord(head.suite, date, commit, head.machine, head.versions, cells)

@@ -15,14 +15,8 @@ from pydantic import Field, PositiveInt, StringConstraints, TypeAdapter, Validat
 from typing_extensions import TypedDict
 
 from spbench.bench.cell import Status
+from spbench.bench.json_values import Count, Number, Signed, Text, problem
 from spbench.bench.yaml_files import dotted
-
-#: what is measured or counted: far larger numbers are damage, and overflow where they are added
-Number = Annotated[float, Field(strict=True, ge=0, le=1e24, allow_inf_nan=False)]
-#: a difference, a loss: any number
-Signed = Annotated[float, Field(strict=True, ge=-1e300, le=1e300, allow_inf_nan=False)]
-Count = Annotated[int, Field(strict=True, ge=0, le=10**24)]
-Text = Annotated[str, StringConstraints(strict=True)]
 
 
 class _Sent(TypedDict):
@@ -136,9 +130,6 @@ class _WholeRow(_Row):
 
 _ROW = TypeAdapter(_WholeRow)
 
-#: characters of a wrong value that a message shows
-_SHOWN = 40
-
 
 class WrongRow(ValueError):
     """A line is not a row: the field, and what is wrong with it."""
@@ -172,17 +163,16 @@ def parse_any_row(line: bytes) -> tuple[dict[str, Any], list[str]]:
         if not constants:
             return row, []
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        problem = f"{dotted(first['loc'])}: {_shortened(first['input'])}: {first['msg']}"
+        what = problem(error)
         if not isinstance(row, dict):
-            raise WrongRow(problem) from error
+            raise WrongRow(what) from error
     else:
-        problem = ""
+        what = ""
     not_finite = [dotted(path) for path in _not_finite(row)]
     try:  # with zeros in their places: is anything else wrong?
         _ROW.validate_python(_replaced(row, 0))
     except ValidationError as error:
-        raise WrongRow(problem) from error
+        raise WrongRow(what) from error
     return _replaced(row, math.nan), not_finite
 
 
@@ -194,11 +184,6 @@ def _decoder(constants: list[str]) -> json.JSONDecoder:
         return math.nan
 
     return json.JSONDecoder(parse_constant=constant)
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _not_finite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
