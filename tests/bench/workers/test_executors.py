@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
 from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError
@@ -25,13 +24,9 @@ from spbench.bench.workers.installation import Installation
 from spbench.bench.workers.runner import run_parcel
 from spbench.bench.workers.worker import Outcome, measure
 from tests.bench import fakes
+from tests.bench.fakes import cell
 
 distributed = pytest.importorskip("distributed", reason="needs dask[distributed], the extra 'cluster'")
-
-
-def cell(world: int, engine: str = "virtual") -> Cell:
-    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
-    return Cell.model_validate({**content, "sizes": Sizes(sp=world), "engine": engine})
 
 
 class HereRunner:
