@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import Numbers, choosing_cells, many, printed
+from spbench.bench.commands.options import Length, Numbers, choosing_cells, many, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
@@ -25,7 +25,7 @@ _NAMED = 3
 @click.command("trace")
 @choosing_cells
 @click.option("--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it.")
-@click.option("--seq-len", type=click.IntRange(min=1), help="Likewise for the sequence length.")
+@click.option("--seq-len", type=Length(), help="Likewise for the sequence length, as 131072 or 128K.")
 @many("--ranks", Numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
 @click.option(
     "--output", type=click.Path(path_type=Path), default="trace.json", show_default=True, help="The file."
