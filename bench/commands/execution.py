@@ -93,7 +93,7 @@ def run_cells(
     from spbench.bench.sweep.sweep import at_once, sweep, unfinished
 
     declared = declared_cells(scenario, narrowing)
-    cells = narrowed_cells(scenario, narrowing)
+    cells = narrowed_cells(scenario, narrowing, declared)
     if timeout_s is not None:
         cells = [cell.model_copy(update={"timeout_s": timeout_s}) for cell in cells]
     with ResultsFile(folder, fresh=fresh) as results:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.declarations import declared
-from spbench.bench.engines.engine import engine_class, engines
+from spbench.bench.engines.engine import engines
 from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.registry import meters
@@ -46,12 +46,6 @@ def _known(kind: str) -> Iterable[str]:
     if kind == "backend":
         return sorted(backends())
     return {"engine": engines, "meter": meters, "quantity": quantities}[kind]()
-
-
-@declared
-def engine_property(engine: str, name: str) -> bool:
-    """What the class of an engine says of it, as ``on_devices``; see :class:`Engine`."""
-    return bool(getattr(engine_class(engine), name))
 
 
 #: by kind: names that others have for what has an unlike one here

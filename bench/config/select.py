@@ -79,13 +79,18 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
     return _distinct(cells)
 
 
-def narrowed_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
+def narrowed_cells(
+    scenario: Scenario, narrowing: Narrowing, declared: Sequence[Cell] | None = None
+) -> list[Cell]:
     """The cells to run.
+
+    Args:
+        declared: what :func:`declared_cells` returns, if that is known.
 
     Raises:
         UserError: an unknown name, a rank or device that cannot be, or nothing is left; with what there is.
     """
-    cells = declared_cells(scenario, narrowing)
+    cells = declared_cells(scenario, narrowing) if declared is None else [*declared]
     strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
     models = [name for text in narrowing.models for name in cell_names("model", text)]
     _known("model", models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
