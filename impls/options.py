@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, cast, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
+
+#: the largest whole number that an option may be, beyond which sums of bytes would overflow; and what is
+#: gone through one by one may be less
+LARGEST = 2**24
+LARGEST_OF = {"layers": 2**12}
 
 
 @dataclass(frozen=True)
 class Options:
     """What may be chosen about a strategy or a backend; this base: nothing."""
+
+
+def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is wrong with values of the fields of a frozen dataclass: their types, and the bounds of whole
+    numbers, as (name, message). A whole number is a count of something, and of none only where that is the
+    default.
+
+    Args:
+        defaults: the dataclass with its defaults.
+        given: of its fields alone.
+    """
+    adapters = _adapters(cast(Hashable, type(defaults)))
+    for name, value in given.items():
+        try:
+            adapters[name].validate_python(value, strict=True)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]["msg"].replace("Input should", "must")
+            yield name, f"{problem}, not {value!r}"
+            continue
+        least = 0 if getattr(defaults, name) == 0 else 1
+        most = LARGEST_OF.get(name, LARGEST)
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if type(number) is int and not least <= number <= most:
+                bound = f"at least {least}" if number < least else f"at most {most}"
+                yield name, f"must be {bound}, not {number}"
+
+
+@cache
+def _adapters(options: Any) -> Mapping[str, TypeAdapter[Any]]:
+    """What checks the value of each field of a dataclass; kept, as evaluating annotations takes long."""
+    hints = get_type_hints(options)
+    config = ConfigDict(allow_inf_nan=False)
+    return {f.name: TypeAdapter(hints[f.name], config=config) for f in fields(options)}
 
 
 def check_choices(options: object, choices: Mapping[str, Iterable[str]]) -> None:

@@ -40,7 +40,7 @@ _OF_CLASSES = {
     "backends": "impls.backends.registry:backends",
     "engines": "bench.engines.engine:engines",
     "meters": "bench.meters.registry:meters",
-    "quantities": "bench.search.search:quantities",
+    "quantities": "bench.search.quantities:quantities",
     "answers": "bench.published.answer:answer_kinds",
 }
 _OF_FUNCTIONS: dict[str, FunctionModules] = {"forms": FORMS, "exports": EXPORTS, "figures": FIGURES}

@@ -50,6 +50,21 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         return tuple(int(word) for word in words)
 
 
+class Length(click.IntRange):
+    """A whole number of at least 1, which may end in K, M or G: powers of 1024."""
+
+    name = "n"
+
+    def __init__(self) -> None:
+        super().__init__(min=1)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from spbench.bench.counts import with_suffix
+
+        number: int = super().convert(with_suffix(value), param, ctx)
+        return number
+
+
 class Settings(click.ParamType[tuple[tuple[str, str], ...]]):
     """Pairs of a setting's name and its value, separated by commas."""
 

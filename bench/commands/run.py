@@ -109,7 +109,8 @@ def _plain_traces() -> AbstractContextManager[None]:
 
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
-    """The cells that would run, and those that are kept from before."""
+    """The cells that would run, those that cannot, and those that are kept from before."""
+    from spbench.bench.config.choices import refusal
     from spbench.bench.config.select import narrowed_cells
     from spbench.bench.sweep.digest import is_final, outdated
     from spbench.bench.sweep.results import RESULTS_FILE, read_rows
@@ -121,6 +122,13 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
     kept = {row["key"]: row for row in rows}
     if stale := outdated(cells, kept):
         message(f"{scenario.name}: {stale}")
+
+    def now(cell: Cell) -> str:
+        if is_final(cell, kept.get(cell.key)):
+            return f"kept ({kept[cell.key]['status']})"
+        reason = refusal(cell)
+        return f"unsupported: {reason}" if reason else "would run"
+
     lines = [
         {
             "cell": cell.key,
@@ -128,9 +136,7 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
             "strategy": cell.strategy,
             "GPUs": cell.sizes.world,
             "asked": _asked(cell),
-            "now": f"kept ({kept[cell.key]['status']})"
-            if is_final(cell, kept.get(cell.key))
-            else "would run",
+            "now": now(cell),
         }
         for cell in cells
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill, shorten
 from typing import Any, Literal
@@ -22,7 +23,8 @@ from spbench.bench.commands.options import (
 )
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
-from spbench.bench.config.choices import cell_names, strategy_problem, unknown
+from spbench.bench.config.choices import cell_names, option_mistakes, strategy_problem, unknown
+from spbench.bench.errors import UserError
 
 
 @click.command("verify")
@@ -102,8 +104,6 @@ def command(
 
 def _made_now() -> dict[str, Any]:
     """What made a verdict: the commit, a digest of its code, torch's version and the time."""
-    from datetime import UTC, datetime
-
     from spbench.bench.sweep.provenance import provenance
     from spbench.bench.verification.verdicts import verified_code
 
@@ -123,7 +123,6 @@ def _check_names(
     Raises:
         UserError: with the nearest name that there is.
     """
-    from spbench.bench.errors import UserError
     from spbench.bench.model_files import names_a_file
     from spbench.impls.backends.registry import backends
     from spbench.impls.models.model import models as all_models
@@ -150,9 +149,6 @@ def _options(strategies: Sequence[str], given: Sequence[tuple[str, str]]) -> dic
         UserError: a strategy has no such option, or not with that value; or no strategy is named.
     """
     import yaml
-
-    from spbench.bench.config.choices import option_mistakes
-    from spbench.bench.errors import UserError
 
     found = {name: yaml.safe_load(value) for name, value in given}
     if found and not strategies:

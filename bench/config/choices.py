@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, Literal
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-
-from spbench.bench.cell import TrainingOptions
+from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engines
 from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.registry import meters
-from spbench.bench.search.quantities import quantities
-from spbench.bench.yaml_files import first_problem
+from spbench.bench.search.quantities import Candidates, quantities
+from spbench.bench.training_options import TrainingOptions
 from spbench.impls import loose_files
 from spbench.impls.backends.registry import backends
+from spbench.impls.layout import Unsupported
+from spbench.impls.options import wrong_values
 from spbench.impls.peers.registry import peers
 from spbench.impls.strategies.nesting import PLUS, nesting
 from spbench.impls.strategies.registry import strategies
@@ -30,22 +29,21 @@ from spbench.impls.strategies.registry import strategies
 
 @declared
 def names(kind: str) -> list[str]:
-    """The names of all models, strategies, peers, engines, meters, quantities or backends."""
-    return list(_known(kind))
-
-
-def _known(kind: str) -> Iterable[str]:
+    """The names of all models, strategies, peers, engines, meters, quantities or backends, sorted."""
+    known: Mapping[str, Any] = {
+        "strategy": strategies,
+        "peer": peers,
+        "backend": backends,
+        "engine": engines,
+        "meter": meters,
+        "quantity": quantities,
+    }
     if kind == "model":
         from spbench.impls.models.model import models
 
         return sorted(models())
-    if kind == "strategy":
-        return sorted(strategies())
-    if kind == "peer":
-        return sorted(peers())
-    if kind == "backend":
-        return sorted(backends())
-    return {"engine": engines, "meter": meters, "quantity": quantities}[kind]()
+    every: Iterable[str] = known[kind]()
+    return sorted(every) if kind in ("strategy", "peer", "backend") else list(every)
 
 
 #: by kind: names that others have for what has an unlike one here
@@ -123,6 +121,32 @@ def _name_problem(name: str) -> str:
     return ""
 
 
+def refusal(cell: Cell) -> str:
+    """Why a cell cannot run, as far as its sizes and closed forms tell; "" if they do not. A search cannot
+    where neither the smallest nor the largest value can that it may try."""
+    return _refusal(cell.model_dump(mode="json"))
+
+
+@declared
+def _refusal(content: Mapping[str, Any]) -> str:
+    from spbench.bench.engines.plan import plan
+
+    cell = Cell.model_validate(content)
+    reason = ""
+    try:
+        search = Candidates(cell) if cell.search is not None else None
+        for tried in [cell] if search is None else [search.at(search.values[at]) for at in (-1, 0)]:
+            try:
+                plan(tried)
+            except Unsupported as error:
+                reason = str(error)
+            else:
+                return ""
+    except Unsupported as error:
+        reason = str(error)
+    return reason
+
+
 @declared
 def option_mistakes(
     section: str, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None = None
@@ -150,40 +174,20 @@ def option_mistakes(
 def _mistakes(
     given: Mapping[str, Any], defaults: Any, others: Sequence[str]
 ) -> Iterator[tuple[list[str], str]]:
-    """As :func:`option_mistakes`.
-
-    Args:
-        defaults: the options as they are by default, a frozen dataclass.
-        others: further keys that may stand there.
-    """
-    known, checks = (
-        [*others, *(f.name for f in fields(defaults))],
-        _type_checks(cast(Hashable, type(defaults))),
-    )
-    for name, value in given.items():
-        if name not in known:
-            what = "unknown key" if others else "unknown option"
-            yield [name], what + (suggestion(name, known) or "; there are none")
-            continue
+    """As :func:`option_mistakes`; ``others`` are further keys that may stand there."""
+    own = [field.name for field in fields(defaults)]
+    known = [*others, *own]
+    what = "unknown key" if others else "unknown option"
+    mistakes = [
+        ([name], what + (suggestion(name, known) or "; there are none"))
+        for name in given
+        if name not in known
+    ]
+    here = {name: value for name, value in given.items() if name in own}
+    mistakes += [([name], message) for name, message in wrong_values(defaults, here)]
+    yield from mistakes
+    if not mistakes:
         try:
-            if name in checks:
-                checks[name].validate_python(value, strict=True)
-        except ValidationError as error:
-            yield [name], first_problem(BaseModel, error)[1]
-        if type(value) is int:
-            # a whole number is a count of something, and of none only where that is the default
-            least = 0 if getattr(defaults, name) == 0 else 1
-            if value < least:
-                yield [name], f"must be at least {least}, not {value}"
-    if all(name in known for name in given):
-        try:
-            replace(defaults, **given)
+            replace(defaults, **here)
         except ValueError as error:
             yield [], str(error)
-
-
-@cache
-def _type_checks(options: Any) -> Mapping[str, TypeAdapter[Any]]:
-    """What checks the value of each field of a dataclass; kept, as evaluating annotations takes long."""
-    hints = get_type_hints(options)
-    return {field.name: TypeAdapter(hints[field.name]) for field in fields(options)}

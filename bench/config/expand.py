@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,8 @@ from spbench.impls.axes import unused_axes
 #: keys of a group that may be lists; so may each axis of sizes, and mesh, itself a list, a list of lists
 MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
 
+#: cells of a scenario at most, of all variants: more run for weeks, and a list of them takes all memory
+MOST_CELLS = 100_000
 #: fields of a cell that no group sets
 _GIVEN_OTHERWISE = {
     "variant": "variants have a section of their own",
@@ -33,8 +36,6 @@ class Problem(ValueError):
     def __init__(self, path: Sequence[str | int], message: str):
         super().__init__(f"{dotted(path)}: {message}")
 
-
-# -- expansion -------------------------------------------------------------------------------------------
 
 _Layers = list[tuple[tuple[str | int, ...], Mapping[str, Any]]]
 
@@ -54,8 +55,9 @@ def expand(
     Raises:
         Problem: what is wrong, at its key path in the file.
     """
-    cells: dict[str, int] = {}
-    found: list[Cell] = []
+    group_of: dict[str, int] = {}
+    cells: list[Cell] = []
+    counted = 0
     for number, group in enumerate(groups):
         # the last word first, as a reader looks for where a setting comes from
         layers: _Layers = [(("groups", number), group), (("defaults",), defaults)]
@@ -67,37 +69,46 @@ def expand(
                 if key in layer:
                     raise Problem([*place, key], f"unknown key; {instead}")
             merged = merge(merged, layer)
-        for content in _product(merged, layers):
-            cell = _cell(content | {"variant": variant}, layers, folder)
-            if cell.key in cells:
-                other = cells[cell.key]
+        lists = _lists(merged, layers)
+        counted += math.prod(map(len, lists.values()))
+        if counted * max(1, len(variants)) > MOST_CELLS:
+            raise Problem(["groups", number], f"there are more than {MOST_CELLS} cells; leave out values")
+        for values in itertools.product(*lists.values()):
+            cell = _cell(_content(merged, dict(zip(lists, values, strict=True)), variant), layers, folder)
+            if cell.key in group_of:
+                other = group_of[cell.key]
                 where = "twice here" if other == number else f"in groups[{other}] too"
                 raise Problem(["groups", number], f"the cell {cell.key} is declared {where}; leave one out")
-            cells[cell.key] = number
-            found.append(cell)
-    return found
+            group_of[cell.key] = number
+            cells.append(cell)
+    return cells
 
 
-def _product(merged: Mapping[str, Any], layers: _Layers) -> Iterator[dict[str, Any]]:
-    sizes = merged.get("sizes", {})
-    lists: dict[tuple[str, ...], list[Any]] = {(k,): merged[k] for k in MULTIPLYING if k in merged}
-    if isinstance(sizes, dict):
-        lists |= {("sizes", axis): value for axis, value in sizes.items()}
+def _lists(merged: Mapping[str, Any], layers: _Layers) -> dict[tuple[str, ...], list[Any]]:
+    """The settings of a group that multiply, by their paths, each as the list of its values."""
+    given: dict[tuple[str, ...], Any] = {(key,): merged[key] for key in MULTIPLYING if key in merged}
+    if isinstance(sizes := merged.get("sizes"), dict):
+        given |= {("sizes", axis): value for axis, value in sizes.items()}
     mesh = merged.get("mesh")
     if isinstance(mesh, list) and all(order is None or isinstance(order, list) for order in mesh):
-        lists["mesh",] = mesh
-    for path, value in lists.items():
+        given["mesh",] = mesh
+    for path, value in given.items():
         if value == []:
             raise Problem(_origin(path, layers), "is an empty list, which leaves no cell; give a value")
-        if not isinstance(value, list):
-            lists[path] = [value]
-    for values in itertools.product(*lists.values()):
-        content = dict(merged)
-        if isinstance(sizes, dict):
-            content["sizes"] = dict(sizes)
-        for path, value in zip(lists, values, strict=True):
-            (content if len(path) == 1 else content["sizes"])[path[-1]] = value
-        yield content
+    return {path: value if isinstance(value, list) else [value] for path, value in given.items()}
+
+
+def _content(
+    merged: Mapping[str, Any], chosen: Mapping[tuple[str, ...], Any], variant: str
+) -> dict[str, Any]:
+    """The settings of a cell: those of its group, with one value of each list."""
+    content = {**merged, "variant": variant}
+    for path, value in chosen.items():
+        if len(path) == 1:
+            content[path[0]] = value
+        else:
+            content["sizes"] = {**content["sizes"], path[1]: value}
+    return content
 
 
 def _origin(path: Sequence[str | int], layers: _Layers) -> list[str | int]:
@@ -143,9 +154,6 @@ def _with_file(
     if key == "model" and names_a_file(name):
         return {**content, "model_config_json": read_model_file(name, folder)}
     return {**content, key: name}
-
-
-# -- what a cell cannot be ---------------------------------------------------------------------------------
 
 
 def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:

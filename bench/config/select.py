@@ -18,6 +18,7 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.choices import cell_names, names, strategy_problem, unknown
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
+from spbench.bench.counts import with_suffix
 from spbench.bench.errors import UserError, suggestion
 
 ALL = "all"
@@ -85,12 +86,12 @@ def narrowed_cells(
     """The cells to run.
 
     Args:
-        declared: what :func:`declared_cells` returns, if that is known.
+        declared: those of :func:`declared_cells`, where they are known.
 
     Raises:
         UserError: an unknown name, a rank or device that cannot be, or nothing is left; with what there is.
     """
-    cells = declared_cells(scenario, narrowing) if declared is None else [*declared]
+    cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
     strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
     models = [name for text in narrowing.models for name in cell_names("model", text)]
     _known("model", models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
@@ -151,7 +152,8 @@ def differing_settings(cells: Sequence[Cell]) -> dict[str, list[str]]:
 def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[Cell]:
     wanted: dict[str, list[str]] = {}
     for name, value in where:
-        wanted.setdefault(name, []).append(value)
+        count = name in ("batch", "seq_len")
+        wanted.setdefault(name, []).append(str(with_suffix(value)) if count else value)
     for name, values in wanted.items():
         settings = [settings_of(cell) for cell in cells]
         known = list(dict.fromkeys(known for has in settings for known in has))

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.calibration.validation import agreement, as_frame, cells, measure_order, rates
 from spbench.bench.commands.forms.as_table import drawn
 from spbench.bench.commands.output import Table
+from tests.benchmarks.timeline_order import agreement, as_frame, cells, measure_order, rates
 
 #: Spearman's correlation of 15 cells that an order by chance exceeds once in 200 runs
 BY_CHANCE = 0.65

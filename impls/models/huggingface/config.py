@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from spbench.impls.discovery import named_classes
 from spbench.impls.models.model import Model
+from spbench.impls.options import wrong_values
 
 #: fields of any family that change neither shapes nor costs of a training step: what the file is and who
 #: wrote it, types of stored weights, ids of tokens, initial values, the length that it was trained for, and
@@ -70,7 +72,7 @@ class Config(BaseModel):
         ignored: fields beside :data:`IGNORED` that change neither shapes nor costs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     name: ClassVar[str] = ""
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {}
@@ -129,13 +131,17 @@ def counting_fields(content: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an unknown family, a field that is missing or not covered, or sizes that cannot be.
     """
     config = _config(content)
-    config.model()
+    model_from_config(content)
     return {"model_type": config.name, **config.model_dump(exclude_unset=True)}
 
 
 def model_from_config(content: Mapping[str, Any]) -> Model:
     """The model of a config.json, with the errors of :func:`counting_fields`."""
-    return _config(content).model()
+    model = _config(content).model()
+    for field in fields(model):  # type: ignore[arg-type]  # models are dataclasses
+        for name, message in wrong_values(model, {field.name: getattr(model, field.name)}):
+            raise ValueError(f"{name} {message}")
+    return model
 
 
 def _config(content: Mapping[str, Any]) -> Config:

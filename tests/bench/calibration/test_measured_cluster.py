@@ -17,13 +17,13 @@ from spbench.bench.calibration.collective_rates import SEND, SEND_BETWEEN, SEND_
 from spbench.bench.calibration.compute_rates import SMALL
 from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of, cluster_yaml, sample_rows
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
-from spbench.bench.calibration.validation import rates
 from spbench.bench.cell import Sizes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.sweep.digest import digest
 from tests.bench.calibration.machines import LARGE_BYTES, machine
+from tests.benchmarks.timeline_order import rates
 
 TINY = RateSweep(
     sides=(4, 8), lengths=(8,), summed_bytes=(64,), message_bytes=(3, 64, 4096), samples=2, sample_s=0.0

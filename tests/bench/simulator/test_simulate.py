@@ -19,8 +19,8 @@ from spbench.bench.simulator.program import (
     offset,
     shifted,
 )
-from spbench.bench.simulator.simulate import simulate, step_time_of
-from tests.bench.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
+from spbench.bench.simulator.simulate import Simulator
+from tests.bench.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, simulate, timed
 
 INFINITE = cluster(bandwidth=1e300, node_bandwidth=1e300)
 
@@ -55,7 +55,11 @@ def test_scalars_correct_what_they_name() -> None:
     b.kernel("mm", flops=3, strided=4)
     b.kernel("add", nbytes=5)
     b.wait(b.collective("all_gather", 14, everyone(2)))
-    at = step_time_of([b.program()], [[0, 1]], cluster(memory=1), "fp32")
+    simulator = Simulator([b.program()], [[0, 1]], cluster(memory=1))
+
+    def at(calibration: Calibration) -> float:
+        return simulator(calibration).step_time_s
+
     assert at(Calibration()) == 3 + 5 + 7
     assert at(Calibration(compute_efficiency=0.5)) == 6 + 5 + 7
     assert at(Calibration(memory_efficiency=0.5)) == 3 + 10 + 7

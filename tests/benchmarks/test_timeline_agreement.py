@@ -8,7 +8,10 @@ import pytest
 
 from spbench.bench.calibration.compute_rates import SMALL
 from spbench.bench.calibration.measured_cluster import cluster_of
-from spbench.bench.calibration.validation import (
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.sweep.provenance import provenance
+from tests.bench.calibration.machines import machine
+from tests.benchmarks.timeline_order import (
     Compared,
     agreement,
     as_frame,
@@ -16,9 +19,6 @@ from spbench.bench.calibration.validation import (
     compared,
     simulated,
 )
-from spbench.bench.cell import Cell, Sizes
-from spbench.bench.sweep.provenance import provenance
-from tests.bench.calibration.machines import machine
 
 
 def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0.0) -> Compared:
