@@ -25,7 +25,7 @@ from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.sweep.provenance import provenance
+from spbench.bench.provenance import provenance
 from spbench.impls.training.step import PRECISIONS
 from spbench.plots.machine_rates import draw_machine_rates
 

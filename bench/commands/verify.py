@@ -104,7 +104,7 @@ def command(
 
 def _made_now() -> dict[str, Any]:
     """What made a verdict: the commit, a digest of its code, torch's version and the time."""
-    from spbench.bench.sweep.provenance import provenance
+    from spbench.bench.provenance import provenance
     from spbench.bench.verification.verdicts import verified_code
 
     made = {name: provenance()[name] for name in ("commit", "torch")}

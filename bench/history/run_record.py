@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -44,7 +44,7 @@ class Commit:
         branch: on which it was measured.
     """
 
-    hash: str
+    hash: Annotated[str, Field(pattern="^[0-9a-f]{7,64}$")]
     date: str
     branch: str
 
@@ -169,17 +169,11 @@ class _StoredMetric(_Stored):
     judged: bool
 
 
-class _StoredCommit(_Stored):
-    hash: str = Field(pattern="^[0-9a-f]{7,64}$")
-    date: str
-    branch: str
-
-
 class _Head(_Stored):
     spbench_record: int
     suite: str
     date: str
-    commit: _StoredCommit
+    commit: Commit
     machine: dict[str, Any]
     versions: dict[str, str | None]
     metrics: dict[str, _StoredMetric]
@@ -244,8 +238,7 @@ def read_record(path: Path) -> RunRecord:
         head = _Head.model_validate_json(first)
         if head.spbench_record != FORMAT:
             raise ValueError(f"spbench_record: a record of format {head.spbench_record}; this reads {FORMAT}")
-        commit = Commit(head.commit.hash, utc(head.commit.date), head.commit.branch)
-        date = utc(head.date)
+        commit, date = replace(head.commit, date=utc(head.commit.date)), utc(head.date)
         cells = {}
         for line in others:
             number += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, PositiveInt, StringConstraints, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -35,9 +35,19 @@ class _Rank(TypedDict, total=False):
     device: Text
 
 
-class _Measured(TypedDict, total=False):
+class _Timed(TypedDict, total=False):
+    """What may differ from process to process."""
+
     peak_memory_bytes: Number | None
     reserved_memory_bytes: Number | None
+    step_time_s: Number | None
+    step_time_samples_s: list[Number]
+    tokens_per_s: Number | None
+    time_s: Number | None
+    time_samples_s: list[Number]
+
+
+class _Measured(_Timed, total=False):
     usable_memory_bytes: Number | None
     peak_phase: Text | None
     peak_rank: Count
@@ -46,9 +56,6 @@ class _Measured(TypedDict, total=False):
     communication: list[_Sent]
     formula: list[_Sent]
     formula_difference: list[dict[str, Any]]
-    step_time_s: Number | None
-    step_time_samples_s: list[Number]
-    tokens_per_s: Number | None
     samples_per_s: Number | None
     breakdown: dict[Text, Signed | None]
     calibration: Text
@@ -57,21 +64,10 @@ class _Measured(TypedDict, total=False):
     ranks: list[_Rank]
     answer: Count | None
     proof: list[dict[str, Any]]
-    time_s: Number | None
-    time_samples_s: list[Number]
 
 
-class _Round(TypedDict, total=False):
-    """The measured metrics of one process."""
-
+class _Round(_Timed, total=False):
     time: Text
-    peak_memory_bytes: Number | None
-    reserved_memory_bytes: Number | None
-    step_time_s: Number | None
-    step_time_samples_s: list[Number]
-    tokens_per_s: Number | None
-    time_s: Number | None
-    time_samples_s: list[Number]
 
 
 class _Search(TypedDict, total=False):
@@ -113,22 +109,19 @@ class _Provenance(TypedDict, total=False):
     machine: _Machine | None
 
 
-class _Row(TypedDict, total=False):
-    reason: Text
-    rounds: list[_Round]
-    elapsed_s: Number | None
-    time: Text
-    provenance: _Provenance | None
-
-
-class _WholeRow(_Row):
+class _Row(TypedDict):
     key: Annotated[str, StringConstraints(strict=True, min_length=1)]
     cell: _Cell
     status: Status
     measurement: _Measured
+    reason: NotRequired[Text]
+    rounds: NotRequired[list[_Round]]
+    elapsed_s: NotRequired[Number | None]
+    time: NotRequired[Text]
+    provenance: NotRequired[_Provenance | None]
 
 
-_ROW = TypeAdapter(_WholeRow)
+_ROW = TypeAdapter(_Row)
 
 
 class WrongRow(ValueError):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.clusters.cluster import Calibration, Link, cluster_names, load_cluster
-from spbench.bench.simulator.costs import Costs, RatesUnknown
+from spbench.bench.simulator.costs import Costs, RatesUnknown, check_rates
 from spbench.bench.simulator.message_matching import Deadlock
 from spbench.bench.simulator.program import (
     Group,
@@ -230,6 +230,17 @@ def test_unknown_rates_are_named() -> None:
         simulate([b.program()], [[0]], cluster(), "bf16")
     with pytest.raises(RatesUnknown, match="local"):
         simulate([b.program()], [[0]], load_cluster("local"))
+
+
+@pytest.mark.parametrize(("unknown", "world"), [("network", 5), ("node_link", 2)])
+def test_a_link_must_be_known_only_where_ranks_use_it(unknown: str, world: int) -> None:
+    known = cluster(devices=4)
+    link = getattr(known, unknown)
+    unknown_latency = link.latency_s.model_copy(update={"value": None})
+    lacking = known.model_copy(update={unknown: link.model_copy(update={"latency_s": unknown_latency})})
+    check_rates(lacking, "fp32", world - 1)
+    with pytest.raises(RatesUnknown, match="latency or bandwidth"):
+        check_rates(lacking, "fp32", world)
 
 
 def test_every_profile_times_what_it_should() -> None:
