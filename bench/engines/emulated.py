@@ -2,8 +2,8 @@
 
 Kernels, tensors and the allocator are real; the other ranks are not there (see
 :mod:`spbench.bench.engines.emulated_group`). On a GPU the allocator may have as much as the cluster's card
-has for tensors, so that a 16 GB card can be played on an 80 GB one, and a step that needs more is out of memory.
-On CPUs, for small shapes, the meters decide that as they do on virtual ranks.
+has for tensors, so that a 16 GB card can be played on an 80 GB one, and a step that needs more is out of
+memory. On CPUs, for small shapes, the meters decide that as they do on virtual ranks.
 
 The time of a step is what this rank's kernels took (the median of the timed steps, launches included), and
 what the simulation of all ranks on the cluster's links says that this rank waits: while bytes move that no
