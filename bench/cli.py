@@ -69,7 +69,7 @@ class _Commands(click.Group):
         return COMMANDS.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return COMMANDS.load(cmd_name) if cmd_name in COMMANDS.names() else None  # type: ignore[return-value]
+        return COMMANDS.load(cmd_name) if cmd_name in COMMANDS else None  # type: ignore[return-value]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = COMMANDS.names()

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -110,8 +111,8 @@ def _named_values(
 class FunctionModules:
     """The functions that each lie in a module of their own, which is imported when its function is loaded.
 
-    The function NAME is ``function`` in the module ``prefix`` NAME of the package, with ``_`` for each ``-``
-    of the name, or an entry point NAME of the group. Modules that define no such function are passed over.
+    The function NAME is ``function`` in the module NAME of the package, or ``prefix`` NAME with ``_`` for
+    each ``-`` of the name, or an entry point NAME of the group. Modules without such a function do not count.
 
     Attributes:
         package: import name of the package.
@@ -128,6 +129,9 @@ class FunctionModules:
     def names(self) -> list[str]:
         """In alphabetical order; nothing but the package is imported."""
         return sorted({place.name for place in self._places()})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names()
 
     def load(self, name: str) -> Callable[..., Any]:
         """The function of that name.
@@ -147,28 +151,37 @@ class FunctionModules:
         return loaded
 
     def docstring(self, name: str) -> str:
-        """The docstring of that function, read from its file without importing it; "" if it has none."""
-        (place, *_) = (place for place in self._places() if place.name == name)
-        try:
-            spec = importlib.util.find_spec(place.module)
-            source = Path((spec and spec.origin) or "").read_text()
-        except (ImportError, OSError):  # it is told when the function is loaded
-            return ""
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and node.name == place.attr:
+        """The docstring of that function; "" if it has none. Read from its file, without importing it."""
+        attribute, module = self._parsed(name)
+        for node in module.body:
+            if isinstance(node, ast.FunctionDef) and node.name == attribute:
                 return ast.get_docstring(node) or ""
         return ""
+
+    def summary(self, name: str) -> str:
+        """The first sentence of the docstring of that function's module, likewise."""
+        paragraph = (ast.get_docstring(self._parsed(name)[1]) or "").split("\n\n")[0]
+        return " ".join(paragraph.split()).split(". ")[0].rstrip(".")
+
+    def _parsed(self, name: str) -> tuple[str, ast.Module]:
+        """The attribute of a module that the function is, and what its file says."""
+        place = next(place for place in self._places() if place.name == name)
+        try:
+            spec = importlib.util.find_spec(place.module)
+            return place.attr, ast.parse(Path((spec and spec.origin) or "").read_text())
+        except (ImportError, OSError, SyntaxError):  # it is told when the function is loaded
+            return place.attr, ast.parse("")
 
     def _places(self) -> list[EntryPoint]:
         here = [
             EntryPoint(
-                path.stem.removeprefix(self.prefix).replace("_", "-"),
+                path.stem.removeprefix(self.prefix).replace("_", "-" if self.prefix else "_"),
                 f"{self.package}.{path.stem}:{self.function}",
                 self.group,
             )
             for folder in importlib.import_module(self.package).__path__
             for path in sorted(Path(folder).glob(f"{self.prefix}*.py"))
-            if f"\ndef {self.function}(" in path.read_text()
+            if re.search(rf"^(def {self.function}\(|{self.function} = )", path.read_text(), re.MULTILINE)
         ]
         return [*here, *entry_points(group=self.group)]
 

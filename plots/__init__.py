@@ -1,0 +1,9 @@
+"""Figures of result rows.
+
+The figure NAME of a scenario is ``draw(rows, comparison, output) -> list of paths`` in the module NAME of
+this package, or of another distribution in an entry point NAME of the group ``spbench.figures``.
+"""
+
+from spbench.impls.discovery import FunctionModules
+
+FIGURES = FunctionModules(__name__, "", "draw", "spbench.figures", "figures")

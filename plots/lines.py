@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -18,7 +19,8 @@ from spbench.plots.marks import reason_of, status_mark
 from spbench.plots.series import Row, differing_settings, grouped, strategy, title
 from spbench.plots.style import INK, Look, looks, strategy_name
 
-_DASHES = ("--", ":", "-.")
+#: of lines of one strategy; the last is seen as another beside a marker in a legend too
+_DASHES: tuple[Any, ...] = ("--", ":", (0, (4, 1.2, 1, 1.2, 1, 1.2)))
 _APART_POINTS = 5.5  # between marks of one place
 
 #: a row's value of a quantity, None if it has none
@@ -63,7 +65,7 @@ class Line:
     name: str
     look: Look
     rows: tuple[Row, ...]
-    linestyle: str = "-"
+    linestyle: Any = "-"
 
 
 def lines_of(rows: Sequence[Row], along: Along, setting: Callable[[Row], str] = lambda _: "") -> list[Line]:

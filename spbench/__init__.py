@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell, Measurement
+    from spbench.bench.commands.options import printed
     from spbench.bench.commands.output import Output, Table
     from spbench.bench.config.scenario import Scenario, load_scenario
     from spbench.bench.engines.engine import Engine
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
     "spbench.bench.cell": ("Cell", "Measurement"),
+    "spbench.bench.commands.options": ("printed",),
     "spbench.bench.commands.output": ("Output", "Table"),
     "spbench.bench.published.comparison": ("Comparison",),
     "spbench.bench.published.files": ("PublishedPlace",),
@@ -118,6 +120,7 @@ __all__ = [
     "load_scenario",
     "mark_shard",
     "plan",
+    "printed",
     "read_results",
     "run",
     "verify",

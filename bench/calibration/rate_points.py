@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from spbench.bench.engines.step_timer import seconds
+from spbench.bench.engines.timed_steps import seconds
 
 _KIB, _MIB = 2**10, 2**20
 #: calls of a burst at most

@@ -3,7 +3,6 @@ compare them with what was published, and draw their figure. Progress goes to st
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spbench.bench.commands.progress import SweepProgress, message
+from spbench.bench.errors import suggestion
+from spbench.plots import FIGURES
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -43,8 +44,9 @@ class Ran:
     comparisons: list[Comparison]
     files: list[Path]
 
-    def failed(self) -> bool:
-        """Whether cells have no result or a wrong one; if so, a message says how many, by status."""
+    def failed(self, require: str | None = None) -> bool:
+        """Whether cells have no result or a wrong one, or another status than is required; if so, a message
+        says how many, by status."""
         from spbench.bench.sweep.results import FAULTS, FINAL
 
         counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
@@ -53,7 +55,11 @@ class Ran:
             detail = "" if counts.keys() == {"failed"} else f" ({detail})"
             again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
             message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
-        return bool(counts)
+        others = Counter(row["status"] for row in self.rows if require not in (None, row["status"]))
+        if others:
+            detail = ", ".join(f"{count} {status}" for status, count in others.items())
+            message(f"spbench: {others.total()} of {len(self.rows)} cells are not {require}: {detail}")
+        return bool(counts or others)
 
 
 def run_cells(
@@ -159,13 +165,14 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
         return [], False
     drawn = _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
     if drawn is None:
-        message(f"spbench: warning: no figure drawn, there is no plots.{figure}")
+        hint = suggestion(figure, FIGURES.names())
+        message(f"spbench: warning: no figure drawn: unknown figure {figure!r}{hint}")
     return drawn or ([], False)
 
 
 def draw_records(paper: str, records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[list[Path], bool]:
-    """The files of the figure of all of a paper's numbers, and whether drawing failed; none where plots/ has
-    no module of the paper's name.
+    """The files of the figure of all of a paper's numbers, and whether drawing failed; none where there
+    is no figure of the paper's name.
 
     Args:
         records: of `spbench reproduce`.
@@ -178,14 +185,12 @@ def draw_records(paper: str, records: Sequence[Mapping[str, Any]], folder: Path)
 def _drawn(
     figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
 ) -> tuple[list[Path], bool] | None:
-    """The files of a figure, and whether drawing failed; None where plots/ has no such module."""
-    module = f"spbench.plots.{figure}"
+    """The files of a figure, and whether drawing failed; None where there is no such figure."""
+    if figure not in FIGURES:
+        return None
     try:
-        draw = importlib.import_module(module).draw
-        return [Path(path) for path in draw(rows, comparison, folder)], False
+        return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == module:
-            return None
         text = " ".join(f"{type(error).__name__}: {error}".split())
         message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")
         return [], True

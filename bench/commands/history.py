@@ -50,13 +50,13 @@ def command(
     history = read_history(folder)
     branch = branch if branch is not None else history.branches[0]
     chosen = history.series(suite=suite, metric=metric, cell=cell, machine=machine, branch=branch)
-    found = [history.assess(series) for series in chosen]
-    failing = [assessment for assessment in found if assessment.fails]
+    assessments = [history.assess(series) for series in chosen]
+    failing = [assessment for assessment in assessments if assessment.fails]
     return Output(
-        sections(found),
-        {"branch": branch, "fails": bool(failing), **as_content(found)},
-        as_records(found),
-        notes=[*_asides(history, branch), *_hints(folder, failing), _summary(found)],
+        sections(assessments),
+        {"branch": branch, "fails": bool(failing), **as_content(assessments)},
+        as_records(assessments),
+        notes=[*_asides(history, branch), *_hints(folder, failing), _summary(assessments)],
         code=int(fail_on_regression and bool(failing)),
     )
 
@@ -65,14 +65,14 @@ def _asides(history: History, branch: str) -> list[str]:
     """What was passed over."""
     others = [name for name in history.branches if name != branch]
     left_out = sum(record.commit.branch != branch for record in history.records)
-    found = []
+    lines = []
     if others:
-        found.append(f"note: branch {branch}; {_count(left_out, 'record')} of {', '.join(others)} left out")
+        lines.append(f"note: branch {branch}; {_count(left_out, 'record')} of {', '.join(others)} left out")
     known = {record.commit.hash for record in history.records}
     for entry in history.meant:
         if not any(name.startswith(entry.commit) for name in known):
-            found.append(f"warning: no record of commit {entry.commit}, which was meant: {entry.reason}")
-    return found
+            lines.append(f"warning: no record of commit {entry.commit}, which was meant: {entry.reason}")
+    return lines
 
 
 def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
@@ -87,12 +87,12 @@ def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
     return []
 
 
-def _summary(found: Sequence[Assessment]) -> str:
-    steps = [step for assessment in found for step in assessment.steps]
-    standing = sum(len(assessment.regressions) for assessment in found)
-    missed = sum(len(assessment.missed) for assessment in found)
+def _summary(assessments: Sequence[Assessment]) -> str:
+    steps = [step for assessment in assessments for step in assessment.steps]
+    standing = sum(len(assessment.regressions) for assessment in assessments)
+    missed = sum(len(assessment.missed) for assessment in assessments)
     meant = sum(bool(step.meant) for step in steps)
-    counts = f"{len(found)} series, {_count(len(steps), 'step')}, {meant} of them meant"
+    counts = f"{len(assessments)} series, {_count(len(steps), 'step')}, {meant} of them meant"
     if not standing and not missed:
         return f"no regression: {counts}"
     return f"REGRESSION: {_count(standing, 'regression')}, {_count(missed, 'missed target')}; {counts}"

@@ -22,13 +22,13 @@ _IN_FULL = 3
 _AT_A_GLANCE = 20
 
 
-def sections(found: Sequence[Assessment]) -> list[Table]:
+def sections(assessments: Sequence[Assessment]) -> list[Table]:
     """Tables for people: the series, then their steps."""
-    if len(found) <= _IN_FULL:
-        tables = [_over_commits(assessment) for assessment in found]
+    if len(assessments) <= _IN_FULL:
+        tables = [_over_commits(assessment) for assessment in assessments]
     else:
-        tables = _overview(found)
-    steps = [_step_line(a, step) for a in _worst_first(found) for step in reversed(a.steps)]
+        tables = _overview(assessments)
+    steps = [_step_line(a, step) for a in _worst_first(assessments) for step in reversed(a.steps)]
     return [*tables, Table("Steps, of each series the newest first", steps)] if steps else tables
 
 
@@ -54,8 +54,8 @@ def _over_commits(assessment: Assessment) -> Table:
     return Table(f"{series.metric.name}{unit} of {series.cell}, {series.suite}{machine}{targets}", lines)
 
 
-def _overview(found: Sequence[Assessment]) -> list[Table]:
-    shown = [a for a in _worst_first(found) if a.steps or a.targets or len(found) <= _AT_A_GLANCE]
+def _overview(assessments: Sequence[Assessment]) -> list[Table]:
+    shown = [a for a in _worst_first(assessments) if a.steps or a.targets or len(assessments) <= _AT_A_GLANCE]
     lines = [
         {
             "metric": a.series.metric.name,
@@ -71,13 +71,13 @@ def _overview(found: Sequence[Assessment]) -> list[Table]:
         }
         for a in shown
     ]
-    quiet = len(found) - len(shown)
+    quiet = len(assessments) - len(shown)
     title = f"Series{f' with steps or targets ({quiet} others have none)' if quiet else ''}"
     return [Table(title, lines)] if lines else []
 
 
-def _worst_first(found: Sequence[Assessment]) -> list[Assessment]:
-    return sorted(found, key=lambda a: (not a.fails, not a.steps))
+def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
+    return sorted(assessments, key=lambda a: (not a.fails, not a.steps))
 
 
 def _step_line(assessment: Assessment, step: Step) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def _difference(series: Series, before: float, after: float) -> str:
 # -- for programs ----------------------------------------------------------------------------------------
 
 
-def as_records(found: Sequence[Assessment]) -> list[dict[str, Any]]:
+def as_records(assessments: Sequence[Assessment]) -> list[dict[str, Any]]:
     """A line for each point, with the step that it is the first after."""
-    return [line for assessment in found for line in _records(assessment)]
+    return [line for assessment in assessments for line in _records(assessment)]
 
 
 def _records(assessment: Assessment) -> Iterator[dict[str, Any]]:
@@ -131,11 +131,7 @@ def _records(assessment: Assessment) -> Iterator[dict[str, Any]]:
     for point in series.points:
         step = next((step for step in assessment.steps if step.first_after is point), None)
         yield {
-            "suite": series.suite,
-            "machine": series.machine,
-            "cell": series.cell,
-            "metric": series.metric.name,
-            "unit": series.unit,
+            **_names(series),
             "commit": point.commit.hash,
             "date": point.commit.date,
             "value": point.value,
@@ -145,19 +141,25 @@ def _records(assessment: Assessment) -> Iterator[dict[str, Any]]:
         }
 
 
-def as_content(found: Sequence[Assessment]) -> dict[str, Any]:
-    """All series with their points, steps and targets."""
-    return {"series": [_content(assessment) for assessment in found]}
-
-
-def _content(assessment: Assessment) -> dict[str, Any]:
-    series = assessment.series
+def _names(series: Series) -> dict[str, str]:
     return {
         "suite": series.suite,
         "machine": series.machine,
         "cell": series.cell,
         "metric": series.metric.name,
         "unit": series.unit,
+    }
+
+
+def as_content(assessments: Sequence[Assessment]) -> dict[str, Any]:
+    """All series with their points, steps and targets."""
+    return {"series": [_content(assessment) for assessment in assessments]}
+
+
+def _content(assessment: Assessment) -> dict[str, Any]:
+    series = assessment.series
+    return {
+        **_names(series),
         "better": series.metric.better,
         "exact": series.exact,
         "fails": assessment.fails,

@@ -22,6 +22,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.exports import EXPORTS
 from spbench.bench.yaml_files import packaged, read_yaml
 from spbench.impls.discovery import FunctionModules
+from spbench.plots import FIGURES
 
 if TYPE_CHECKING:
     from spbench.impls.strategies.base import Strategy
@@ -39,14 +40,14 @@ _OF_CLASSES = {
     "backends": "impls.backends.registry:backends",
     "engines": "bench.engines.engine:engines",
     "meters": "bench.meters.registry:meters",
-    "quantities": "bench.search.search:quantities",
+    "quantities": "bench.search.quantities:quantities",
     "answers": "bench.published.answer:answer_kinds",
 }
-_OF_FUNCTIONS: dict[str, FunctionModules] = {"forms": FORMS, "exports": EXPORTS}
+_OF_FUNCTIONS: dict[str, FunctionModules] = {"forms": FORMS, "exports": EXPORTS, "figures": FIGURES}
 #: in the order in which they are printed
 _KINDS = (
     *("scenarios", "strategies", "peers", "models", "clusters", "backends", "engines", "meters"),
-    *("quantities", "answers", "forms", "exports"),
+    *("quantities", "answers", "forms", "exports", "figures"),
 )
 
 
@@ -59,7 +60,7 @@ def command(kind: str | None) -> Output:
     """List what there is of a KIND, or of every kind if none is named.
 
     Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
-    forms, exports.
+    forms, exports, figures.
     """
     content = {name: entries(name) for name in ([kind] if kind else _KINDS)}
     return Output(
@@ -76,7 +77,12 @@ def command(kind: str | None) -> Output:
 
 def entries(kind: str) -> dict[str, str]:
     """What there is of a kind by name, each with a line about it."""
-    return dict(_from_files(*_OF_FILES[kind])) if kind in _OF_FILES else _from_code(kind)
+    if kind in _OF_FILES:
+        return dict(_from_files(*_OF_FILES[kind]))
+    if kind in _OF_FUNCTIONS:
+        modules = _OF_FUNCTIONS[kind]
+        return {name: modules.summary(name) for name in modules.names()}
+    return _from_code(kind)
 
 
 def _from_files(package: str, key: str) -> Iterator[tuple[str, str]]:
@@ -90,9 +96,6 @@ def _from_files(package: str, key: str) -> Iterator[tuple[str, str]]:
 
 @declared
 def _from_code(kind: str) -> dict[str, str]:
-    if kind in _OF_FUNCTIONS:
-        modules = _OF_FUNCTIONS[kind]
-        return {name: _first_sentence(inspect.getmodule(modules.load(name))) for name in modules.names()}
     module, function = _OF_CLASSES[kind].split(":")
     known: Mapping[str, Any] = getattr(import_module(f"spbench.{module}"), function)()
     about = _ABOUT.get(kind, _first_sentence)

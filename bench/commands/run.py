@@ -60,6 +60,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Show the memory of each class of ranks at each traced step: which fits, and what holds it.",
 )
+@click.option(
+    "--require",
+    type=click.Choice(["ok"]),
+    help="Exit code 1 where a cell is not ok: where it does not fit, or is unsupported, too.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @printed
 def command(
@@ -75,6 +80,7 @@ def command(
     timeout: float | None,
     plain_trace: bool,
     memory: bool,
+    require: str | None,
     dry_run: bool,
 ) -> Output:
     """Run a scenario's cells, and compare them with what was published.
@@ -93,7 +99,7 @@ def command(
     with _plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
         ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
     drawn, figure_failed = draw_figure(loaded, ran, folder)
-    return results(loaded, ran, drawn, code=1 if ran.failed() or figure_failed else 0, memory=memory)
+    return results(loaded, ran, drawn, code=1 if ran.failed(require) or figure_failed else 0, memory=memory)
 
 
 def _plain_traces() -> AbstractContextManager[None]:

@@ -47,6 +47,19 @@ class Observation:
     remedy: str = ""
     is_needed: bool = False
 
+    @classmethod
+    def judged(
+        cls,
+        subject: str,
+        works: bool,
+        found: str,
+        remedy: str,
+        otherwise: Literal["warning", "missing"] = "warning",
+        is_needed: bool = False,
+    ) -> Observation:
+        """Something that works, or else has a remedy."""
+        return cls(subject, "ok", found) if works else cls(subject, otherwise, found, remedy, is_needed)
+
 
 @dataclass(frozen=True)
 class Check:

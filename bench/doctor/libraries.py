@@ -24,11 +24,8 @@ _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 def python() -> Iterator[Observation]:
     """The interpreter and the system."""
     found = f"{platform.python_version()}, {platform.platform()}, {sys.executable}"
-    if sys.version_info >= _OLDEST_PYTHON:
-        yield Observation("Python", "ok", found)
-    else:
-        oldest = ".".join(map(str, _OLDEST_PYTHON))
-        yield Observation("Python", "missing", found, f"install Python {oldest} or later", is_needed=True)
+    remedy = f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or later"
+    yield Observation.judged("Python", sys.version_info >= _OLDEST_PYTHON, found, remedy, "missing", True)
 
 
 def packages() -> Iterator[Observation]:
@@ -47,12 +44,10 @@ def packages() -> Iterator[Observation]:
         absent = [name for name, version in found.items() if version is None]
         there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
         subject = f"packages of the extra {extra}" if extra else "packages"
+        remedy = f"pip install 'spbench[{extra}]'" if extra else "pip install spbench"
         if absent:
-            remedy = f"pip install 'spbench[{extra}]'" if extra else "pip install spbench"
             there = f"not installed: {', '.join(absent)}{there and f'; installed: {there}'}"
-            yield Observation(subject, "missing", there, remedy, is_needed=not extra)
-        else:
-            yield Observation(subject, "ok", there)
+        yield Observation.judged(subject, not absent, there, remedy, "missing", not extra)
 
 
 def py_spy() -> Iterator[Observation]:
@@ -75,11 +70,10 @@ def torch() -> Iterator[Observation]:
     if torch.version.hip:
         build = f"ROCm {torch.version.hip}"
     yield Observation("torch", "ok", f"{torch.__version__}, built for {build}", is_needed=True)
-    if dist.is_available() and dist.is_gloo_available():
-        yield Observation("Gloo", "ok", "in this build of torch")
-    else:
-        remedy = "install a build of torch with torch.distributed and Gloo"
-        yield Observation("Gloo", "missing", "not in this build of torch", remedy, is_needed=True)
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    found = "in this build of torch" if has_gloo else "not in this build of torch"
+    remedy = "install a build of torch with torch.distributed and Gloo"
+    yield Observation.judged("Gloo", has_gloo, found, remedy, "missing", True)
 
 
 def triton() -> Iterator[Observation]:
@@ -98,12 +92,9 @@ def triton() -> Iterator[Observation]:
             failed[card] = next(iter(str(error).strip().splitlines()), type(error).__name__)
     works = ", ".join(f"{card} (sm_{_CAPABILITIES[card]})" for card in _CAPABILITIES if card not in failed)
     found = f"{triton.__version__}, compiles for {works or 'none'}"
-    if failed:
-        first = next(iter(failed))
-        remedy = f"another version of Triton, if you have one of these: {', '.join(failed)}"
-        yield Observation("Triton", "warning", f"{found}; not for {first}: {failed[first]}", remedy)
-    else:
-        yield Observation("Triton", "ok", found)
+    found += next((f"; not for {card}: {why}" for card, why in failed.items()), "")
+    remedy = f"another version of Triton, if you have one of these: {', '.join(failed)}"
+    yield Observation.judged("Triton", not failed, found, remedy)
 
 
 def _compile(capability: int) -> None:

@@ -86,9 +86,7 @@ def _peers(library: Any, index: int, gpus: list[Any]) -> Iterator[Observation]:
         return
     found = "; ".join(f"GPU {', '.join(map(str, others))}: {path}" for path, others in joined.items())
     blocked = any("no peer access" in path for path in joined)
-    yield Observation(
-        f"peers of GPU {index}", "warning" if blocked else "ok", found, _NO_PEERS if blocked else ""
-    )
+    yield Observation.judged(f"peers of GPU {index}", not blocked, found, _NO_PEERS)
 
 
 def _path(library: Any, gpu: Any, peer: Any) -> str:
@@ -149,15 +147,11 @@ def _product(index: int) -> Observation:
     except RuntimeError as error:
         what = f"sm_{major}{minor}, torch is built for {', '.join(built)}: {str(error).splitlines()[0]}"
         return Observation(subject, "missing", what, "a build of torch for this GPU, or free its memory")
-    if not right:
-        return Observation(
-            subject, "missing", "a product of matrices is wrong", "the GPU is broken: see dmesg"
-        )
     free, total = torch.cuda.mem_get_info(index)
     name = torch.cuda.get_device_name(index)
-    return Observation(
-        subject, "ok", f"{name}, sm_{major}{minor}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-    )
+    found = f"{name}, sm_{major}{minor}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    found += "" if right else "; a product of matrices is wrong"
+    return Observation.judged(subject, right, found, "the GPU is broken: see dmesg", "missing")
 
 
 CHECKS = {"driver": Check(driver), "cuda": Check(cuda, limit_s=180)}

@@ -28,16 +28,12 @@ def virtual_ranks() -> Iterator[Observation]:
     begin = time.perf_counter()
     found = VirtualEngine().measure(_cell("virtual"))
     took = time.perf_counter() - begin
-    if found.status == "ok":
-        peak = f"peak {found.peak_memory_bytes:,} B"
-        yield Observation(
-            "virtual ranks", "ok", f"a step of {_cell('virtual').model} in {took:.1f} s, {peak}"
-        )
-    else:
-        again = "spbench verify --strategy ring_self_attention, and report it"
-        yield Observation(
-            "virtual ranks", "missing", f"{found.status}: {found.reason}", again, is_needed=True
-        )
+    works = found.status == "ok"
+    text = f"{found.status}: {found.reason}"
+    if works:
+        text = f"a step of {_cell('virtual').model} in {took:.1f} s, peak {found.peak_memory_bytes:,} B"
+    again = "spbench verify --strategy ring_self_attention, and report it"
+    yield Observation.judged("virtual ranks", works, text, again, "missing", True)
 
 
 def real_ranks() -> Iterator[Observation]:

@@ -27,9 +27,8 @@ def disks() -> Iterator[Observation]:
     yield _disk("disk of results", Path("results"), "run spbench in a folder with room, or give --output")
     cache = cache_folder()
     if cache is None:
-        yield Observation(
-            "disk of the cache", "warning", "traces are not kept", f"set {CACHE_FOLDER} to a folder"
-        )
+        remedy = f"set {CACHE_FOLDER} to a folder"
+        yield Observation("disk of the cache", "warning", "traces are not kept", remedy)
     else:
         remedy = f"point {CACHE_FOLDER} to a folder with room; without it every cell is traced again"
         yield _disk("disk of the cache", cache, remedy, is_needed=False)
@@ -51,25 +50,19 @@ def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Ob
     found = f"{free / _GIB:.1f} GiB free in {there}"
     if free < _FULL_BYTES:
         return Observation(subject, "missing", found, remedy, is_needed)
-    if free < _LITTLE_BYTES:
-        return Observation(subject, "warning", found, remedy)
-    return Observation(subject, "ok", found)
+    return Observation.judged(subject, free >= _LITTLE_BYTES, found, remedy)
 
 
 def shared_memory() -> Iterator[Observation]:
     """/dev/shm, through which the ranks of a node talk under NCCL."""
-    folder = Path("/dev/shm")
+    what, folder = "shared memory", Path("/dev/shm")
     if not folder.is_dir():
-        yield Observation(
-            "shared memory", "warning", "there is no /dev/shm", "only Linux has one; NCCL needs it"
-        )
+        yield Observation(what, "warning", "there is no /dev/shm", "only Linux has one; NCCL needs it")
         return
     size = shutil.disk_usage(folder)
     found = f"{size.free / _GIB:.1f} of {size.total / _GIB:.1f} GiB free in {folder}"
-    if size.free < _SHARED_BYTES:
-        yield Observation("shared memory", "warning", found, "in a container: docker run --shm-size=8g")
-    else:
-        yield Observation("shared memory", "ok", found)
+    enough = size.free >= _SHARED_BYTES
+    yield Observation.judged(what, enough, found, "in a container: docker run --shm-size=8g")
 
 
 def open_files() -> Iterator[Observation]:
@@ -82,10 +75,8 @@ def open_files() -> Iterator[Observation]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit, most = ("unlimited" if n == resource.RLIM_INFINITY else n for n in (soft, hard))
     found = f"{limit} a process, of at most {most}"
-    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
-        yield Observation("open files", "warning", found, "ulimit -n 65536 before you start many ranks")
-    else:
-        yield Observation("open files", "ok", found)
+    enough = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES
+    yield Observation.judged("open files", enough, found, "ulimit -n 65536 before you start many ranks")
 
 
 def machine() -> Iterator[Observation]:
@@ -93,10 +84,8 @@ def machine() -> Iterator[Observation]:
     found = f"{usable_cores()} of {os.cpu_count()} cores"
     if (memory := memory_bytes()) is not None:
         found += f", {memory / _GIB:.1f} GiB of memory"
-    if usable_cores() < 2:
-        yield Observation("machine", "warning", found, "two ranks share one core: their times mean little")
-    else:
-        yield Observation("machine", "ok", found)
+    remedy = "two ranks share one core: their times mean little"
+    yield Observation.judged("machine", usable_cores() > 1, found, remedy)
 
 
 CHECKS = {

@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.setup import record_step, refuse_workspace_config
 from spbench.bench.engines.timed_steps import remark, timed_steps, with_device_peaks
 from spbench.bench.engines.traces import Trace, add_step_time, merged
-from spbench.bench.engines.workspaces import refuse_workspace_config
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.bench.ranks.processes import usable_cores

@@ -32,10 +32,9 @@ from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.emulated_group import emulated_mesh
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.setup import record_step, refuse_workspace_config
 from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
-from spbench.bench.engines.workspaces import refuse_workspace_config
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
 from spbench.bench.ranks.rank_pool import RankPool

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
 from spbench.impls.chunks import rank_module
 from spbench.impls.composition import Composition
+from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
@@ -138,3 +140,29 @@ def _tag(memory: MemoryMeter, training: Training | Inference, inputs: Mapping[st
     for category, tensors in training.held().items():
         memory.tag(tensors, category, keep=True)  # where weights are the masters too, they are parameters
     memory.tag(inputs.values(), "inputs")
+
+
+def workspace_bytes(cell: Cell) -> dict[str, int]:
+    """Bytes of each workspace on the cell's cluster, by the name that :attr:`Device.workspaces` has for the
+    library; cuBLAS's as ``training.cublas_workspace`` says, if it does."""
+    limits = load_cluster(cell.cluster).device.workspaces
+    nbytes: dict[str, int] = {name: limit.value or 0 for name, limit in limits.items()}
+    config = cell.training.cublas_workspace
+    return nbytes if config is None else {**nbytes, "cublas": configured_bytes(config)}
+
+
+def configured_bytes(config: str) -> int:
+    """Bytes of a CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count as in ":4096:2:16:8", as torch adds them
+    up."""
+    numbers = [int(number) for number in config.split(":")[1:]]
+    return sum(kib * 2**10 * count for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def refuse_workspace_config(cell: Cell) -> None:
+    """Raise :class:`Unsupported` if a cell that runs on real devices sets cuBLAS's workspace, which its
+    processes read from their environment."""
+    if cell.training.cublas_workspace is not None:
+        raise Unsupported(
+            f"the engine {cell.engine} does not set training.cublas_workspace",
+            "leave it out, and set CUBLAS_WORKSPACE_CONFIG in the environment",
+        )

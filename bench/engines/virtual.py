@@ -23,9 +23,8 @@ from spbench.bench.engines import trace_cache
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.pipeline_stages import stage_traces
 from spbench.bench.engines.plan import plan, rank_classes
-from spbench.bench.engines.setup import record_step
+from spbench.bench.engines.setup import record_step, workspace_bytes
 from spbench.bench.engines.traces import ClassTraces, Trace, can_time
-from spbench.bench.engines.workspaces import workspace_bytes
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes

@@ -76,11 +76,13 @@ def export(request: ExportRequest) -> Exported:
 
 
 def _by_machine_and_commit(suite: Suite) -> dict[tuple[str, str], list[Row]]:
-    found = defaultdict(list)
+    by_place = defaultdict(list)
     for row in suite.rows:
         origin = suite.origin(row)
-        found[ANY_MACHINE if has_exact_engine(row) else origin.host or "unknown", origin.commit].append(row)
-    return found
+        by_place[ANY_MACHINE if has_exact_engine(row) else origin.host or "unknown", origin.commit].append(
+            row
+        )
+    return by_place
 
 
 def _known_time_s(commit: str, suite: Suite) -> int:
@@ -104,14 +106,14 @@ def _results(suite: Suite, rows: list[Row], benchmarks: Benchmarks) -> dict[str,
                 unit = reading.unit if reading else metric.unit
                 name = _added(benchmarks, suite, row, metric, unit)
                 cells[name][row["key"]] = (row, reading)
-    return {name: _columns(found) for name, found in cells.items()}
+    return {name: _columns(values) for name, values in cells.items()}
 
 
 def _added(benchmarks: Benchmarks, suite: Suite, row: Row, metric: Metric, unit: str) -> str:
     """The name of the benchmark of a metric, after its cell is among the parameter's values."""
     of = metric.name if metric.unit else f"{metric.name}_{unit}"
     name = f"{suite.name}.{row['cell'].get('strategy') or row['key']}.{of}"
-    found = benchmarks.setdefault(
+    benchmark = benchmarks.setdefault(
         name,
         {
             "name": name,
@@ -123,8 +125,8 @@ def _added(benchmarks: Benchmarks, suite: Suite, row: Row, metric: Metric, unit:
             "params": [[]],
         },
     )
-    if row["key"] not in found["params"][0]:
-        found["params"][0].append(row["key"])
+    if row["key"] not in benchmark["params"][0]:
+        benchmark["params"][0].append(row["key"])
     return name
 
 
@@ -141,8 +143,8 @@ def _columns(cells: Mapping[str, tuple[Row, Reading | None]]) -> list[Any]:
     }
     if any(samples):
         by_column |= {
-            "stats_q_25": [found[0] if found else None for found in quartiles],
-            "stats_q_75": [found[2] if found else None for found in quartiles],
+            "stats_q_25": [three[0] if three else None for three in quartiles],
+            "stats_q_75": [three[2] if three else None for three in quartiles],
             "stats_number": [1 if taken else None for taken in samples],
             "stats_repeat": [len(taken) or None for taken in samples],
             "samples": [taken or None for taken in samples],
@@ -178,12 +180,12 @@ def _earlier(path: Path) -> Benchmarks:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text())
-        if found.pop("version", None) != RESULTS_VERSION:
+        benchmarks = json.loads(path.read_text())
+        if benchmarks.pop("version", None) != RESULTS_VERSION:
             raise ValueError(f"not of version {RESULTS_VERSION}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"cannot add to {path}: {error}") from error
-    return found
+    return benchmarks
 
 
 def _json(content: Mapping[str, Any], version: int) -> str:

@@ -152,7 +152,7 @@ def _differences(title: str, differences: Sequence[Difference]) -> Listing:
 
 def _claims(claims: Claims, before: Claims) -> Listing:
     """The errors against published numbers, by role."""
-    errors = [_errors(found) for found in (before, claims)]
+    errors = [_errors(each) for each in (before, claims)]
     lines = [
         (role, str(len(now)), _percent(errors[0].get(role)), _percent(now)) for role, now in errors[1].items()
     ]
@@ -160,11 +160,11 @@ def _claims(claims: Claims, before: Claims) -> Listing:
 
 
 def _errors(claims: Claims) -> Mapping[str, list[float]]:
-    found = defaultdict(list)
+    by_role = defaultdict(list)
     for row in claims.values():
         if row["relative_error"] is not None:
-            found[row.get("role", "")].append(abs(row["relative_error"]))
-    return found
+            by_role[row.get("role", "")].append(abs(row["relative_error"]))
+    return by_role
 
 
 def _percent(errors: Sequence[float] | None) -> str:
@@ -175,7 +175,7 @@ def _alone(suite: Suite) -> Iterator[str | Listing]:
     """Results that are held against nothing, worst first."""
     rows = sorted(suite.rows, key=lambda row: -STATUSES.index(row["status"]))
     read = {row["key"]: readings(row) for row in rows}
-    metrics = list(dict.fromkeys(name for found in read.values() for name in found))
+    metrics = list(dict.fromkeys(name for values in read.values() for name in values))
     counts = ", ".join(
         f"{count} {status}" for status, count in Counter(row["status"] for row in rows).items()
     )

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from spbench.bench.history.series import Series
 from spbench.bench.history.steps import Step
+from spbench.bench.json_values import Number
 from spbench.bench.yaml_files import read_yaml, validate
 
 TARGETS_FILE, MEANT_FILE = "targets.yaml", "meant.yaml"
@@ -55,7 +56,7 @@ class Target(_SeriesSelector):
     """A value that a metric must reach: at most this where smaller is better, else at least."""
 
     metric: str
-    value: int | FiniteFloat
+    value: Number
 
     def is_missed(self, series: Series) -> bool:
         """Whether the present value of a series is worse."""

@@ -99,12 +99,12 @@ class History:
         ]
         if machine is not None:
             _check(machine, sorted({record.machine_name for record in wanted}), "machine")
-        found = series_of(wanted)
+        all_series = series_of(wanted)
         if metric is not None:
-            _check(metric, dict.fromkeys(series.metric.name for series in found), "metric")
+            _check(metric, dict.fromkeys(series.metric.name for series in all_series), "metric")
         chosen = [
             series
-            for series in found
+            for series in all_series
             if (series.metric.judged if metric is None else metric == series.metric.name)
             and cell in series.cell
             and (machine is None or series.machine in ("", machine))
@@ -116,9 +116,9 @@ class History:
 
     def assess(self, series: Series) -> Assessment:
         """The steps of a series, and the targets that it should meet."""
-        found = [replace(step, meant=self._reason(step, series)) for step in steps(series)]
+        judged = [replace(step, meant=self._reason(step, series)) for step in steps(series)]
         targets = tuple(target for target in self.targets if target.selects(series))
-        return Assessment(series, tuple(found), targets)
+        return Assessment(series, tuple(judged), targets)
 
     def _reason(self, step: Step, series: Series) -> str:
         return next((a.reason for a in self.meant if a.accepts(step, series)), "")

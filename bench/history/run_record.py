@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from spbench.bench.cell import Status
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH
+from spbench.bench.json_values import problem
 from spbench.bench.regressions.metrics import METRICS, Metric
-from spbench.bench.yaml_files import dotted, read_file
+from spbench.bench.yaml_files import read_file
 
 FORMAT = 1
 SUFFIX = ".jsonl"
@@ -43,7 +44,7 @@ class Commit:
         branch: on which it was measured.
     """
 
-    hash: str
+    hash: Annotated[str, Field(pattern="^[0-9a-f]{7,64}$")]
     date: str
     branch: str
 
@@ -168,17 +169,11 @@ class _StoredMetric(_Stored):
     judged: bool
 
 
-class _StoredCommit(_Stored):
-    hash: str = Field(pattern="^[0-9a-f]{7,64}$")
-    date: str
-    branch: str
-
-
 class _Head(_Stored):
     spbench_record: int
     suite: str
     date: str
-    commit: _StoredCommit
+    commit: Commit
     machine: dict[str, Any]
     versions: dict[str, str | None]
     metrics: dict[str, _StoredMetric]
@@ -243,8 +238,7 @@ def read_record(path: Path) -> RunRecord:
         head = _Head.model_validate_json(first)
         if head.spbench_record != FORMAT:
             raise ValueError(f"spbench_record: a record of format {head.spbench_record}; this reads {FORMAT}")
-        commit = Commit(head.commit.hash, utc(head.commit.date), head.commit.branch)
-        date = utc(head.date)
+        commit, date = replace(head.commit, date=utc(head.commit.date)), utc(head.date)
         cells = {}
         for line in others:
             number += 1
@@ -255,8 +249,7 @@ def read_record(path: Path) -> RunRecord:
         if len(cells) != head.cells or not (others or [first])[-1].endswith(b"\n"):
             raise ValueError(f"cut short: {len(cells)} of {head.cells} cells")
     except ValidationError as error:
-        path_to, message = dotted(error.errors()[0]["loc"]), error.errors()[0]["msg"]
-        raise _unreadable(path, number, f"{path_to}: {message}" if path_to else message) from error
+        raise _unreadable(path, number, problem(error)) from error
     except (ValueError, OverflowError) as error:
         raise _unreadable(path, number, str(error)) from error
     return RunRecord(head.suite, date, commit, head.machine, head.versions, cells)

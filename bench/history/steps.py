@@ -64,41 +64,41 @@ def steps(series: Series) -> list[Step]:
     return _exact_steps(series) if series.exact else _measured_steps(series)
 
 
-def standing_regressions(found: Sequence[Step], series: Series) -> list[Step]:
+def standing_regressions(all_steps: Sequence[Step], series: Series) -> list[Step]:
     """Those steps of a series that are regressions and were not undone: the last level is still worse than
     the one before them, by more than the metric's tolerance, or of a measured one by
     :data:`MINIMUM_EFFECT`."""
     tolerance = series.metric.tolerance if series.exact else MINIMUM_EFFECT
     return [
         step
-        for step in found
-        if step.verdict == "regression" and series.metric.excess(step.before, found[-1].after) > tolerance
+        for step in all_steps
+        if step.verdict == "regression" and series.metric.excess(step.before, all_steps[-1].after) > tolerance
     ]
 
 
 def _exact_steps(series: Series) -> list[Step]:
-    found = []
+    changes = []
     last = level = series.points[0]
     for point in series.points[1:]:
         # beside the beginning of a level, so that changes below the tolerance do not add up unseen
         if abs(point.value - level.value) > series.metric.tolerance * abs(level.value):
-            found.append(_step(series, last, point, level.value, point.value))
+            changes.append(_step(series, last, point, level.value, point.value))
             level = point
         last = point
-    return found
+    return changes
 
 
 def _measured_steps(series: Series) -> list[Step]:
     return [
         _step(
             series,
-            series.points[found.last_before],
-            series.points[found.first_after],
-            found.before,
-            found.after,
-            found.drift,
+            series.points[point.last_before],
+            series.points[point.first_after],
+            point.before,
+            point.after,
+            point.drift,
         )
-        for found in change_points([point.value for point in series.points])
+        for point in change_points([point.value for point in series.points])
     ]
 
 

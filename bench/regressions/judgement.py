@@ -133,10 +133,10 @@ def _verdict(change: float) -> Verdict:
     return "worse" if change > 0 else "better"
 
 
-def _measured(key: str, found: MeasuredChange) -> Difference:
-    verdict = _verdict(found.change)
-    values = (found.base, found.new, found.change)
-    return Difference(verdict, key, found.name, *values, interval=found.interval, p=found.p)
+def _measured(key: str, change: MeasuredChange) -> Difference:
+    verdict = _verdict(change.change)
+    values = (change.base, change.new, change.change)
+    return Difference(verdict, key, change.name, *values, interval=change.interval, p=change.p)
 
 
 def _not_finite(key: str, base: Row | None, fields: Sequence[str]) -> Iterator[Difference]:

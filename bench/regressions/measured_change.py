@@ -147,7 +147,7 @@ def _units(reading: Reading, what: str) -> Sequence[float]:
 
 def _in_turns(base: Row, new: Row) -> bool:
     """Whether the rounds of two rows took turns: in order of time, each two are one of either side."""
-    times = [(str(found.get("time", "")), side) for side in (base, new) for found in side.get("rounds", ())]
+    times = [(str(round_.get("time", "")), side) for side in (base, new) for round_ in side.get("rounds", ())]
     is_base = [side is base for _, side in sorted(times, key=lambda entry: entry[0])]
     return len(is_base) % 2 == 0 and all(
         first != second for first, second in zip(is_base[::2], is_base[1::2], strict=True)
@@ -192,7 +192,7 @@ def _corrected(tested: Sequence[_Tested]) -> Sequence[float]:
 
 
 def _precision(tested: Sequence[_Tested]) -> Iterable[str]:
-    """How much could have been found: a line for metrics in rounds, one for those of one process a side."""
+    """How much a change could be seen: a line for metrics in rounds, one for those of one process a side."""
     by_rounds = [judged for judged in tested if not _is_one_process(judged.base, judged.new)]
     if by_rounds:
         rounds = min(len(reading.rounds) for judged in by_rounds for reading in (judged.base, judged.new))

@@ -16,12 +16,12 @@ from pydantic import BaseModel, ValidationError
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, SHORT_HASH
+from spbench.bench.json_values import Number, problem
 from spbench.bench.published.comparison import COMPARISON_FILE, NUMBERS, read_records
 from spbench.bench.regressions.metrics import merged_rounds
 from spbench.bench.sweep.provenance import commit_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_all_rows, read_new_rows
-from spbench.bench.sweep.row_schema import Number
-from spbench.bench.yaml_files import dotted, read_file
+from spbench.bench.yaml_files import read_file
 
 Claims = dict[tuple[str, ...], Mapping[str, Any]]
 
@@ -183,9 +183,8 @@ def _benchmarks(path: Path) -> dict[Path, _BenchmarksFile]:
             try:
                 read[file] = _BenchmarksFile.model_validate(content)
             except ValidationError as error:
-                first = error.errors()[0]
-                what = f"{dotted(first['loc'])}: {first['msg']}"
-                raise UserError(f"cannot read {file} as what pytest-benchmark writes: {what}") from error
+                what = f"as what pytest-benchmark writes: {problem(error)}"
+                raise UserError(f"cannot read {file} {what}") from error
     return read
 
 

@@ -56,7 +56,7 @@ def _since_baselines(found: Sequence[Gate]) -> Changes:
     sums = {name: sum(of[name] for of in totals) for name in ("worse", "missing", "better", "new", "equal")}
     days = sorted({day for gate in judged for day in gate.days})
     worst = [
-        (f"{line['where']}: {line['quantity']}", f"regressions.html#{gate.table_name}")
+        (f"{_short(line['where'])}: {line['quantity']}", f"regressions.html#{gate.table_name}")
         for gate in judged
         for line in gate.lines
         if line["verdict"] in ("worse", "missing")
@@ -75,6 +75,11 @@ def _since_baselines(found: Sequence[Gate]) -> Changes:
     )
 
 
+def _short(key: str) -> str:
+    """Model, strategy and sizes of a cell's key."""
+    return "/".join(key.split("/")[:3])
+
+
 def _in_history(assessments: Sequence[Assessment]) -> Changes:
     """What came with the newest commit that any series has, beside the one before it."""
     commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
@@ -90,15 +95,18 @@ def _in_history(assessments: Sequence[Assessment]) -> Changes:
     worse = [one for one, step in steps if step.verdict == "regression"]
     new: list[Assessment] = [one for one in now if len(one.series.points) == 1] if before else []
     return Changes(
-        f"commit {newest.short} beside {before.short}" if before else f"commit {newest.short}, the first",
+        f"commit {newest.short[:7]} beside {before.short[:7]}"
+        if before
+        else f"commit {newest.short[:7]}, the first",
         before.date[:10] if before else "",
         len(now),
         len(worse),
         len(steps) - len(worse),
         len(new),
         "regressions.html#history",
-        [(f"{one.series.cell}: {one.series.metric.name}", "regressions.html#history") for one in worse][
-            :_LISTED
-        ],
+        [
+            (f"{_short(one.series.cell)}: {one.series.metric.name}", "regressions.html#history")
+            for one in worse
+        ][:_LISTED],
         sum(len(one.regressions) for one in assessments),
     )

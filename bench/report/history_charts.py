@@ -144,7 +144,8 @@ def others_chart(assessments: Sequence[Assessment]) -> Chart | None:
     chart = alt.Chart(width="container", height=_HEIGHT + 60).mark_line(
         interpolate="step-after", color=_LINE, point={"color": _LINE, "size": 25}
     )
-    names = json.dumps({suite: _names(of_suite) for suite, of_suite in places.items()})
+    days = {p.commit.hash: p.commit.date[:10] for series in others for p in series.points}
+    names = json.dumps({suite: _names(of_suite, days) for suite, of_suite in places.items()})
     chart = chart.encode(x=_x(f"{names}[suite]"), y=_y("metric"), tooltip=_TOOLTIP)
     return Chart(
         "others",
@@ -204,7 +205,8 @@ def _point(series: Series, point: Any, places: Mapping[str, int]) -> Line:
 def _panel(found: Assessment, places: Mapping[str, int]) -> dict[str, Any]:
     """A line over commits; behind it the ranges of its steps, and lines at its targets."""
     series = found.series
-    x = _x(json.dumps(_names(places)), len(places))
+    days = {point.commit.hash: point.commit.date[:10] for point in series.points}
+    x = _x(json.dumps(_names(places, days)), len(places))
     steps = [_range(series, step, places) for step in found.steps]
     points = [_point(series, point, places) for point in series.points]
     layers: list[Any] = []
@@ -255,9 +257,9 @@ def _range(series: Series, step: Step, places: Mapping[str, int]) -> Line:
     }
 
 
-def _names(places: Mapping[str, int]) -> list[str]:
-    """The commits in order, by the first digits of their hashes."""
-    return [found[:_SHORT] for found in places]
+def _names(places: Mapping[str, int], days: Mapping[str, str]) -> list[list[str]]:
+    """The commits in order: the first digits of the hash, and below them the day."""
+    return [[commit[:_SHORT], days.get(commit, "")] for commit in places]
 
 
 def _x(names: str, commits: int | None = None) -> alt.X:
@@ -285,6 +287,7 @@ def _y(metric: str) -> alt.Y:
         metric: an expression for the name of the metric.
     """
     status = f"{metric} === {json.dumps(STATUS.name)}"
-    labels = f"{status} ? ({json.dumps(SHOWN_STATUSES)}[datum.value] || '') : format(datum.value, '~s')"
+    number = "format(datum.value, abs(datum.value) < 1 ? '~g' : '~s')"  # "520m" is no number to readers
+    labels = f"{status} ? ({json.dumps(SHOWN_STATUSES)}[datum.value] || '') : {number}"
     axis = alt.Axis(labelExpr=labels, tickCount=4)
     return alt.Y("value:Q", title=None, axis=axis, scale=alt.Scale(zero=False, padding=12))

@@ -88,7 +88,7 @@ def tables_of(gathered: Gathered, scenario: Scenario, records: Sequence[Record])
     losses."""
     claims = [r for r in records if not of_table(r) and r["role"] not in ("formula", "curve")]
     if claims:
-        yield _claims(f"{scenario.name}-claims", "Claims", claims)
+        yield _claims(f"{scenario.name}-claims", f"Claims: {scenario.document.title}", claims)
     cells = gathered.cell_fields
     tables = {table.table: table for table in scenario.answers(PublishedTable)}
     for (name, quantity, variant), some in by_table(records).items():
@@ -104,7 +104,8 @@ def tables_of(gathered: Gathered, scenario: Scenario, records: Sequence[Record])
         title = f"Largest {quantity.replace('seq_len', 'sequence length (tokens)')} that fits"
         yield _table(_identifier(scenario.name, "largest", quantity), title, lines, cells)
     if formulas := [r for r in records if r["role"] == "formula"]:
-        yield _claims(f"{scenario.name}-formulas", "Elements sent, closed forms", formulas)
+        title = f"Elements sent, closed forms: {scenario.document.title}"
+        yield _claims(f"{scenario.name}-formulas", title, formulas)
     yield from _losses(gathered, scenario)
 
 

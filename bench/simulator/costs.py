@@ -16,11 +16,9 @@ import numpy as np
 
 from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.clusters.links import CollectiveModel
-from spbench.bench.simulator.group_links import GroupLinks, LinkRate
-from spbench.bench.simulator.measured_collectives import measured_seconds
+from spbench.bench.simulator.collective_costs import GroupLinks, LinkRate, measured_seconds, ring_seconds
 from spbench.bench.simulator.nccl import nccl_seconds
 from spbench.bench.simulator.program import ATTENTION, KERNEL, PRECISION_NAMES, Program
-from spbench.bench.simulator.ring_collectives import ring_seconds
 
 #: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
 _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] = {

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spbench.bench.clusters.links import Generation, NcclAlgorithm, NcclProtocol, NcclSettings
-from spbench.bench.simulator.group_links import GroupLinks
-from spbench.bench.simulator.ring_collectives import pairwise_seconds
+from spbench.bench.simulator.collective_costs import GroupLinks, pairwise_seconds
 
 _US, _GB = 1e-6, 1e9
 

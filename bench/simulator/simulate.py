@@ -17,26 +17,17 @@ onto each other are simulated once (:mod:`bench.simulator.folding`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
 
 from spbench.bench.clusters.cluster import Calibration, Cluster
-from spbench.bench.simulator.channels import Channels
 from spbench.bench.simulator.costs import Costs, check_rates
 from spbench.bench.simulator.folding import smallest_shift
 from spbench.bench.simulator.message_matching import Deadlock, World, owners
-from spbench.bench.simulator.process_groups import ProcessGroups
-from spbench.bench.simulator.program import (
-    COLLECTIVE,
-    COMPUTE_STREAM,
-    KERNEL,
-    RECORD,
-    SEND,
-    WAIT,
-    Program,
-)
+from spbench.bench.simulator.occupancy import Channels, ProcessGroups
+from spbench.bench.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT, Program
 from spbench.bench.simulator.timeline import Timeline
 
 
@@ -80,26 +71,6 @@ class Simulator:
         if calibration is None:
             calibration = self.cluster.calibration_of(self.precision)
         return _Simulation(self.world, Costs(self.cluster, calibration, self.parameters)).timeline()
-
-
-def simulate(
-    programs: Sequence[Program],
-    ranks_of: Sequence[Sequence[int]],
-    cluster: Cluster,
-    precision: str = "fp32",
-    calibration: Calibration | None = None,
-    parameters: int = 0,
-) -> Timeline:
-    """Time one step; see :class:`Simulator`."""
-    return Simulator(programs, ranks_of, cluster, precision, parameters)(calibration)
-
-
-def step_time_of(
-    programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], cluster: Cluster, precision: str
-) -> Callable[[Calibration], float]:
-    """Step time in seconds as a function of the calibration, for fits."""
-    simulator = Simulator(programs, ranks_of, cluster, precision)
-    return lambda calibration: simulator(calibration).step_time_s
 
 
 class _Simulation:
@@ -252,11 +223,10 @@ class _Simulation:
                 mine, theirs, posted = mine[ready], theirs[ready], posted[ready]
             if not len(mine):
                 continue
-            both = np.maximum(self.reached[number][step][mine], posted)
-            if kind == SEND:
-                start, end = self._transfer(number, step, mine, both)
-            else:
-                start, end = self._transfer(other, other_step, theirs, both)
+            sender, send, at = (number, step, mine) if kind == SEND else (other, other_step, theirs)
+            latency, seconds, free = self.channels.of(sender, send)
+            start = np.maximum(np.maximum(self.reached[number][step][mine], posted), free[at])
+            free[at] = end = start + latency[at] + seconds[at]
             for p, s, ranks in ((number, step, mine), (other, other_step, theirs)):
                 self.start[p][s, ranks] = start
                 self.end[p][s, ranks] = end
@@ -266,8 +236,7 @@ class _Simulation:
         self, sender: int, send: int, to: np.ndarray, receiver: int, recv: int, source: np.ndarray
     ) -> None:
         """The transfers of all ranks of a program at once; ``to`` and ``source`` are the positions of each
-        sender's receiver and of each receiver's sender. As :meth:`_transfer`, in place: rings spend their
-        time here."""
+        sender's receiver and of each receiver's sender. In place, for rings spend their time here."""
         latency, seconds, free = self.channels.of(sender, send)
         start, end = self.start[sender][send], self.end[sender][send]
         np.maximum(self.reached[sender][send], self.reached[receiver][recv][to], out=start)
@@ -279,16 +248,6 @@ class _Simulation:
         self.end[receiver][recv] = end[source]
         self._ended(sender, send, source)
         self._ended(receiver, recv, to)
-
-    def _transfer(
-        self, number: int, step: int, who: np.ndarray, ready: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Start and end of what some ranks of a program send in a step, from when both halves are posted."""
-        latency, seconds, free = self.channels.of(number, step)
-        start = np.maximum(ready, free[who])
-        end = start + latency[who] + seconds[who]
-        free[who] = end
-        return start, end
 
     # -- collectives -------------------------------------------------------------------------------------
 

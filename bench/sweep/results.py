@@ -70,7 +70,7 @@ def read_all_rows(path: Path) -> list[Row]:
 
 
 def read_new_rows(path: Path) -> tuple[dict[str, Row], dict[str, list[str]]]:
-    """The rows of a file by key, with NaN for numbers that are not finite; and the fields that are, by key.
+    """The rows of a file by key, with NaN for numbers that are not finite; and the names of these fields.
 
     Raises:
         UserError: the file cannot be read, or a line is not a row for another reason.
@@ -82,9 +82,8 @@ def read_new_rows(path: Path) -> tuple[dict[str, Row], dict[str, list[str]]]:
             row, fields = parse_any_row(line)
         except WrongRow as error:
             raise UserError(f"{place}: not a result row; mend or remove the line ({error})") from error
-        rows[row["key"]] = row
-        not_finite[row["key"]] = fields
-    return rows, {key: fields for key, fields in not_finite.items() if fields}
+        rows[row["key"]], not_finite[row["key"]] = row, fields
+    return rows, not_finite
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -9,20 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, PositiveInt, StringConstraints, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from spbench.bench.cell import Status
+from spbench.bench.json_values import Count, Number, Signed, Text, problem
 from spbench.bench.yaml_files import dotted
-
-#: what is measured or counted: far larger numbers are damage, and overflow where they are added
-Number = Annotated[float, Field(strict=True, ge=0, le=1e24, allow_inf_nan=False)]
-#: a difference, a loss: any number
-Signed = Annotated[float, Field(strict=True, ge=-1e300, le=1e300, allow_inf_nan=False)]
-Count = Annotated[int, Field(strict=True, ge=0, le=10**24)]
-Text = Annotated[str, StringConstraints(strict=True)]
 
 
 class _Sent(TypedDict):
@@ -41,9 +35,19 @@ class _Rank(TypedDict, total=False):
     device: Text
 
 
-class _Measured(TypedDict, total=False):
+class _Timed(TypedDict, total=False):
+    """What may differ from process to process."""
+
     peak_memory_bytes: Number | None
     reserved_memory_bytes: Number | None
+    step_time_s: Number | None
+    step_time_samples_s: list[Number]
+    tokens_per_s: Number | None
+    time_s: Number | None
+    time_samples_s: list[Number]
+
+
+class _Measured(_Timed, total=False):
     usable_memory_bytes: Number | None
     peak_phase: Text | None
     peak_rank: Count
@@ -52,9 +56,6 @@ class _Measured(TypedDict, total=False):
     communication: list[_Sent]
     formula: list[_Sent]
     formula_difference: list[dict[str, Any]]
-    step_time_s: Number | None
-    step_time_samples_s: list[Number]
-    tokens_per_s: Number | None
     samples_per_s: Number | None
     breakdown: dict[Text, Signed | None]
     calibration: Text
@@ -63,21 +64,10 @@ class _Measured(TypedDict, total=False):
     ranks: list[_Rank]
     answer: Count | None
     proof: list[dict[str, Any]]
-    time_s: Number | None
-    time_samples_s: list[Number]
 
 
-class _Round(TypedDict, total=False):
-    """The measured metrics of one process."""
-
+class _Round(_Timed, total=False):
     time: Text
-    peak_memory_bytes: Number | None
-    reserved_memory_bytes: Number | None
-    step_time_s: Number | None
-    step_time_samples_s: list[Number]
-    tokens_per_s: Number | None
-    time_s: Number | None
-    time_samples_s: list[Number]
 
 
 class _Search(TypedDict, total=False):
@@ -119,25 +109,19 @@ class _Provenance(TypedDict, total=False):
     machine: _Machine | None
 
 
-class _Row(TypedDict, total=False):
-    reason: Text
-    rounds: list[_Round]
-    elapsed_s: Number | None
-    time: Text
-    provenance: _Provenance | None
-
-
-class _WholeRow(_Row):
+class _Row(TypedDict):
     key: Annotated[str, StringConstraints(strict=True, min_length=1)]
     cell: _Cell
     status: Status
     measurement: _Measured
+    reason: NotRequired[Text]
+    rounds: NotRequired[list[_Round]]
+    elapsed_s: NotRequired[Number | None]
+    time: NotRequired[Text]
+    provenance: NotRequired[_Provenance | None]
 
 
-_ROW = TypeAdapter(_WholeRow)
-
-#: characters of a wrong value that a message shows
-_SHOWN = 40
+_ROW = TypeAdapter(_Row)
 
 
 class WrongRow(ValueError):
@@ -172,17 +156,16 @@ def parse_any_row(line: bytes) -> tuple[dict[str, Any], list[str]]:
         if not constants:
             return row, []
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        problem = f"{dotted(first['loc'])}: {_shortened(first['input'])}: {first['msg']}"
+        what = problem(error)
         if not isinstance(row, dict):
-            raise WrongRow(problem) from error
+            raise WrongRow(what) from error
     else:
-        problem = ""
+        what = ""
     not_finite = [dotted(path) for path in _not_finite(row)]
     try:  # with zeros in their places: is anything else wrong?
         _ROW.validate_python(_replaced(row, 0))
     except ValidationError as error:
-        raise WrongRow(problem) from error
+        raise WrongRow(what) from error
     return _replaced(row, math.nan), not_finite
 
 
@@ -194,11 +177,6 @@ def _decoder(constants: list[str]) -> json.JSONDecoder:
         return math.nan
 
     return json.JSONDecoder(parse_constant=constant)
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _not_finite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -13,10 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.json_values import Count, Number, Signed, Text, problem
 from spbench.bench.measuring_code import digest_of_files
 from spbench.impls.discovery import plugin_files
 
@@ -36,8 +40,38 @@ _FIELDS: Verdict = {
     **dict.fromkeys((*CASE, *RUN, "status", "tensor", "verdict", "reason"), ""),
     **dict.fromkeys(("error", "limit", "rank", "factor")),
 }
-#: what a line of a case must have
-_NEEDED = ("strategy", "model", "part", "size", "dtype", "status")
+
+
+class _Head(TypedDict):
+    backend: Text
+    device: NotRequired[Text]
+    commit: NotRequired[Text | None]
+    code: NotRequired[Text | None]
+    torch: NotRequired[Text | None]
+    time: NotRequired[Text | None]
+
+
+class _Case(TypedDict):
+    strategy: Text
+    model: Text
+    part: Text
+    size: Count
+    dtype: Text
+    status: Text
+    variant: NotRequired[Text]
+    mesh: NotRequired[Text]
+    batch: NotRequired[Count]
+    seq_len: NotRequired[Count]
+    error: NotRequired[Number | None]
+    limit: NotRequired[Number | None]
+    rank: NotRequired[Count | None]
+    factor: NotRequired[Signed | None]
+    tensor: NotRequired[Text]
+    verdict: NotRequired[Text]
+    reason: NotRequired[Text]
+
+
+_HEAD, _CASE = TypeAdapter(_Head), TypeAdapter(_Case)
 
 
 @cache
@@ -75,15 +109,12 @@ def read_verdicts(folder: Path) -> list[Verdict]:
 def _read(path: Path, number: int, line: str) -> Verdict:
     """A head, or a case."""
     try:
-        found = json.loads(line)
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__}")
-        wanted = _NEEDED if "status" in found else RUN[:1]
-        if absent := [name for name in wanted if name not in found]:
-            raise ValueError(f"no {absent[0]}")
+        found: Verdict = json.loads(line)
+        (_CASE if isinstance(found, dict) and "status" in found else _HEAD).validate_python(found)
     except (ValueError, RecursionError) as error:
+        what = problem(error) if isinstance(error, ValidationError) else error
         raise UserError(
-            f"{path}:{number}: not a verdict ({error}); delete the file, and verify again"
+            f"{path}:{number}: not a verdict ({what}); delete the file, and verify again"
         ) from error
     return found
 

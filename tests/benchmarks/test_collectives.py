@@ -1,7 +1,7 @@
 """Collectives on two Gloo ranks of this machine: part of `pytest tests/benchmarks -m micro`.
 
-The ranks time themselves (:func:`step_timer.seconds`): a sample is the mean of a burst of calls on the slower
-rank, without what it takes to hand a job to them.
+The ranks time themselves (:func:`timed_steps.seconds`): a sample is the mean of a burst of calls on the
+slower rank, without what it takes to hand a job to them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.step_timer import seconds
+from spbench.bench.engines.timed_steps import seconds
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls import collectives
 

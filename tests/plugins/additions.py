@@ -45,6 +45,8 @@ ADDITIONS = (
     Addition("bounds.py", "spbench.answers", "bench/published/answers"),
     Addition("as_yaml.py", "spbench.forms", "bench/commands/forms", "yaml = as_yaml:show"),
     Addition("to_prometheus.py", "spbench.exports", "bench/exports", "prometheus = to_prometheus:export"),
+    Addition("peaks.py", "spbench.commands", "bench/commands", "peaks = peaks:command"),
+    Addition("peak_bars.py", "spbench.figures", "plots", "peak_bars = peak_bars:draw"),
 )
 
 
@@ -91,7 +93,7 @@ def as_files(folder: Path) -> Installation:
     installation = Installation(folder / "work", [folder / "copy"])
     installation.folder.mkdir()
     package = folder / "copy" / "spbench"
-    ignored = shutil.ignore_patterns("__pycache__", "reproduction", "baseline", "plots")
+    ignored = shutil.ignore_patterns("__pycache__", "reproduction", "baseline")
     shutil.copytree(ROOT / "spbench", package, ignore=ignored)
     for addition in ADDITIONS:
         before = set(package.rglob("*"))

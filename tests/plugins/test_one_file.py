@@ -21,6 +21,7 @@ pytestmark = pytest.mark.xdist_group("additions")
 
 SCENARIO = """
 title: What was added
+figure: peak_bars
 defaults: {cluster: ./card.yaml, batch: 2, seq_len: 24}
 groups:
   - {model: one-layer-lm-tiny, strategy: gathered_attention, sizes: {sp: 2}, meters: [flops], engine: ENGINES}
@@ -53,6 +54,7 @@ NAMES = (
     ("answers", "bounds"),
     ("forms", "yaml"),
     ("exports", "prometheus"),
+    ("figures", "peak_bars"),
 )
 
 Rows = dict[tuple[str, str, str], dict[str, Any]]
@@ -198,6 +200,17 @@ def test_an_export(installation: Installation, rows: Rows) -> None:
     peak = row["measurement"]["peak_memory_bytes"]
     line = f'spbench_peak_memory_bytes{{suite="rows",cell="{row["key"]}"}} {peak}'
     assert line in done.stdout.splitlines(), done.stderr
+
+
+def test_a_command(installation: Installation, rows: Rows) -> None:
+    assert "peaks      Show the largest peak memory of each strategy" in installation.spbench("--help").stdout
+    done = installation.spbench("peaks", "rows", "--format", "csv")
+    assert "tensor_parallel," in done.stdout, done.stderr
+
+
+def test_a_figure(installation: Installation, report: dict[str, Any]) -> None:
+    assert report["files"][-1] == "rows/peak_bars.svg"
+    assert "Peak memory, MiB" in (installation.folder / "rows/peak_bars.svg").read_text()
 
 
 def test_all_are_listed(plugins: Installation) -> None:

@@ -60,10 +60,18 @@
       }
       const rows = spec.usermeta?.rows;
       if (rows) spec.height = rows.height * new Set(this.chosenValues(spec.data.values).map((value) => value[rows.field])).size;
+      this.entries(spec.data?.values);
       const options = { actions: false, logger, renderer: "svg", config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } };
       panel.result?.finalize();
       panel.result = await vegaEmbed(panel.place, spec, options);
       panel.place.querySelector("svg").setAttribute("aria-hidden", "true"); // the chart's label says what it shows
+    }
+
+    // Above a heat map, only the methods that the choices leave
+    entries(values) {
+      if (!this.selects.length || !values) return;
+      const methods = new Set(this.chosenValues(values).map((value) => value.method));
+      for (const item of this.figure.querySelectorAll(".legend li:has(svg.square)")) item.hidden = !methods.has(item.textContent.trim());
     }
 
     chosenValues(values) {

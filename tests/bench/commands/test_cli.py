@@ -1,14 +1,15 @@
 """The command line: what is printed where, exit codes, and one line for each thing a user can get wrong."""
 
 import errno
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -178,6 +179,12 @@ def test_failed_cells_are_exit_code_1_and_unsupported_ones_are_not(spbench: Run)
     assert err.splitlines()[-1] == "spbench: 2 of 3 cells failed; the same command tries them again"
 
 
+def test_a_status_can_be_required(spbench: Run) -> None:
+    code, _, err = spbench(*RUN, "--world-size", "3", "--require", "ok")
+    assert (code, err.splitlines()[-1]) == (1, "spbench: 2 of 2 cells are not ok: 2 unsupported")
+    assert spbench(*RUN, "--world-size", "2", "--require", "ok")[0] == 0
+
+
 def test_claims_of_a_narrowed_run_say_what_is_missing(spbench: Run) -> None:
     _, out, _ = spbench(*RUN, "--world-size", "8")
     assert "a ratio; denominator was not run" in out
@@ -305,38 +312,36 @@ def test_only_a_failure_of_the_output_is_told_as_one(spbench: Run, monkeypatch: 
     assert (code, said) == (2, "spbench: some.file: No space left on device")
 
 
+FIGURE = """
+from pathlib import Path
+
+def draw(rows, comparison, output):
+    assert [row["status"] for row in rows] == ["ok"] * 5
+    assert comparison.relative_error.notna().all()
+    return [output / "a_figure.png"]
+"""
+FAILING = [
+    ("def draw(*_):\n    raise ValueError('no ink')\n", "ValueError: no ink"),
+    ("import a_library_that_is_absent\ndraw = None\n", "No module named 'a_library_that_is_absent'"),
+]
+
+
 def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("small.yaml").write_text(SCENARIO + "figure: a_figure\n")
     code, _, err = spbench(*RUN)
-    assert (code, "warning: no figure drawn, there is no plots.a_figure\n" in err) == (0, True)
-
-    def draw(rows: list[Row], comparison: pd.DataFrame, output: Path) -> list[Path]:
-        assert [row["status"] for row in rows] == ["ok"] * 5
-        assert comparison.relative_error.notna().all()
-        return [output / "a_figure.png"]
-
-    def fail(*_: object) -> list[Path]:
-        raise ValueError("no ink")
-
-    monkeypatch.setitem(sys.modules, "spbench.plots.a_figure", SimpleNamespace(draw=draw))
+    assert (code, "warning: no figure drawn: unknown figure 'a_figure'" in err) == (0, True)
+    monkeypatch.setattr("spbench.plots.__path__", [str(Path().absolute())])
+    Path("a_figure.py").write_text(FIGURE)
     code, out, _ = spbench(*RUN, "--strategy", "tensor_parallel")  # the others are known from before
     assert (code, out.splitlines()[-1]) == (0, "results/runs/small/a_figure.png")
-    monkeypatch.setitem(sys.modules, "spbench.plots.a_figure", SimpleNamespace(draw=fail))
-    code, out, err = spbench(*RUN)
-    assert (code, err.splitlines()[-1]) == (
-        *(1, "spbench: the figure a_figure could not be drawn: ValueError: no ink; the results are kept"),
-    )
-    assert "+33.3%" in out
-
-
-def test_a_figure_whose_module_cannot_be_imported_is_a_failure(
-    spbench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "broken_figure.py").write_text("import a_library_that_is_absent\n")
-    monkeypatch.setattr("spbench.plots.__path__", [str(tmp_path)])
-    Path("small.yaml").write_text(SCENARIO + "figure: broken_figure\n")
-    code, _, err = spbench(*RUN)
-    assert (code, "the figure broken_figure could not be drawn: ModuleNotFoundError" in err) == (1, True)
+    for source, reason in FAILING:
+        monkeypatch.delitem(sys.modules, "spbench.plots.a_figure", raising=False)
+        importlib.invalidate_caches()
+        Path("a_figure.py").write_text(source)
+        code, out, err = spbench(*RUN)
+        assert code == 1
+        assert re.search(f"the figure a_figure could not be drawn: .*{reason}", err.splitlines()[-1])
+        assert "+33.3%" in out
 
 
 def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:

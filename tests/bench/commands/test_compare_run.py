@@ -193,6 +193,80 @@ def test_an_interrupt_leaves_nothing(
     ).stdout
 
 
+#: an installed spbench, whose numbers are those that a file of the project says
+INSTALLED = """
+import json, subprocess, sys
+from pathlib import Path
+
+arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+said = subprocess.run(["git", "describe", "--always", "--abbrev=12"], capture_output=True, text=True)
+row = {"key": "a", "cell": {"engine": "virtual"}, "status": "ok", "reason": "",
+       "measurement": {"peak_memory_bytes": int(Path(arguments["--scenario"]).read_text())},
+       "provenance": {"commit": "0" * 12, "project_commit": said.stdout.strip()}}
+Path(arguments["--output"]).mkdir()
+Path(arguments["--output"], "cells.jsonl").write_text(json.dumps(row) + "\\n")
+"""
+
+
+@pytest.fixture
+def own_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a repository that is no checkout of spbench; its scenario was changed once."""
+    package, folder = tmp_path / "installed" / "spbench", tmp_path / "repository" / "folder"
+    for place, files in (
+        (package, {"__init__.py": "", "__main__.py": INSTALLED}),
+        (folder, {"my.yaml": "100"}),
+    ):
+        place.mkdir(parents=True)
+        for name, text in files.items():
+            (place / name).write_text(text)
+    git(folder, "init", "--quiet", "--initial-branch", "main", "..")
+    for text in ("100", "101"):
+        (folder / "my.yaml").write_text(text)
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "-m", text)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    return folder
+
+
+def test_a_project_of_ones_own(own_project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each side has its own scenario, and a record the commit of its rows, whatever is checked out."""
+    words = ["compare", "--run", "HEAD~1", "HEAD", "--scenario", "my.yaml", "--output", "out"]
+    assert exit_code([*words, "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(d["quantity"], d["base"], d["new"]) for d in found["differences"]] == [
+        ("peak_memory_bytes", 100, 101)
+    ]
+    commits = [git(own_project, "rev-parse", ref) for ref in ("HEAD~1", "HEAD")]
+    assert [found["base"], found["new"]] == commits
+    assert len(git(own_project, "worktree", "list").splitlines()) == 1
+    for side in ("base", "new"):
+        assert exit_code(["record", f"out/{side}", "--history", "history", "--suite", "mine"]) == 0
+    assert exit_code(["history", "history", "--fail-on-regression"]) == 1
+    assert f"{commits[0][:12]}..{commits[1][:12]}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_project_with_the_real_spbench(
+    own_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(own_project)
+    text = "title: A small step\ndefaults: {cluster: dgx-a100}\ngroups:\n"
+    for batch in (2, 3):
+        cell = f"  - {{model: bert-tiny, strategy: single, batch: {batch}, seq_len: 32}}\n"
+        Path("my.yaml").write_text(text + cell)
+        git(own_project, "commit", "--quiet", "-am", str(batch))
+    words = ["compare", "--run", "HEAD~1", "--scenario", "my.yaml", "--output", "out", "--format", "json"]
+    assert exit_code(words) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [d["verdict"] for d in found["differences"]] == ["missing", "new"]  # another batch, another cell
+    (row,) = Path("out/base/cells.jsonl").read_text().splitlines()
+    assert found["base"].startswith(json.loads(row)["provenance"]["project_commit"])
+    assert exit_code(["run", "--scenario", "my.yaml", "--require", "ok"]) == 0
+    assert exit_code(["record", "results/runs/my", "--history", "history"]) == 0
+
+
 @pytest.mark.slow
 def test_the_code_of_this_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last commit against the working tree, each with its own code: rows name the commit that made them,

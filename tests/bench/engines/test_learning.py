@@ -10,6 +10,7 @@ import torch
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.engines import distributed
 from spbench.bench.engines.learning import learning_rate, losses_of_rank
 from spbench.bench.published.answers.curves import deviations, final
 from spbench.bench.ranks.rank_pool import RankPool
@@ -208,3 +209,13 @@ def test_whole_scenario() -> None:
     for found in losses.values():
         assert max(deviations(found, reference, "mlm")) < 1e-3
         assert deviations(found, reference, "mlm")[0] < 1e-6
+
+
+def test_a_loss_that_is_not_finite_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = [{"step": 1.0, "mlm": 9.5}, {"step": 2.0, "mlm": float("nan")}]
+    monkeypatch.setattr(distributed, "launch", lambda asked, work: {0: curve})
+    outcome = run_cell(cell("single", {}))
+    assert (outcome.status, outcome.reason) == ("numerics", "a loss at step 2.0 is not finite")
+    assert outcome.losses == curve
+    del curve[1]
+    assert run_cell(cell("single", {})).status == "ok"

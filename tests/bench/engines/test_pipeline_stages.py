@@ -11,8 +11,9 @@ import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import pipeline_stages, virtual
-from spbench.bench.engines.pipeline_stages import NotAlike, Turns, put_together
+from spbench.bench.engines.pipeline_stages import put_together
 from spbench.bench.engines.traces import ClassTraces, Trace
+from spbench.bench.engines.turns import NotAlike, Turns
 from spbench.impls.models.blocks.decoder import DecoderBlock
 from spbench.impls.training.stage_run import StageRun
 from tests.bench.meters.same_traces import differences

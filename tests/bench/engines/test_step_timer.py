@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.step_timer import seconds
+from spbench.bench.engines.timed_steps import seconds
 from spbench.bench.ranks.rank_pool import RankPool
 
 _LONG_S, _LATE_S = 0.04, 0.4

@@ -10,9 +10,9 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import distributed, virtual
 from spbench.bench.engines.plan import RankClass
-from spbench.bench.engines.rank_memory import RankMemory
+from spbench.bench.engines.traces import RankMemory, needs
 from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory import MemoryLog, Peak
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.composition import Stage
 from spbench.impls.strategies.base import Unsupported
@@ -83,6 +83,19 @@ def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> No
     assert "in set-up on rank 0" in within.failure.reason(ALONE)
 
 
+@pytest.mark.parametrize(
+    ("category", "advice"),
+    [
+        ("optimizer_state", ", most of it for model states, which the backend zero3 shards over replicas"),
+        ("activations", ", most of it for activations, of which recomputation keeps fewer"),
+        ("temporaries", ""),
+    ],
+)
+def test_what_a_step_that_does_not_fit_needs(category: str, advice: str) -> None:
+    peak = Peak(2**31, "forward", {"parameters": 2**29, category: 3 * 2**29}, 0)
+    assert needs(peak) == "the step needs 2.0 GiB at its peak" + advice
+
+
 def test_a_later_step_has_the_moments_that_the_first_one_makes() -> None:
     lazy, kept = (
         virtual.trace(cell_of(steps, precision="bf16", training={"moments": moments}), events=True)
@@ -135,7 +148,7 @@ def test_a_step_that_runs_out_is_named_by_its_class(tmp_path: Path) -> None:
     enough_once = write_cluster(tmp_path, first["reserved_memory_bytes"] // MIB)
     fails = VirtualEngine().measure(asked.model_copy(update={"cluster": enough_once}))
     assert fails.status == "oom"
-    assert fails.reason.endswith("of step 2 on rank 0")
+    assert "of step 2 on rank 0; the step needs 1.3 GiB at its peak" in fails.reason
     assert [row["status"] for row in fails.by_class] == ["ok", "oom"]
     assert fails.by_class[1]["peak_memory_bytes"] == second["peak_memory_bytes"]
 

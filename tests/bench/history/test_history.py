@@ -123,6 +123,14 @@ def test_a_regression_stands_until_it_is_undone(tmp_path: Path) -> None:
     history = history_of(tmp_path / "1", 1, 1.5, 1.2)
     (series,) = history.series(metric="step_time_s")
     assert [step.after for step in history.assess(series).regressions] == [1.5]
+    for number, sent in enumerate((1000, 1001, 1000)):  # which has no tolerance
+        add_record(record(number, cell("a", sent_bytes=sent)), tmp_path / "4")
+    (found,) = assessed(tmp_path / "4", metric="sent_bytes")
+    assert (len(found.steps), found.fails) == (2, False)
+    # within the tolerance of simulated times: the last level is as good as before
+    history = history_of(tmp_path / "3", 1, 1.5, 1 + 5e-7)
+    (series,) = history.series(metric="step_time_s")
+    assert not history.assess(series).fails
     history = history_of(tmp_path / "2", 1, 1.5, 1)
     (series,) = history.series(metric="step_time_s")
     assert len(history.assess(series).steps) == 2

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ TABLE = Comparison(
 
 
 def folder(path: Path, rows: list[dict[str, Any]], *entries: Comparison) -> Path:
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write(entries or (ENTRY, TABLE), path)
     return path
@@ -135,6 +136,76 @@ def set_(index: int, name: str, value: Any) -> Change:
 )
 def test_each_change_is_said(changed: Any, change: Change, said: tuple[str, str, str]) -> None:
     assert changed(change) == [said]
+
+
+def damaged(path: Path, field: str, text: str) -> Path:
+    """Results in which the first number of a field is written as this text."""
+    place = folder(path, ROWS)
+    rows = (place / "cells.jsonl").read_text()
+    (place / "cells.jsonl").write_text(re.sub(rf'("{field}": \[?)[0-9.]+', rf"\g<1>{text}", rows, count=1))
+    return place
+
+
+@pytest.mark.parametrize("field", ["peak_memory_bytes", "step_time_s", "answer", "sent_bytes"])
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_worse_in_new_and_an_error_in_base(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str], field: str, text: str
+) -> None:
+    spoilt = damaged(tmp_path / "new", field, text)
+    assert exit_code(["compare", str(base), str(spoilt), "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)["differences"]
+    assert [(d["verdict"], d["where"], d["quantity"].split(".")[-1], d["new"]) for d in found] == [
+        ("worse", "a", field, None)
+    ]
+    assert exit_code(["compare", str(spoilt), str(base)]) == 2
+    assert "cells.jsonl:1: not a result row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["-1", "true", '"5"', "1" + "0" * 400, "[]"])
+def test_a_number_that_cannot_be_is_never_better(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    spoilt = damaged(tmp_path / "new", "peak_memory_bytes", text)
+    for pair in ((base, spoilt), (spoilt, base)):
+        assert exit_code(["compare", *map(str, pair)]) == 2
+        error = capsys.readouterr().err
+        assert (error.count("\n"), "cells.jsonl:1: " in error) == (1, True)
+        assert "measurement.peak_memory_bytes: " in error
+
+
+def test_an_error_that_is_not_finite_is_worse(tmp_path: Path, base: Path) -> None:
+    place = folder(tmp_path / "new", ROWS)
+    text = (place / "comparison.csv").read_text()
+    (place / "comparison.csv").write_text(text.replace("0.1,", "nan,"))
+    differences = judge(read_results(base), read_results(place, judged=True)).differences
+    assert [(d.verdict, d.where, d.quantity) for d in differences] == [("worse", "ratio v", "error")]
+    with pytest.raises(UserError, match="relative_error: 'nan' is no finite number"):
+        read_results(place)
+
+
+def test_nothing_judged_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same cells, timed on two machines."""
+    places = []
+    for host in ("here", "there"):
+        measurement = {"step_time_s": 1.0, "step_time_samples_s": [1.0] * 5}
+        entry = {**row("c/gloo"), "measurement": measurement, "provenance": {"host": host}}
+        places.append(folder(tmp_path / host, [entry]))
+        (places[-1] / "comparison.csv").unlink()
+    assert exit_code(["compare", *map(str, places)]) == 2
+    assert capsys.readouterr().out.splitlines()[-1] == "NOT JUDGED: 0 cells equal, 1 not judged in full"
+    assert exit_code(["export", "--to", "markdown", str(places[1]), "--base", str(places[0])]) == 0
+    assert "## spbench: not judged" in capsys.readouterr().out
+    assert exit_code(["export", "--to", "junit", str(places[1]), "--base", str(places[0])]) == 0
+    assert 'message="not judged in full; 1 measured metric not judged: base is of' in capsys.readouterr().out
+
+
+def test_what_was_not_run_is_said(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        folder(tmp_path / "bases" / name, ROWS)
+    words = [str(folder(tmp_path / "one", ROWS)), "--base", str(tmp_path / "bases")]
+    for system, text in (("markdown", "**Not run:** two."), ("junit", 'message="not run"')):
+        assert exit_code(["export", "--to", system, *words]) == 0
+        assert text in capsys.readouterr().out
 
 
 def test_worst_first(changed: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.report.gates import gates
 from spbench.bench.report.gathered import Gathered, gather
 from tests.bench.report.conftest import ROOT
 
@@ -59,6 +60,19 @@ def test_runs_have_precedence_over_baselines(small_results: Path, tmp_path: Path
     (run / "cells.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(UserError, match=r"cells.jsonl:1: .*measurement.peak_memory_bytes: '16'"):
         gather(results, None)
+
+
+def test_a_baseline_may_lie_elsewhere(small_results: Path, tmp_path: Path) -> None:
+    for name in ("mine", "results/runs"):
+        shutil.copytree(small_results / "baseline", tmp_path / name)
+    found = gather(tmp_path / "results", None, tmp_path / "mine")
+    assert {cell.origin for cell in found.cells} == {"runs"}
+    (gate,) = gates(found.baseline, found.results / "runs")
+    assert (gate.base, gate.problem) == (tmp_path / "mine" / gate.scenario, "")
+    assert gate.judgement is not None
+    assert gate.judgement.word == "not worse"
+    with pytest.raises(UserError, match=r"--baseline .* is not a folder"):
+        gather(tmp_path / "results", None, tmp_path / "none")
 
 
 @pytest.mark.parametrize(

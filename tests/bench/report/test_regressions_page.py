@@ -233,13 +233,13 @@ def test_the_overview_says_what_came_with_the_newest_commit(tmp_path: Path) -> N
         return lambda n: {"a": 105 if n >= last else 100, "b": 90 if n >= last else 100, "c": 100}
 
     newest = recorded(tmp_path / "newest", values(COMMITS - 1))
-    _, found = changes(Gathered(tmp_path, newest, [], [], []))
+    _, found = changes(Gathered(tmp_path, tmp_path, newest, [], []))
     assert (found.since, found.worse, found.better, found.new) == ("2026-01-03", 1, 1, 0)
     assert found.worst == [("a: peak_memory_bytes", "regressions.html#history")]
     assert (found.standing, found.judged) == (1, 6)
     # an older regression stands, but is no news
     older = recorded(tmp_path / "older", values(30))
-    _, found = changes(Gathered(tmp_path, older, [], [], []))
+    _, found = changes(Gathered(tmp_path, tmp_path, older, [], []))
     assert (found.worse, found.better, found.standing) == (0, 0, 1)
 
 

@@ -109,3 +109,17 @@ def test_a_program_below_the_samples_is_not_taken_for_theirs() -> None:
     with pytest.raises(NotOneProgram):
         programs.confirm(1)  # a batch of one needs fewer copies
     assert (len(programs.starts), len(programs.models)) == (1, 1)
+
+
+@pytest.mark.parametrize(("layers", "traced"), [(None, (None,)), (3, (3,)), (4, (2, 3))])
+def test_only_a_deeper_model_is_predicted_from_shallow_ones(
+    layers: int | None, traced: tuple[int | None, ...]
+) -> None:
+    depths: list[int | None] = []
+
+    def trace(size: int, depth: int | None) -> MemoryLog:
+        depths.append(depth)
+        return MemoryLog([size, 2 * size], [1, 2, -2, -1], [("forward", 1)])
+
+    assert PeakModel(trace, [1024, 2048], layers)(4096) == 3 * 4096
+    assert tuple(depths) == tuple(depth for depth in traced for _ in range(2))

@@ -7,8 +7,19 @@ from typing import Any
 
 from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.simulator.program import Group, Program, ProgramBuilder
-from spbench.bench.simulator.simulate import simulate
+from spbench.bench.simulator.simulate import Simulator
 from spbench.bench.simulator.timeline import Timeline
+
+
+def simulate(
+    programs: Sequence[Program],
+    ranks_of: Sequence[Sequence[int]],
+    on: Cluster,
+    precision: str = "fp32",
+    calibration: Calibration | None = None,
+) -> Timeline:
+    """Time one step; see :class:`Simulator`."""
+    return Simulator(programs, ranks_of, on, precision)(calibration)
 
 
 def cluster(

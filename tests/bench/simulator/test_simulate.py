@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.clusters.cluster import Calibration, Link, cluster_names, load_cluster
-from spbench.bench.simulator.costs import Costs, RatesUnknown
+from spbench.bench.simulator.costs import Costs, RatesUnknown, check_rates
 from spbench.bench.simulator.message_matching import Deadlock
 from spbench.bench.simulator.program import (
     Group,
@@ -19,8 +19,8 @@ from spbench.bench.simulator.program import (
     offset,
     shifted,
 )
-from spbench.bench.simulator.simulate import simulate, step_time_of
-from tests.bench.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
+from spbench.bench.simulator.simulate import Simulator
+from tests.bench.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, simulate, timed
 
 INFINITE = cluster(bandwidth=1e300, node_bandwidth=1e300)
 
@@ -55,7 +55,11 @@ def test_scalars_correct_what_they_name() -> None:
     b.kernel("mm", flops=3, strided=4)
     b.kernel("add", nbytes=5)
     b.wait(b.collective("all_gather", 14, everyone(2)))
-    at = step_time_of([b.program()], [[0, 1]], cluster(memory=1), "fp32")
+    simulator = Simulator([b.program()], [[0, 1]], cluster(memory=1))
+
+    def at(calibration: Calibration) -> float:
+        return simulator(calibration).step_time_s
+
     assert at(Calibration()) == 3 + 5 + 7
     assert at(Calibration(compute_efficiency=0.5)) == 6 + 5 + 7
     assert at(Calibration(memory_efficiency=0.5)) == 3 + 10 + 7
@@ -226,6 +230,17 @@ def test_unknown_rates_are_named() -> None:
         simulate([b.program()], [[0]], cluster(), "bf16")
     with pytest.raises(RatesUnknown, match="local"):
         simulate([b.program()], [[0]], load_cluster("local"))
+
+
+@pytest.mark.parametrize(("unknown", "world"), [("network", 5), ("node_link", 2)])
+def test_a_link_must_be_known_only_where_ranks_use_it(unknown: str, world: int) -> None:
+    known = cluster(devices=4)
+    link = getattr(known, unknown)
+    unknown_latency = link.latency_s.model_copy(update={"value": None})
+    lacking = known.model_copy(update={unknown: link.model_copy(update={"latency_s": unknown_latency})})
+    check_rates(lacking, "fp32", world - 1)
+    with pytest.raises(RatesUnknown, match="latency or bandwidth"):
+        check_rates(lacking, "fp32", world)
 
 
 def test_every_profile_times_what_it_should() -> None:

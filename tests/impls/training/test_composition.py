@@ -27,6 +27,7 @@ from spbench.impls.precision import PRECISIONS, default_dtype
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.training.interleaved import turns_ahead
 from spbench.impls.training.step import Training, initialize
 
 BATCH, LENGTH = 8, 24
@@ -304,3 +305,8 @@ def test_virtual_stages_make_the_bubble_smaller() -> None:
     """By 1 over their number (section 2.2.2), but for what more messages cost."""
     plain, interleaved = (VirtualEngine().measure(interleaved_cell(2, v)) for v in (1, 4))
     assert interleaved.breakdown["bubble_s"] < 0.6 * plain.breakdown["bubble_s"]
+
+
+def test_an_interleaved_rank_runs_ahead_by_all_its_forwards_at_most() -> None:
+    assert [turns_ahead(rank, ranks=4, chunks=2, micro_batches=4) for rank in range(4)] == [8, 8, 6, 4]
+    assert turns_ahead(0, ranks=4, chunks=2, micro_batches=8) == 10
