@@ -192,8 +192,11 @@ def _products(machine: Machine, precision: str, source: str) -> Any:
 
 
 def _measured(point: RatePoint) -> MeasuredRate:
-    values = {name: getattr(point, name) for name in MeasuredRate.model_fields}
-    return MeasuredRate(**{n: _rounded(v) if isinstance(v, float) else v for n, v in values.items()})
+    def value(name: str) -> Any:
+        number = getattr(point, name)
+        return _rounded(number) if isinstance(number, float) else number
+
+    return MeasuredRate(**{name: value(name) for name in MeasuredRate.model_fields})
 
 
 def measured_cluster(world: int, precision: str = "fp32") -> Cluster:
