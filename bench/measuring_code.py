@@ -24,7 +24,8 @@ NOT_MEASURING = frozenset(
     {
         *("calibration", "commands", "config", "doctor", "exports", "history", "published", "regressions"),
         *("report", "reproduction", "sweep", "verification", "workers"),
-        *("atomic_write.py", "cli.py", "errors.py", "git.py", "json_values.py", "measuring_code.py"),
+        *("atomic_write.py", "cli.py", "errors.py", "git.py", "json_values.py", "machine.py"),
+        *("measuring_code.py", "provenance.py"),
     }
 )
 

@@ -63,7 +63,7 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
         measure_machine,
         sample_rows,
     )
-    from spbench.bench.sweep.provenance import provenance
+    from spbench.bench.provenance import provenance
     from spbench.plots.machine_rates import draw_machine_rates
 
     if output.suffix not in (".yaml", ".yml"):

@@ -104,7 +104,7 @@ def _made_now() -> dict[str, Any]:
     """What made a verdict: the commit, a digest of its code, torch's version and the time."""
     from datetime import UTC, datetime
 
-    from spbench.bench.sweep.provenance import provenance
+    from spbench.bench.provenance import provenance
     from spbench.bench.verification.verdicts import verified_code
 
     made = {name: provenance()[name] for name in ("commit", "torch")}

@@ -12,10 +12,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class
 from spbench.bench.engines.peer_packages import requirements
+from spbench.bench.provenance import project_commit, provenance
 from spbench.bench.ranks.processes import usable_cores
 from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.digest import digest, is_final
-from spbench.bench.sweep.provenance import project_commit, provenance
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Executor

@@ -1,7 +1,8 @@
 """`spbench verify`: every strategy against the single-device model, on real ranks.
 
-For each case :mod:`bench.verification.oracle` compares outputs, input gradients and every parameter gradient
-on all ranks; here the cases are chosen, run on a pool of ranks and judged.
+For each case :mod:`spbench.bench.verification.oracle` compares outputs, input gradients and every parameter
+gradient on all ranks, and of whole models the bytes sent with the closed forms
+(:mod:`spbench.bench.verification.sent_bytes`); here the cases are chosen, run on a pool of ranks and judged.
 
 Limits. In float64 a fixed 1e-10: reordered sums in tiny models make errors of 1e-14, a wrong term makes
 far more than 1e-6. In lower precisions no fixed number is honest, for the error that one device makes
@@ -241,7 +242,9 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
         return NOISE_FACTOR * max(finding.noise, typical, torch.finfo(dtype).eps)
 
     judged = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
-    worst = max(judged, key=lambda each: each.excess)
+    wrong = [each for each in judged if each.excess > 1]
+    # wrong values tell more than the messages that go with them
+    worst = max(wrong or judged, key=lambda each: (not each.finding.of_bytes, each.excess))
     row = replace(
         row,
         error=worst.finding.found.error,
@@ -249,7 +252,6 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
         tensor=worst.finding.tensor,
         rank=worst.rank,
     )
-    wrong = [each for each in judged if each.excess > 1]
     if not wrong:
         return row
     return replace(row, status="RED", factor=worst.factor, verdict=_how_wrong(worst, wrong))

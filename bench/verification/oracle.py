@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
+from spbench.bench.verification.sent_bytes import byte_differences
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
@@ -76,11 +79,13 @@ class Finding:
         tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
         found: of the strategy against the oracle.
         noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
+        of_bytes: it is about a message or a count, "backward all_reduce over sp", and not about values.
     """
 
     tensor: str
     found: Discrepancy
     noise: float
+    of_bytes: bool = False
 
 
 class _OneDevice(Strategy):
@@ -109,7 +114,11 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     run = partial(_Run, device=mesh.device_type)
     truth = run(plain, one_device, torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
-    checked = run(replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(place))
+    recorder = Recorder(mesh)
+    recorder.meters = [recorder.communication]
+    checked = run(
+        replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(place), recorder=recorder
+    )
     expected = _share(truth, checked)
     found = discrepancies(expected, checked.tensors())
     if case.torch_dtype is torch.float64:
@@ -120,7 +129,22 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         *(Finding(name, each, noise.get(name, 0.0)) for name, each in found.items()),
         *_check_positions(truth, checked),
         _check_elements(checked),
+        *(
+            Finding(name, each, 0.0, of_bytes=True)
+            for name, each in _check_bytes(recorder, case, model, checked)
+        ),
     ]
+
+
+def _check_bytes(
+    recorder: Recorder, case: Case, model: Model, checked: _Run
+) -> Iterable[tuple[str, Discrepancy]]:
+    """Of the whole model alone, as closed forms are of that; the optimizer's step is run for its messages."""
+    if checked.part.build != model.build:
+        return []
+    with recorder, recorder.phase("optimizer"):
+        checked.backend.step()
+    return byte_differences(recorder, model, checked.backend, case.batch, case.seq_len)
 
 
 class _Run:
@@ -132,6 +156,7 @@ class _Run:
         shapes: of the whole outputs; None where the outputs are whole.
         around: the mesh's, for the backend's groups.
         device: where all tensors are; values are drawn on the CPU, the same for every device.
+        recorder: sees what is communicated.
     """
 
     def __init__(
@@ -143,6 +168,7 @@ class _Run:
         around: Composition | None = None,
         *,
         device: str,
+        recorder: Recorder | None = None,
     ):
         self.strategy, self.part, self.device = strategy, case.model.parts()[case.part], device
         self.module = _build(case, self.part.build, strategy, dtype, device)
@@ -157,18 +183,23 @@ class _Run:
         whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
         self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
 
-        self.outputs: dict[str, Tensor] = self.module(self.inputs)
-        if "loss" in self.outputs:
-            loss = self.outputs["loss"]
-        else:
-            loss = torch.stack(
-                [
+        if recorder is not None:
+            recorder.communication.axes.update(strategy.place.flattened)
+        phase = nullcontext if recorder is None else recorder.phase
+        with recorder or nullcontext():
+            with phase("forward"):
+                self.outputs: dict[str, Tensor] = self.module(self.inputs)
+            loss = self.outputs.get("loss")
+            if loss is None:
+                weighed = [
                     (x * self._output_gradient(name, shapes[name] if shapes else x.shape, case).to(x)).sum()
                     for name, x in self.outputs.items()
                 ]
-            ).sum()
-        loss.backward()
-        self.backend.synchronize()
+                loss = torch.stack(weighed).sum()
+            with phase("backward"):
+                loss.backward()
+            with phase("gradient_sync"):
+                self.backend.synchronize()
 
     def tensors(self) -> dict[str, Tensor | None]:
         """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient

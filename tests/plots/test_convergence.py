@@ -72,10 +72,6 @@ def test_runs_without_losses_are_told(rows: list[Row]) -> None:
     assert points(figure, f"deviation mlm {RSA}")
 
 
-def test_few_rows(rows: list[Row]) -> None:
-    assert_draws(draw, rows, pd.DataFrame())
-
-
 def learned(strategy: str, backend: str, off: float, precision: str = "fp32") -> Row:
     losses = [{"step": step, "language": 7 / step * (1 + off * (step - 1))} for step in range(1, 40)]
     cell = {

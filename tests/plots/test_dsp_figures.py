@@ -3,7 +3,6 @@
 from typing import Any
 
 import pandas as pd
-import pytest
 from matplotlib.figure import Figure
 
 from spbench.plots import dsp_communication, dsp_inference, dsp_memory, dsp_scaling, dsp_throughput
@@ -11,7 +10,6 @@ from spbench.plots.drawing import Drawing
 from tests.plots.drawn import (
     artists,
     assert_below_zero,
-    assert_draws,
     assert_nothing_overlaps,
     legend,
     points,
@@ -221,17 +219,3 @@ def test_metered_elements_beside_the_exact_formulas() -> None:
     assert legend(figure) == ["Ulysses", "DSP", "formula"]
     (notes,) = artists(figure, "notes")
     assert notes.get_text() == "engine virtual: metered as by the formula in 3 of 4 cells"
-
-
-@pytest.mark.parametrize(
-    ("module", "rows", "comparison"),
-    [
-        (dsp_throughput, TRAINED, PUBLISHED),
-        (dsp_inference, FORWARD, pd.DataFrame()),
-        (dsp_scaling, SCALED, pd.DataFrame()),
-        (dsp_memory, MEMORY, pd.DataFrame()),
-        (dsp_communication, SENT, COMPARISON),
-    ],
-)
-def test_few_rows(module: Any, rows: list[Row], comparison: pd.DataFrame) -> None:
-    assert_draws(module.draw, rows, comparison)

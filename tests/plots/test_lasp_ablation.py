@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.plots.lasp_ablation import draw
-from tests.plots.drawn import artists, assert_below_zero, assert_draws, assert_nothing_overlaps, legend
+from tests.plots.drawn import artists, assert_below_zero, assert_nothing_overlaps, legend
 from tests.plots.rows import ran
 
 Row = dict[str, Any]
@@ -94,7 +94,3 @@ def test_bars_without_a_number_are_marked_and_told() -> None:
 @pytest.mark.parametrize("rows", [COMBINED, SEARCHES])
 def test_either_half_can_be_missing(rows: list[Row]) -> None:
     drawn(rows)
-
-
-def test_few_rows() -> None:
-    assert_draws(draw, [*SEARCHES, *COMBINED], pd.DataFrame())

@@ -6,10 +6,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from spbench.plots import lasp2_scalability, lasp_scalability, lasp_speed
+from spbench.plots import lasp_scalability, lasp_speed
 from spbench.plots.axes import length_text
-from spbench.plots.drawing import Drawing
-from tests.plots.drawn import artists, assert_draws, assert_nothing_overlaps, legend, points
+from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
 from tests.plots.rows import published, ran, table
 
 Row = dict[str, Any]
@@ -168,20 +167,3 @@ def test_a_panel_for_each_model() -> None:
 
 def test_lengths_are_written_as_in_papers() -> None:
     assert [length_text(n) for n in (2048, 4194304, 1000)] == ["2K", "4096K", "1000"]
-
-
-@pytest.mark.parametrize(
-    ("draw", "rows", "comparison"),
-    [
-        (lasp_scalability.draw, [*SCALED, *LOST], PUBLISHED),
-        (lasp2_scalability.draw, SCALED[:6], pd.DataFrame()),
-        (lasp_speed.draw, SPEED, SPEED_PUBLISHED),
-    ],
-)
-def test_few_rows(
-    draw: Drawing,
-    rows: list[Row],
-    comparison: pd.DataFrame,
-) -> None:
-    assert_draws(draw, rows, comparison)
-    draw.figure(LOST[:1], comparison)

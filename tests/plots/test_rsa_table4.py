@@ -11,7 +11,7 @@ from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import as_frame
 from spbench.bench.reproduction.comparisons import compare
 from spbench.plots.rsa_table4 import draw, weak_scalings
-from tests.plots.drawn import artists, assert_below_zero, assert_draws, assert_nothing_overlaps, legend
+from tests.plots.drawn import artists, assert_below_zero, assert_nothing_overlaps, legend
 
 Row = dict[str, Any]
 SCENARIO = load_scenario("rsa_table4")
@@ -93,7 +93,3 @@ def test_without_a_comparison_only_ours(rows: list[Row]) -> None:
     figure = drawn(rows, pd.DataFrame())
     assert "published" not in legend(figure)
     assert len(artists(figure, "ours memory_mb tensor parallel")) == 2
-
-
-def test_few_rows(rows: list[Row]) -> None:
-    assert_draws(draw, rows, comparison(rows))

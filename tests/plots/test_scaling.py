@@ -3,15 +3,12 @@
 from typing import Any
 
 import pandas as pd
-import pytest
 from matplotlib.figure import Figure
 
-from spbench.plots import rsa_pipeline, rsa_throughput
-from spbench.plots.drawing import Drawing
+from spbench.plots import rsa_pipeline
 from tests.plots.drawn import (
     artists,
     assert_below_zero,
-    assert_draws,
     assert_nothing_overlaps,
     legend,
     points,
@@ -84,8 +81,3 @@ def test_no_number_of_a_run_out_of_memory_is_drawn() -> None:
     assert [x for x, _ in points(figure, "ours throughput tensor parallel")] == [4, 8, 16]
     assert [list(mark.get_xdata()) for mark in artists(figure, "ours oom tensor parallel")] == [[32], [32]]
     assert legend(figure) == ["tensor parallel", "out of memory"]
-
-
-@pytest.mark.parametrize("draw", [rsa_pipeline.draw, rsa_throughput.draw])
-def test_few_rows(draw: Drawing) -> None:
-    assert_draws(draw, ROWS, pd.DataFrame())

@@ -11,7 +11,7 @@ from spbench.plots.bars import Bar, Segment, draw_levels
 from spbench.plots.drawing import Drawing
 from spbench.plots.grid import Panel, PanelGrid
 from spbench.plots.splits import SEVERAL, sent_by_axis, split_names
-from tests.plots.drawn import artists, assert_draws, assert_nothing_overlaps, legend
+from tests.plots.drawn import artists, assert_nothing_overlaps, legend
 from tests.plots.rows import compared, ran, table
 
 Row = dict[str, Any]
@@ -195,8 +195,3 @@ def test_the_longest_split_stands_first_with_its_ratio() -> None:
     assert batch.get_title() == "bert-large, sequence length 512"
     (mark,) = artists(figure, "seq_len tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA")
     assert mark.get_marker() == "x"
-
-
-@pytest.mark.parametrize(("draw", "rows"), [(four_d.draw, ROWS), (max_seqlen_4d.draw, SEARCHES)])
-def test_few_rows(draw: Drawing, rows: list[Row]) -> None:
-    assert_draws(draw, rows, pd.DataFrame())

@@ -203,19 +203,19 @@ def test_choices_above_a_heat_map_choose_its_numbers(tab: Visit, site: Site) -> 
 def test_links_of_the_navigation_lead_through_the_site(tab: Visit, site: Site) -> None:
     tab.open(site.folder / "index.html")
     for path in pages_of(site):
-        tab.tab.locator(f"nav a[href='{path}']").click()
+        tab.tab.locator(f"#navigation a[href='{path}']").click()
         tab.ready()
         assert tab.tab.url.endswith(path)
-        assert tab.tab.locator("nav a[aria-current=page]").get_attribute("href") == path
+        assert tab.tab.locator("#navigation a[aria-current=page]").get_attribute("href") == path
         assert tab.tab.locator("h1").count() == 1
 
 
 def test_the_menu_of_a_phone_opens_and_the_first_key_skips_it(browser: Browser, site: Site) -> None:
     with visit(browser, viewport=PHONE) as found:
         found.open(site.folder / "index.html")
-        assert not found.tab.locator("nav").is_visible()
+        assert not found.tab.locator("#navigation").is_visible()
         found.tab.get_by_role("button", name="Pages").click()
-        assert found.tab.locator("nav a[href='cells.html']").is_visible()
+        assert found.tab.locator("#navigation a[href='cells.html']").is_visible()
         found.tab.reload()
         found.ready()
         found.tab.keyboard.press("Tab")
@@ -253,6 +253,6 @@ def test_on_a_phone_the_error_is_the_second_column(browser: Browser, site: Site)
 def test_print_shows_no_controls(tab: Visit, site: Site) -> None:
     tab.tab.emulate_media(media="print")
     tab.open(site.folder / "index.html")
-    assert not tab.tab.locator("nav").is_visible()
+    assert not tab.tab.locator("#navigation").is_visible()
     assert not tab.tab.locator(".selectors").first.is_visible()
     assert tab.tab.locator("h1").is_visible()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.layout import MeetingKind
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.strategies.base import Site, Strategy
 
@@ -32,7 +33,7 @@ class AttentionModel(Model):
         kv_heads: "causal_attention" gets so many heads of keys and values; None: as many as of queries.
     """
 
-    kind: str = "causal_attention"
+    kind: MeetingKind = "causal_attention"
     heads: int = 12
     head_size: int = 4
     key_size: int = 3
@@ -70,7 +71,8 @@ class AttentionModel(Model):
         dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": self.head_size}
         if self.kv_heads is not None:
             dims["G"] = self.kv_heads
-        return [Site(self.kind, 1, dims | ({"D": self.key_size} if self.kind == "linear_attention" else {}))]
+        letters = dims | ({"D": self.key_size} if self.kind == "linear_attention" else {})
+        return [Site(self.kind, 1, letters), Site("parameters", 1, {"elements": self.head_size})]
 
     def parts(self) -> Mapping[str, ModelPart]:
         return {"attention": ModelPart(self.build, self.inputs, self.sequence_dims, {"y": 2})}

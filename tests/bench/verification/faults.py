@@ -5,7 +5,7 @@ A module of its own, so that the ranks can import it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce, reduce_from_group, ring
 from spbench.impls.kernels import cross_entropy
-from spbench.impls.strategies.base import SequenceDim
+from spbench.impls.strategies.base import SequenceDim, Site
 from spbench.impls.strategies.linear import Linear
+from spbench.impls.strategies.parameters import ParameterKind
 from spbench.impls.strategies.ring_self_attention import RingOutput, RingScores, RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import ColumnParallelLinear, TensorParallel
+from spbench.impls.traffic import Traffic
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -245,3 +247,18 @@ class NextRanksWeights(TensorParallel):
         if dim == 0 and parameter.ndim == 2:
             object.__setattr__(shard, "index", (self.rank + 1) % self.size)
         return parameter
+
+
+class WrongClosedForm(TensorParallel):
+    """The all-reduces of backward are counted twice."""
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for entry in super().communication(sites, element_bytes):
+            yield entry.times(2) if entry.phase == "backward" else entry
+
+
+class SplitsTheVocabularyInSilence(TensorParallel):
+    """As if every rank held all rows of the vocabulary."""
+
+    def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
+        return () if kind == "vocabulary" else super().split_over(kind)

@@ -6,13 +6,14 @@ A module of its own, so that the ranks can import it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.rms_norm import rms_norm
-from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.grouped_query import GroupedQueryLinear
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
@@ -83,6 +84,12 @@ class KeyNormModel(AttentionModel):
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return KeyNormAttention(self, strategy)
+
+    def sites(self, *sizes: Any, **of: Any) -> list[Site]:
+        return [
+            *super().sites(*sizes, **of),
+            Site("parameters", 1, {"elements": self.heads * self.head_size}),
+        ]
 
 
 class KeyNormAttention(OnlyAttention):

@@ -1,6 +1,7 @@
 """The checker rejects what is wrong, and says where."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -106,6 +107,20 @@ def test_what_a_rank_raises_is_red(pool: RankPool) -> None:
     row = verify_case(pool, Case(faults.RaisesOnLastRank, model_preset("bert-tiny"), "attention"), 4)
     assert (row.status, row.rank, row.error) == ("RED", 3, math.inf)
     assert "ArithmeticError: planted" in row.reason
+
+
+def test_a_wrong_closed_form_is_red(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.WrongClosedForm, model_preset("bert-tiny"), "model"), 2)
+    assert (row.status, row.tensor) == ("RED", "backward all_reduce over tp")
+    sent, counted = map(int, re.findall(r"\d+", row.verdict))
+    assert row.verdict == f"backward all_reduce over tp sends {sent} bytes, {counted} by the closed form"
+    assert counted == 2 * sent > 0
+
+
+def test_parameters_that_closed_forms_do_not_have_are_red(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.SplitsTheVocabularyInSilence, model_preset("bert-tiny"), "model"), 2)
+    assert (row.status, row.tensor) == ("RED", "parameters")
+    assert re.fullmatch(r"parameters are \d+ elements, \d+ by the model's sites", row.verdict)
 
 
 def test_faults_are_not_registered() -> None:

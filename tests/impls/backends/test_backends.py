@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Measurement
@@ -29,6 +29,7 @@ from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
 from spbench.impls.backends.registry import backends
 from spbench.impls.collectives import all_reduce
 from spbench.impls.models.model import model_preset
@@ -260,3 +261,14 @@ def test_what_is_held_between_steps(backend: str, n: int) -> None:
     # small tensors and padding take more than their share
     assert at_peak["parameters"] == pytest.approx(weights * elements, rel=0.02)
     assert at_peak["optimizer_state"] == pytest.approx(state * elements, rel=0.02)
+
+
+def test_a_bucket_is_sent_as_soon_as_it_is_full() -> None:
+    full, last = (nn.Parameter(torch.empty(FIRST_BUCKET_BYTES // 4, device="meta")) for _ in range(2))
+    buckets = BucketedGradients([(None, [last, full])], [last, full], 1).buckets
+    assert [bucket.parameters for bucket in buckets] == [[full], [last]]
+
+
+def test_outputs_are_freed_where_the_library_does() -> None:
+    """Megatron-LM's deallocate_pipeline_outputs."""
+    assert [name for name, cls in backends().items() if cls.frees_sent_outputs] == ["megatron"]

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
 from spbench.bench.ranks.rank_pool import RankPool
+from spbench.impls.axes import Place
 from spbench.impls.collectives import Ring
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention
@@ -51,7 +52,7 @@ def misuse(mesh: DeviceMesh) -> list[str]:
         said.append(str(raised.value))
 
     fails(ring.finish)
-    ring.start(x)
+    ring.start(x, torch.zeros(2))
     fails(lambda: ring.start(x))
     x.add_(1)
     fails(ring.finish)
@@ -65,3 +66,14 @@ def test_misuse_of_the_ring_raises(pool: RankPool) -> None:
             "tensors are under way already",
             "a tensor was written to while it was being sent",
         ]
+
+
+def linear_attention_of_ones(mesh: DeviceMesh, values: list[float]) -> float:
+    strategy = RingAttention(Place.on(mesh))
+    one, mine = (torch.tensor(x, dtype=torch.bfloat16).view(1, 1, 1, 1) for x in (1.0, values[strategy.rank]))
+    return strategy.linear_attention(one, one, mine, None).item()
+
+
+def test_linear_attention_adds_up_in_float32(pool: RankPool) -> None:
+    """In bfloat16 three times 0.75 added to 256, whose next number is 258, would be lost."""
+    assert pool.run({"sp": 4}, linear_attention_of_ones, [0.75, 0.75, 0.75, 256.0])[-1] == 258

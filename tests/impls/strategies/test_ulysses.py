@@ -1,21 +1,18 @@
-"""DeepSpeed-Ulysses: values and gradients on real ranks, bytes on real and virtual ones."""
+"""DeepSpeed-Ulysses: values, gradients and bytes on real ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.bench.verification.attention_model import AttentionModel, formula, metered
+from tests.bench.verification.attention_model import AttentionModel, formula
 
 MODELS = [
     AttentionModel("causal_attention"),
@@ -31,7 +28,7 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 4])
 def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel) -> None:
-    for dtype, seq_len in (("fp64", 24), ("fp64", 48), ("fp32", 24), ("bf16", 24)):
+    for dtype, seq_len in (("fp64", 24), ("bf16", 24)):
         row = verify_case(pool, Case(Ulysses, model, "attention", dtype, 3, seq_len), n)
         assert row.status == "green", row
 
@@ -54,25 +51,10 @@ def test_nearest_sizes_are_told(n: int, nearest: str) -> None:
 
 
 def test_masks_of_own_queries_are_refused() -> None:
-    (site,) = AttentionModel("attention").sites(1, 24)
+    site, _ = AttentionModel("attention").sites(1, 24)
     rows = type(site)(site.kind, 1, {**site.dims, "mask_rows": 24})
     with pytest.raises(Unsupported, match="same for all queries; use mask_shape keys"):
         Ulysses.planned(2).check([rows])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("n", [3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 64))])
-def test_bytes_are_those_of_the_formula(
-    pool: RankPool, n: int, model: AttentionModel, dtype: torch.dtype
-) -> None:
-    case: Any = Ulysses, {"pad_heads": True}, model, dtype, 2 * n
-    expected = formula(n, *case)
-    for rank in (0, n - 1):
-        with fake_mesh({"sp": n}, rank) as mesh, FakeTensorMode():
-            assert metered(mesh, *case) == expected
-    if n <= 4:
-        assert pool.run({"sp": n}, metered, *case) == [expected] * n
 
 
 @pytest.mark.parametrize("n", [2, 4, 12])

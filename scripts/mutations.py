@@ -1,0 +1,222 @@
+"""How many random mistakes in the code the tests find.
+
+    pytest --cov=bench --cov=impls --cov-context=test        # writes .coverage: which test reaches which line
+    python scripts/mutations.py --sample 60 --seed 1         # 60 mistakes, one at a time
+    python scripts/mutations.py --sample 60 --seed 1 --portion 10    # the next 10 of them
+
+A mistake is one change of an operator, a boundary, a constant, a condition, a deleted line or a dropped
+argument. It is made in a copy of the tree, and run against the quickest tests that reach its line, and some
+of those that are about its module: code that real ranks run is not in the coverage data. A run that hangs
+counts as killed and is told. Prints the share killed by room, and a diff for each mistake that survived: a
+gap in the tests, or a change that means the same.
+
+Verdicts are appended to a file of JSON lines, and what is in it is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from coverage import CoverageData
+from mistakes import Mutation, mutations
+
+PYTEST = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-rfE"]
+
+
+Row = dict[str, Any]
+
+
+def environment(tree: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+class Tests:
+    """Which tests are run for a line, from coverage data with a context for each test."""
+
+    def __init__(self, tree: Path, coverage: Path):
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only"]
+        listed = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
+        #: those that there are; the data may be older
+        self.known = {re.sub(r"@\w+$", "", line) for line in listed.stdout.splitlines() if "::" in line}
+        data = CoverageData(str(coverage))
+        data.read()
+        self.tree = tree
+        self.cost: Counter[str] = Counter()  # lines that a test reaches stand for its time
+        self.by_line: dict[str, dict[int, set[str]]] = {}
+        for file in data.measured_files():
+            reached: dict[int, set[str]] = defaultdict(set)
+            for line, contexts in data.contexts_by_lineno(file).items():
+                reached[line] = {re.sub(r"(@\w+)?\|\w+$", "", c) for c in contexts if c}
+                self.cost.update(reached[line])
+            self.by_line[file] = reached
+
+    def of(self, mutation: Mutation, quickest: int) -> list[str]:
+        """At most that many tests that reach the statement, the quickest first, and some that name the module
+        or a class of it: half as many, or as many where none reaches it."""
+        parsed = ast.parse((self.tree / mutation.path).read_text())
+        statements = [
+            n.lineno for n in ast.walk(parsed) if isinstance(n, ast.stmt) and n.lineno <= mutation.line
+        ]
+        reached = [lines for file, lines in self.by_line.items() if file.endswith(f"/{mutation.path}")]
+        within = range(max(statements), mutation.line + 1)
+        on_line = self.known.intersection(t for lines in reached for i in within for t in lines.get(i, ()))
+        about = self._about(mutation.path, parsed) - on_line
+        return self._quickest(on_line, quickest) + self._quickest(about, quickest // (2 if on_line else 1))
+
+    def _about(self, path: str, parsed: ast.Module) -> set[str]:
+        module = path.removesuffix(".py").replace("/", ".")
+        classes = [n.name for n in parsed.body if isinstance(n, ast.ClassDef)]
+        names = re.compile(rf"\b({'|'.join([re.escape(module), *classes])})\b")
+        files = {test.split("::")[0] for test in self.cost}
+        about = {f for f in files if (self.tree / f).exists() and module in (self.tree / f).read_text()}
+        return {t for t in self.cost if t.split("::")[0] in about or names.search(t)}
+
+    def _quickest(self, tests: Iterable[str], number: int) -> list[str]:
+        there = self.known.intersection(tests)
+        return sorted(there, key=lambda test: (self.cost[test], test))[:number]
+
+
+def sampled(tree: Path, paths: Sequence[str], number: int, seed: int) -> list[Mutation]:
+    """That many mutations of the files below these paths, as many of each kind as there are."""
+    by_kind: dict[str, list[Mutation]] = defaultdict(list)
+    for path in paths:
+        for file in sorted((tree / path).rglob("*.py") if (tree / path).is_dir() else [tree / path]):
+            for mutation in mutations(file.relative_to(tree).as_posix(), file.read_text()):
+                by_kind[mutation.kind].append(mutation)
+    draw = random.Random(seed)
+    shuffled = [draw.sample(of_kind, len(of_kind)) for _, of_kind in sorted(by_kind.items())]
+    in_turn = [m for each in itertools.zip_longest(*shuffled) for m in each if m is not None]
+    return in_turn[:number]
+
+
+def copied(tree: Path, to: Path) -> Path:
+    """A copy of the files of a tree that git knows or does not ignore; links stay links."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=tree, check=True, capture_output=True
+    )
+    for name in listed.stdout.decode().split("\0"):
+        if name and os.path.lexists(tree / name):
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(tree / name, to / name, follow_symlinks=False)
+    return to
+
+
+def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[str, str]:
+    """("killed", the test that failed), ("hang", "") or ("survived", "")."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, *PYTEST, *tests]
+    process = subprocess.Popen(command, cwd=tree, env=environment(tree), start_new_session=True, **pipes)
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return "hang", ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
+    if process.returncode == 0:
+        return "survived", ""
+    return "killed", failed[1] if failed else output.strip().splitlines()[-1][:200]
+
+
+def judged(mutation: Mutation, tree: Path, tests: Tests, quickest: int, limit_s: float) -> Row:
+    """The verdict on one mutation, which is undone again."""
+    file = tree / mutation.path
+    source, chosen = file.read_text(), tests.of(mutation, quickest)
+    row = {**asdict(mutation), "tests": len(chosen), "diff": mutation.diff(source)}
+    if not chosen:
+        return {**row, "verdict": "no test", "by": ""}
+    file.write_text(mutation.applied(source))
+    try:
+        verdict, by = run_tests(tree, chosen, limit_s)
+    finally:
+        file.write_text(source)
+    if verdict == "killed" and run_tests(tree, [by] if "::" in by else chosen, limit_s)[0] != "survived":
+        verdict = "not judged"  # that test fails without the mutation too
+    return {**row, "verdict": verdict, "by": by}
+
+
+def is_of(row: Row, mutation: Mutation, source: str) -> bool:
+    return (row["path"], row["diff"], row["text"]) == (mutation.path, mutation.diff(source), mutation.text)
+
+
+def told(rows: Sequence[Row]) -> str:
+    """Killed and others by room, then what survived."""
+    rooms: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        rooms["/".join(row["path"].split("/")[:2])][row["verdict"]] += 1
+    lines = []
+    for room, of in [*sorted(rooms.items()), ("all", sum(rooms.values(), Counter()))]:
+        others = ", ".join(f"{n} {verdict}" for verdict, n in sorted(of.items()) if verdict != "killed")
+        lines.append(
+            f"{room:32} {killed(of):4} of {counted(of):4} killed" + (f" ({others})" if others else "")
+        )
+    shown = [row for row in rows if row["verdict"] not in ("killed", "not judged")]
+    return "\n".join([*lines, *(f"\n{row['verdict']}, {row['tests']} tests\n{row['diff']}" for row in shown)])
+
+
+def killed(verdicts: Counter[str]) -> int:
+    return verdicts["killed"] + verdicts["hang"]
+
+
+def counted(verdicts: Counter[str]) -> int:
+    return verdicts.total() - verdicts["not judged"]
+
+
+def main() -> int:
+    add = (parser := argparse.ArgumentParser(epilog=__doc__)).add_argument
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add("--sample", type=int, default=60, help="mutations in all")
+    add("--portion", type=int, help="how many of them to run now; default: all")
+    add("--seed", type=int, default=0)
+    add("--coverage", type=Path, default=Path(".coverage"), help="data with a context for each test")
+    add("--paths", nargs="+", default=["bench", "impls"], help="files and folders to change")
+    add("--tree", type=Path, default=Path(__file__).resolve().parents[1])
+    add("--output", type=Path, default=Path("mutations.jsonl"), help="file of verdicts")
+    add("--quickest", type=int, default=25, help="tests of a line that are run")
+    add("--limit", type=float, default=120.0, help="seconds for one mutation")
+    add("--at-least", type=float, default=0.0, help="exit code 1 if a smaller share is killed")
+    chosen = parser.parse_args()
+    chosen.output.touch()
+    rows: list[Row] = [json.loads(line) for line in chosen.output.read_text().splitlines()]
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        tree = copied(chosen.tree.resolve(), Path(folder))
+        sample = sampled(tree, chosen.paths, chosen.sample, chosen.seed)
+        of_sample: list[Row] = []
+        todo: list[Mutation] = []
+        for mutation in sample:
+            source = (tree / mutation.path).read_text()
+            row = next((row for row in rows if is_of(row, mutation, source)), None)
+            todo += [mutation] if row is None else []
+            of_sample += [row] if row is not None else []
+        tests = Tests(tree, chosen.coverage.resolve()) if todo else None
+        for mutation in todo[: chosen.portion]:
+            assert tests is not None
+            of_sample.append(judged(mutation, tree, tests, chosen.quickest, chosen.limit))
+            with chosen.output.open("a") as file:
+                file.write(json.dumps(of_sample[-1]) + "\n")
+            print(
+                of_sample[-1]["verdict"], f"{mutation.path}:{mutation.line}", mutation.kind, file=sys.stderr
+            )
+    print(told(of_sample))
+    verdicts = Counter(row["verdict"] for row in of_sample)
+    return int(killed(verdicts) < chosen.at_least * counted(verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The script that counts which random mistakes the tests find."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from coverage import CoverageData
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+CODE = '''"""A string, which is left alone."""
+
+
+def clipped(x: int) -> int:
+    return x if x < 10 else 10
+
+
+def unused() -> int:
+    return 1
+'''
+TESTS = """from toy.area import clipped
+
+
+def test_small():
+    assert clipped(3) == 3
+
+
+def test_large():
+    assert clipped(12) == 10
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    tree = tmp_path / "tree"
+    for name, text in {"toy/__init__.py": "", "toy/area.py": CODE, "tests/test_area.py": TESTS}.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
+    data = CoverageData(str(tmp_path / "coverage"))
+    for test in ("small", "large", "gone"):
+        data.set_context(f"tests/test_area.py::test_{test}|run")
+        data.add_lines({f"/elsewhere/{'toy/area.py'}": [5]})
+    data.write()
+    return tree
+
+
+def run(tree: Path, *options: str) -> str:
+    command = [sys.executable, str(SCRIPTS / "mutations.py"), "--tree", str(tree), "--paths", "toy"]
+    command += ["--coverage", str(tree.parent / "coverage"), "--output", str(tree.parent / "verdicts")]
+    # without this project's plug-ins pytest starts in a third of the time
+    quick = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
+    done = subprocess.run([*command, *options], env={**os.environ, **quick}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_killed_and_what_survives(tree: Path) -> None:
+    first = run(tree, "--sample", "2", "--portion", "1")
+    kept = (tree.parent / "verdicts").read_text()
+    assert "of    1 killed" in first
+    whole = run(tree, "--sample", "2")
+    verdicts = [json.loads(line) for line in (tree.parent / "verdicts").read_text().splitlines()]
+    assert (tree.parent / "verdicts").read_text().startswith(kept)  # what was judged is not run again
+    assert {row["text"]: row["verdict"] for row in verdicts} == {
+        "(x <= 10)": "survived",
+        "(not x < 10)": "killed",
+    }
+    assert "+    return x if (x <= 10) else 10" in whole
+    assert (tree / "toy" / "area.py").read_text() == CODE
+
+
+def test_a_hang_is_ended_and_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from mutations import run_tests
+
+    (tree / "tests" / "test_area.py").write_text("import time\n\ndef test_hangs():\n    time.sleep(60)\n")
+    assert run_tests(tree, ["tests/test_area.py"], limit_s=1.0) == ("hang", "")
+
+
+def test_each_kind_of_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from mistakes import mutations
+
+    source = "\n".join(
+        [
+            "é = a + b",
+            "if not c and d >= 1: e.f = g(h, i=True)",
+            "def f(x: int = 2) -> int: raise ValueError(f'{x + 1}')",
+            "x += len(é, y)",
+        ]
+    )
+    made = [*mutations("f.py", source)]
+    assert [(each.kind, each.applied(source).splitlines()[each.line - 1]) for each in made] == [
+        ("operator", "é = (a - b)"),
+        ("condition", "if (not (not c and d >= 1)): e.f = g(h, i=True)"),
+        ("operator", "if (not c or d >= 1): e.f = g(h, i=True)"),
+        ("condition", "if (c) and d >= 1: e.f = g(h, i=True)"),
+        ("boundary", "if not c and (d > 1): e.f = g(h, i=True)"),
+        ("constant", "if not c and d >= 2: e.f = g(h, i=True)"),
+        ("deleted line", "if not c and d >= 1: pass"),
+        ("dropped argument", "if not c and d >= 1: e.f = (g(h))"),
+        ("constant", "if not c and d >= 1: e.f = g(h, i=False)"),
+        ("constant", "def f(x: int = 3) -> int: raise ValueError(f'{x + 1}')"),
+        ("operator", "x -= len(é, y)"),
+        ("deleted line", "pass"),
+        ("dropped argument", "x += (len(é))"),
+    ]
+    for each in made:
+        ast.parse(each.applied(source))
