@@ -35,8 +35,8 @@ from spbench.bench.meters.torch_internals import (
 from spbench.impls.axes import device_mesh, ranks_along
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
-#: step of a ring is run, no trace is read from disk, and every rank is simulated
-#: (:mod:`bench.simulator.folding`)
+#: step of a ring and stage of a pipeline is run, no trace is read from disk, and every rank is simulated
+#: (:mod:`spbench.bench.simulator.folding`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 
