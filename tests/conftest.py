@@ -27,8 +27,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
-#: the files whose tests take longest, beginning with the longest
-LONGEST = ("bench/verification/test_cases.py",)
+#: the files whose tests take longest, 5 to 60 s of a core, beginning with the longest
+LONGEST = (
+    "bench/verification/test_cases.py",
+    "impls/models/test_decoder_models.py",
+    "bench/engines/test_memory_tracker.py",
+    "bench/engines/test_grid_steps.py",
+    "bench/meters/test_fast_recorder.py",
+    "impls/strategies/test_blockwise.py",
+    "bench/search/test_extrapolate.py",
+    "bench/search/test_boundary.py",
+    "bench/published/test_roles.py",
+    "bench/sweep/test_digest.py",
+    "bench/sweep/test_sweep.py",
+    "bench/ranks/test_agents.py",
+    "bench/ranks/test_rank_pool.py",
+    "bench/ranks/test_processes.py",
+    "bench/sweep/test_rank_faults.py",
+    "bench/engines/test_splits.py",
+    "bench/report/test_build.py",
+    "bench/workers/test_workers.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

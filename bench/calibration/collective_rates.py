@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,21 @@ class _Call:
     def wrong(self) -> int:
         """Run it once; elements of the result that are not as expected. Then the buffers are zero, since a
         sum in place would grow from run to run."""
-        found = self.run()
-        result = self.buffers[-1] if found is None else found
+        returned = self.run()
+        result = self.buffers[-1] if returned is None else returned
         count = int((result != self.expected).sum())
         for buffer in self.buffers:
             buffer.zero_()
         return count
+
+
+#: makes a call of a group, for so many elements S, on a device
+_Maker = Callable[[dist.ProcessGroup, int, str], _Call]
+
+
+def _parts(numbers: Tensor, count: int) -> Tensor:
+    """So many elements: each of the numbers equally often, one after another."""
+    return numbers.repeat_interleave(count // len(numbers))
 
 
 def _all_reduce(group: dist.ProcessGroup, count: int, device: str) -> _Call:
@@ -58,13 +67,13 @@ def _all_gather(group: dist.ProcessGroup, count: int, device: str) -> _Call:
     n, rank = group.size(), group.rank()
     part = torch.full((count // n,), rank + 1.0, device=device)
     whole = torch.zeros(count, device=device)
-    expected = torch.arange(1.0, n + 1, device=device).repeat_interleave(count // n)
+    expected = _parts(torch.arange(1.0, n + 1, device=device), count)
     return _Call(lambda: all_gather_flat(part, group, whole), (part, whole), expected)
 
 
 def _reduce_scatter(group: dist.ProcessGroup, count: int, device: str) -> _Call:
     n, rank = group.size(), group.rank()
-    whole = torch.arange(1.0, n + 1, device=device).repeat_interleave(count // n) * (rank + 1)
+    whole = _parts(torch.arange(1.0, n + 1, device=device), count) * (rank + 1)
     expected = torch.full((count // n,), (rank + 1) * n * (n + 1) / 2, device=device)
     return _Call(lambda: reduce_scatter_flat(whole, group), (whole,), expected)
 
@@ -72,24 +81,24 @@ def _reduce_scatter(group: dist.ProcessGroup, count: int, device: str) -> _Call:
 def _all_to_all(group: dist.ProcessGroup, count: int, device: str) -> _Call:
     n, rank = group.size(), group.rank()
     numbers = torch.arange(float(n), device=device)
-    sent = (rank * n + numbers).repeat_interleave(count // n)
-    received = torch.zeros(count, device=device)
-    expected = (numbers * n + rank).repeat_interleave(count // n)
+    sent, received = _parts(rank * n + numbers, count), torch.zeros(count, device=device)
 
     def run() -> None:
         dist.all_to_all_single(received, sent, group=group)
 
-    return _Call(run, (sent, received), expected)
+    return _Call(run, (sent, received), _parts(numbers * n + rank, count))
 
 
-def _message(group: dist.ProcessGroup, count: int, device: str, to: int, origin: int) -> _Call:
+def _message(peers: tuple[int, int], group: dist.ProcessGroup, count: int, device: str) -> _Call:
+    """A message to the first of two ranks, and one from the second."""
+    to, origin = peers
     sent = torch.full((count,), group.rank() + 1.0, device=device)
     received = torch.zeros(count, device=device)
     run = partial(exchange, [(sent, to)], [(received, origin)], group)
     return _Call(run, (sent, received), torch.full_like(sent, origin + 1.0))
 
 
-_COLLECTIVES = {
+_COLLECTIVES: dict[str, _Maker] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -111,46 +120,31 @@ def collective_rates(device: str, sweep: RateSweep) -> Iterator[RatePoint]:
     if n == 1:
         return
     for operation, ready in (*_COLLECTIVES.items(), *_messages(group).items()):
-        for nbytes in sweep.message_bytes:
-            count = nbytes // _ITEM_BYTES // n * n
+        for asked in sweep.message_bytes:
+            count = asked // _ITEM_BYTES // n * n
             if count == 0:
                 continue
             call = ready(group, count, device)
             wrong = torch.tensor(call.wrong(), device=device)
             dist.all_reduce(wrong)
-            samples = timed(call.run, device, sweep)
-            nbytes = count * _ITEM_BYTES
-            yield RatePoint(
-                operation,
-                f"{nbytes} B",
-                nbytes,
-                "fp32",
-                n,
-                samples,
-                nbytes=nbytes,
-                bus_factor=bus_factor(operation, n),
-                wrong=int(wrong),
-            )
+            samples, nbytes = timed(call.run, device, sweep), count * _ITEM_BYTES
+            point = RatePoint(operation, f"{nbytes} B", nbytes, "fp32", n, samples, nbytes=nbytes)
+            yield replace(point, bus_factor=bus_factor(operation, n), wrong=int(wrong))
             if min(samples) > sweep.longest_call_s:
                 break
 
 
-def _messages(group: dist.ProcessGroup) -> dict[str, Callable[[dist.ProcessGroup, int, str], _Call]]:
+def _messages(group: dist.ProcessGroup) -> dict[str, _Maker]:
     """Messages round the ring of all ranks and, where there are nodes of as many ranks each, within and
     between nodes: each rank to the next of its node, and to the one in its place of the next node."""
-    n, rank = group.size(), group.rank()
-
-    def to(peer: int, origin: int) -> Callable[[dist.ProcessGroup, int, str], _Call]:
-        return lambda group, count, device: _message(group, count, device, peer, origin)
-
-    found = {SEND: to((rank + 1) % n, (rank - 1) % n)}
-    local = ranks_per_node(group)
+    n, rank, local = group.size(), group.rank(), ranks_per_node(group)
+    peers = {SEND: ((rank + 1) % n, (rank - 1) % n)}
     if local < n:
-        found[SEND_BETWEEN] = to((rank + local) % n, (rank - local) % n)
-        if local > 1:
-            first = rank // local * local
-            found[SEND_WITHIN] = to(first + (rank + 1) % local, first + (rank - 1) % local)
-    return found
+        peers[SEND_BETWEEN] = (rank + local) % n, (rank - local) % n
+    if 1 < local < n:
+        first = rank // local * local
+        peers[SEND_WITHIN] = first + (rank + 1) % local, first + (rank - 1) % local
+    return {operation: partial(_message, pair) for operation, pair in peers.items()}
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:

@@ -115,11 +115,11 @@ def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
             raise UserError(
                 f"--fit {fit.scalar}: no column {column!r}{suggestion(column, known[0].row.text)}"
             )
-    found = [k for k in known if all(k.row.text[c] == value for c, value in fit.rows.items())]
-    if not found:
+    cells = [k for k in known if all(k.row.text[c] == value for c, value in fit.rows.items())]
+    if not cells:
         where = ", ".join(f"{c}={value}" for c, value in fit.rows.items())
         raise UserError(f"--fit {fit.scalar}: no row with a published throughput has {where}")
-    return found
+    return cells
 
 
 def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = None) -> Calibration:

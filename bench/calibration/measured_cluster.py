@@ -1,4 +1,4 @@
-"""A cluster whose figures are measured on the machine at hand, and the file that says so."""
+"""A cluster whose rates are measured on the machine at hand, and the file that says so."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from spbench.bench.clusters.cluster import Cluster, Device, MeasuredRate
 from spbench.bench.clusters.links import Link, Network
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.engines import distributed, virtual
+from spbench.bench.machine import cpu_model
 from spbench.bench.simulator.program import KERNEL
-from spbench.bench.sweep.machine import cpu_model
 
-#: digits of a measured figure
+#: digits of a measured rate
 _DIGITS = 4
 
 
@@ -55,8 +55,8 @@ class Machine:
 
     def of(self, operation: str, precision: str | None = None) -> list[RatePoint]:
         """The points of an operation, of one precision if it is given, by size."""
-        found = [p for p in self.points if p.operation == operation and precision in (None, p.precision)]
-        return sorted(found, key=lambda point: point.extent)
+        points = [p for p in self.points if p.operation == operation and precision in (None, p.precision)]
+        return sorted(points, key=lambda point: point.extent)
 
 
 def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machine:
@@ -67,10 +67,10 @@ def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machin
     cell = SMALL.model_copy(
         update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
     )
-    found = distributed.launch(cell, partial(_on_rank, sweep=sweep))[0]
+    measured = distributed.launch(cell, partial(_on_rank, sweep=sweep))[0]
     program = virtual.trace(SMALL, events=True).program
     assert program is not None
-    return Machine(**found, ranks=world, kernels=int((program.kind == KERNEL).sum()))
+    return Machine(**measured, ranks=world, kernels=int((program.kind == KERNEL).sum()))
 
 
 def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
@@ -100,21 +100,20 @@ def hardware_name(device_type: str) -> str:
 
 
 def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
-    """The cluster that the measured figures make.
+    """The cluster that the measured rates make.
 
     Matrix products have the best rate of all shapes, memory that of the largest tensors. A link's latency is
     the time of the smallest message, its bandwidth that of the largest one in the time that it takes longer.
     Ranks on one machine's CPUs count as nodes, with the loopback between them, as in the cluster ``local``.
 
     Args:
-        source: of every figure.
+        source: of every rate and limit.
     """
-    figures = _Figures(machine, source)
-    devices_per_node, node_link, network = figures.links()
+    devices_per_node, node_link, network = _links(machine, source)
     return Cluster(
         name=name,
         about=f"{machine.device_name}; {source}",
-        device=figures.device(),
+        device=_device(machine, source),
         devices_per_node=devices_per_node,
         node_link=node_link,
         network=network,
@@ -122,86 +121,82 @@ def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
     )
 
 
-class _Figures:
-    """Figures from the points of a machine."""
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
 
-    def __init__(self, machine: Machine, source: str):
-        self.machine, self.source = machine, source
 
-    def links(self) -> tuple[int, Link | None, Network]:
-        """Devices of a node, the link between them, and the network between nodes."""
-        machine = self.machine
-        if machine.per_node < machine.ranks:
-            # all of a node's ranks send at once, so each has a card as far as it can tell
-            network = Network(**self._link(SEND_BETWEEN), nics_per_node=machine.per_node)
-            within = Link(**self._link(SEND_WITHIN)) if machine.per_node > 1 else None
-            return machine.per_node, within, network
-        unknown: Any = Sourced(value=None, source="not measured: there was one node")
-        network = Network(latency_s=unknown, bandwidth_bytes_per_s=unknown)
-        if machine.ranks == 1:
-            return 1, None, network
-        if machine.device_type == "cuda":
-            return machine.ranks, Link(**self._link(SEND)), network
-        return 1, None, Network(**self._link(SEND))
+def _sourced(value: float | None, source: str, note: str) -> Any:
+    return Sourced(value=None if value is None else _rounded(value), source=source, note=note)
 
-    def figure(self, value: float | None, note: str) -> Any:
-        rounded = None if value is None else float(f"{value:.{_DIGITS}g}")
-        return Sourced(value=rounded, source=self.source, note=note)
 
-    def device(self) -> Device:
-        machine = self.machine
-        if machine.memory_bytes is None:
-            total = Sourced[int](value=None, source="not limited")
-            context = Sourced[int](value=0, source="there is no device context")
-        else:
-            total = Sourced[int](value=machine.memory_bytes[0], source=self.source)
-            note = "of the whole card, less free and what torch's allocator held; with other processes' share"
-            context = Sourced[int](value=machine.memory_bytes[1], source=self.source, note=note)
-        largest = machine.of("sum")[-1]
-        (step,) = machine.of("training step")
-        precisions = dict.fromkeys(p.precision for p in machine.of("matrix product"))
-        return Device(
-            name=machine.device_name,
-            memory_total_bytes=total,
-            memory_context_bytes=context,
-            memory_bandwidth_bytes_per_s=self.figure(
-                largest.bytes_per_s, f"sum of two tensors of {largest.size} each into new memory"
-            ),
-            peak_flops_per_s={precision: self._products(precision) for precision in precisions},  # type: ignore[misc]
-            launch_overhead_s=self.figure(
-                step.seconds / machine.kernels, f"step of {step.size} over its {machine.kernels} operators"
-            ),
-        )
+def _links(machine: Machine, source: str) -> tuple[int, Link | None, Network]:
+    """Devices of a node, the link between them, and the network between nodes."""
+    if machine.per_node < machine.ranks:
+        # all of a node's ranks send at once, so each has a card as far as it can tell
+        network = Network(**_link(machine, SEND_BETWEEN, source), nics_per_node=machine.per_node)
+        within = Link(**_link(machine, SEND_WITHIN, source)) if machine.per_node > 1 else None
+        return machine.per_node, within, network
+    unknown: Any = Sourced(value=None, source="not measured: there was one node")
+    network = Network(latency_s=unknown, bandwidth_bytes_per_s=unknown)
+    if machine.ranks == 1:
+        return 1, None, network
+    if machine.device_type == "cuda":
+        return machine.ranks, Link(**_link(machine, SEND, source)), network
+    return 1, None, Network(**_link(machine, SEND, source))
 
-    def _products(self, precision: str) -> Any:
-        products = self.machine.of("matrix product", precision)
-        best = max(products, key=lambda point: point.flops_per_s or 0.0)
-        note = f"{best.size}, the best of {len(products)} shapes"
-        for operation in ("attention forward", "attention forward and backward"):
-            if points := self.machine.of(operation, precision):
-                rate = max(point.flops_per_s or 0.0 for point in points)
-                note += f"; {operation}: {rate:.3g} at most"
-        return self.figure(best.flops_per_s, note)
 
-    def _link(self, operation: str) -> dict[str, Any]:
-        points = self.machine.of(operation)
-        small, large = points[0], points[-1]
-        # when noise puts the large message first, or there is only one, it has all the time
-        moving_s = large.seconds - small.seconds
-        bandwidth = large.nbytes / (moving_s if moving_s > 0 else large.seconds)
-        what = f"{large.operation} on {large.ranks} ranks"
-        return {
-            "latency_s": self.figure(small.seconds, f"{what}, {small.size}"),
-            "bandwidth_bytes_per_s": self.figure(bandwidth, f"{what}, {large.size} less latency"),
-        }
+def _link(machine: Machine, operation: str, source: str) -> dict[str, Any]:
+    small, large = machine.of(operation)[0], machine.of(operation)[-1]
+    # when noise puts the large message first, or there is only one, it has all the time
+    moving_s = large.seconds - small.seconds
+    bandwidth = large.nbytes / (moving_s if moving_s > 0 else large.seconds)
+    what = f"{large.operation} on {large.ranks} ranks"
+    return {
+        "latency_s": _sourced(small.seconds, source, f"{what}, {small.size}"),
+        "bandwidth_bytes_per_s": _sourced(bandwidth, source, f"{what}, {large.size} less latency"),
+    }
+
+
+def _device(machine: Machine, source: str) -> Device:
+    if machine.memory_bytes is None:
+        total = Sourced[int](value=None, source="not limited")
+        context = Sourced[int](value=0, source="there is no device context")
+    else:
+        total = Sourced[int](value=machine.memory_bytes[0], source=source)
+        note = "of the whole card, less free and what torch's allocator held; with other processes' share"
+        context = Sourced[int](value=machine.memory_bytes[1], source=source, note=note)
+    largest = machine.of("sum")[-1]
+    (step,) = machine.of("training step")
+    sums = f"sum of two tensors of {largest.size} each into new memory"
+    launches = f"step of {step.size} over its {machine.kernels} operators"
+    precisions = dict.fromkeys(p.precision for p in machine.of("matrix product"))
+    return Device(
+        name=machine.device_name,
+        memory_total_bytes=total,
+        memory_context_bytes=context,
+        memory_bandwidth_bytes_per_s=_sourced(largest.bytes_per_s, source, sums),
+        peak_flops_per_s={precision: _products(machine, precision, source) for precision in precisions},  # type: ignore[misc]
+        launch_overhead_s=_sourced(step.seconds / machine.kernels, source, launches),
+    )
+
+
+def _products(machine: Machine, precision: str, source: str) -> Any:
+    products = machine.of("matrix product", precision)
+    best = max(products, key=lambda point: point.flops_per_s or 0.0)
+    note = f"{best.size}, the best of {len(products)} shapes"
+    for operation in ("attention forward", "attention forward and backward"):
+        if points := machine.of(operation, precision):
+            rate = max(point.flops_per_s or 0.0 for point in points)
+            note += f"; {operation}: {rate:.3g} at most"
+    return _sourced(best.flops_per_s, source, note)
 
 
 def _measured(point: RatePoint) -> MeasuredRate:
-    def rounded(name: str) -> Any:
-        value = getattr(point, name)
-        return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+    def value(name: str) -> Any:
+        number = getattr(point, name)
+        return _rounded(number) if isinstance(number, float) else number
 
-    return MeasuredRate(**{name: rounded(name) for name in MeasuredRate.model_fields})
+    return MeasuredRate(**{name: value(name) for name in MeasuredRate.model_fields})
 
 
 def measured_cluster(world: int, precision: str = "fp32") -> Cluster:

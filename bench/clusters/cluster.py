@@ -17,15 +17,7 @@ from spbench.bench.clusters.links import CollectiveModel, Link, NcclSettings, Ne
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published_number import InferredSetting
-from spbench.bench.yaml_files import (
-    StrictModel,
-    find_file,
-    merge,
-    packaged,
-    parse_yaml,
-    read_file,
-    validate,
-)
+from spbench.bench.yaml_files import StrictModel, find_file, merge, packaged, parse_yaml, read_file, validate
 
 PACKAGE = "spbench.scenarios.clusters"
 

@@ -12,6 +12,7 @@ import click
 from spbench.bench.commands.options import Numbers, Words, many, printed
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
+from spbench.bench.errors import UserError, suggestion
 
 if TYPE_CHECKING:
     from spbench.bench.calibration.fit import Residual
@@ -71,7 +72,6 @@ def command(
     """Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
     --fit), or measure this machine and write a cluster file for --cluster (--engine)."""
     from spbench.bench.commands.machine_report import MachineRequest, measured_machine
-    from spbench.bench.errors import UserError
 
     if (engine is None) == (scenario is None and table is None and not fits):
         raise UserError("give either --scenario, --table and --fit, or --engine")
@@ -87,7 +87,6 @@ def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Ou
 
     from spbench.bench.calibration.fit import Fit, fitted, known_cells, residuals, summary
     from spbench.bench.config.scenario import load_scenario
-    from spbench.bench.errors import UserError, suggestion
     from spbench.bench.published.answers.tables import PublishedTable
 
     loaded = load_scenario(scenario)

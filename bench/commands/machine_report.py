@@ -8,15 +8,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.calibration.measured_cluster import (
+    Machine,
+    cluster_of,
+    cluster_yaml,
+    measure_machine,
+    sample_rows,
+)
+from spbench.bench.calibration.rate_points import RatePoint, RateSweep
+from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
-
-if TYPE_CHECKING:
-    from spbench.bench.calibration.measured_cluster import Machine
-    from spbench.bench.calibration.rate_points import RatePoint, RateSweep
-    from spbench.bench.clusters.cluster import Cluster
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.provenance import provenance
+from spbench.impls.training.step import PRECISIONS
+from spbench.plots.machine_rates import draw_machine_rates
 
 
 @dataclass(frozen=True)
@@ -56,15 +67,6 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     Raises:
         UserError: a precision is unknown, there is no such device, or a file cannot be written.
     """
-    from spbench.bench.atomic_write import write_whole
-    from spbench.bench.calibration.measured_cluster import (
-        cluster_of,
-        cluster_yaml,
-        measure_machine,
-        sample_rows,
-    )
-    from spbench.bench.sweep.provenance import provenance
-    from spbench.plots.machine_rates import draw_machine_rates
 
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")
@@ -101,7 +103,6 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
 
 
 def _world(asked: MachineRequest) -> int:
-    from spbench.bench.errors import UserError
 
     gpus = _gpus() if asked.device == "cuda" else 0
     if asked.device == "cuda" and not gpus:
@@ -114,15 +115,11 @@ def _world(asked: MachineRequest) -> int:
 
 
 def _gpus() -> int:
-    import torch
 
     return torch.cuda.device_count()
 
 
 def _sweep(asked: MachineRequest) -> RateSweep:
-    from spbench.bench.calibration.rate_points import RateSweep
-    from spbench.bench.errors import UserError, suggestion
-    from spbench.impls.training.step import PRECISIONS
 
     for name in asked.precisions:
         if name not in PRECISIONS:

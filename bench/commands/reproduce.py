@@ -113,9 +113,9 @@ def _run(
     executor: Executor | None,
 ) -> Output:
     from spbench.bench.config.select import ALL, Narrowing
+    from spbench.bench.provenance import check_same_code
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
-    from spbench.bench.sweep.provenance import check_same_code
 
     all_ran: dict[str, Ran] = {}
     files: list[Path] = []

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spbench.bench.cell import Cell
 from spbench.bench.commands.output import Table
-
-if TYPE_CHECKING:
-    from spbench.bench.cell import Cell
-    from spbench.bench.published.comparison import Comparison
-    from spbench.bench.sweep.results import Row
+from spbench.bench.published.comparison import Comparison, number_or_status
+from spbench.bench.sweep.results import Row, flat
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -22,9 +20,6 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     """A line for each row, with a column for each loss of the models trained, and two where cells differ in
     the mesh and not in the number of GPUs: the mesh, and what a GPU sends along its axes; what all rows have
     in common stands in the title."""
-    from spbench.bench.cell import Cell
-    from spbench.bench.sweep.results import flat
-
     flats = [flat(row) for row in rows]
     shared = {name: flats[0][name] for name in _SHARED if len({entry[name] for entry in flats}) == 1}
     options = _options([Cell.model_validate(row["cell"]) for row in rows])
@@ -101,8 +96,6 @@ def _options(cells: Sequence[Cell]) -> list[str]:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """A line for each published number, ours beside it."""
-    from spbench.bench.published.comparison import number_or_status
-
     lines = [
         {
             "claim": entry.claim,

@@ -12,6 +12,7 @@ import click
 from spbench.bench.commands.options import Length, Numbers, choosing_cells, many, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
+from spbench.bench.errors import UserError
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell, Measurement
@@ -60,7 +61,6 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
 
     from spbench.bench.clusters.cluster import load_cluster
     from spbench.bench.engines.virtual import trace_classes
-    from spbench.bench.errors import UserError
     from spbench.bench.simulator.costs import RatesUnknown, check_rates
     from spbench.bench.simulator.trace_export import export_trace
     from spbench.bench.sweep.sweep import unproven
@@ -116,7 +116,6 @@ def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int |
         UserError: none is left, more than one is, or it searches for something that is not given.
     """
     from spbench.bench.config.select import differing_settings, narrowed_cells
-    from spbench.bench.errors import UserError
 
     cells = narrowed_cells(scenario, narrowing)
     for field, value in shape.items():

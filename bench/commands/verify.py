@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import fill, shorten
 from typing import Any, Literal
 
 import click
@@ -21,7 +23,8 @@ from spbench.bench.commands.options import (
 )
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
-from spbench.bench.config.choices import cell_names, strategy_problem, unknown
+from spbench.bench.config.choices import cell_names, option_mistakes, strategy_problem, unknown
+from spbench.bench.errors import UserError
 
 
 @click.command("verify")
@@ -89,9 +92,8 @@ def command(
             case += [row.mesh] if "x" in row.mesh else []
             message(f"{' '.join(word for word in case if word)}: {row.status}")
     counts = Counter(line["status"] for line in lines)
-    title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
     return Output(
-        [Table(title, [_rounded(line) for line in lines])] if lines else [],
+        _sections(lines),
         lines,
         lines,
         notes=[", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"],
@@ -102,9 +104,7 @@ def command(
 
 def _made_now() -> dict[str, Any]:
     """What made a verdict: the commit, a digest of its code, torch's version and the time."""
-    from datetime import UTC, datetime
-
-    from spbench.bench.sweep.provenance import provenance
+    from spbench.bench.provenance import provenance
     from spbench.bench.verification.verdicts import verified_code
 
     made = {name: provenance()[name] for name in ("commit", "torch")}
@@ -123,7 +123,6 @@ def _check_names(
     Raises:
         UserError: with the nearest name that there is.
     """
-    from spbench.bench.errors import UserError
     from spbench.bench.model_files import names_a_file
     from spbench.impls.backends.registry import backends
     from spbench.impls.models.model import models as all_models
@@ -151,9 +150,6 @@ def _options(strategies: Sequence[str], given: Sequence[tuple[str, str]]) -> dic
     """
     import yaml
 
-    from spbench.bench.config.choices import option_mistakes
-    from spbench.bench.errors import UserError
-
     found = {name: yaml.safe_load(value) for name, value in given}
     if found and not strategies:
         raise UserError("--strategy-option is of strategies that are named; add --strategy")
@@ -163,6 +159,33 @@ def _options(strategies: Sequence[str], given: Sequence[tuple[str, str]]) -> dic
     return found
 
 
-def _rounded(line: dict[str, Any]) -> dict[str, Any]:
-    shown = {key: f"{value:.1e}" if isinstance(value, float) else value for key, value in line.items()}
-    return shown | ({} if line["factor"] is None else {"factor": f"{line['factor']:.4g}"})
+#: characters of a variant in the table; JSON and CSV have all
+_VARIANT = 36
+
+
+def _sections(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
+    """The table of verdicts, and below it what is said of those that are not green, each text once."""
+    if not rows:
+        return []
+    texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
+    lines = [
+        {
+            **{name: row[name] for name in ("strategy", "model")},
+            "variant": shorten(row["variant"], _VARIANT, placeholder=" ..."),
+            **{name: row[name] for name in ("part", "mesh", "dtype", "status")},
+            **{name: None if row[name] is None else f"{row[name]:.1e}" for name in ("error", "limit")},
+            **{name: row[name] for name in ("tensor", "rank")},
+            "factor": None if row["factor"] is None else f"{row['factor']:.4g}",
+            "why": f"({texts.index(_why(row)) + 1})" if _why(row) else None,
+        }
+        for row in rows
+    ]
+    title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
+    reasons = [
+        fill(f"({number}) {text}", 110, subsequent_indent="    ") for number, text in enumerate(texts, 1)
+    ]
+    return [Table(title, lines), "\n".join(reasons)]
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    return row["verdict"] or row["reason"]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
-from spbench.bench.engines.engine import engine_class, engines
+from spbench.bench.engines.engine import engines
 from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.registry import meters
@@ -44,12 +44,6 @@ def names(kind: str) -> list[str]:
         return sorted(models())
     every: Iterable[str] = known[kind]()
     return sorted(every) if kind in ("strategy", "peer", "backend") else list(every)
-
-
-@declared
-def engine_property(engine: str, name: str) -> bool:
-    """What the class of an engine says of it, as ``on_devices``; see :class:`Engine`."""
-    return bool(getattr(engine_class(engine), name))
 
 
 #: by kind: names that others have for what has an unlike one here

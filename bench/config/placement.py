@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.choices import engine_property
+from spbench.bench.engines.engine import engine_property
 from spbench.bench.errors import UserError
 
 #: "available": CUDA where this machine has it, else the CPU

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from spbench.bench.disk_cache import CACHE_FOLDER, cache_folder
 from spbench.bench.doctor.check import Check, Observation
+from spbench.bench.machine import memory_bytes
 from spbench.bench.ranks.processes import usable_cores
-from spbench.bench.sweep.machine import memory_bytes
 
 _GIB, _MIB = 2**30, 2**20
 #: below these a disk is full, or soon will be: a sweep's rows take a few MiB, its traces up to 2 GiB

@@ -1,14 +1,14 @@
 """The emulated engine: a device of this machine plays one rank of N, at full shapes.
 
-Kernels, tensors and the allocator are real; the other ranks are not there (:mod:`emulated_group`). On a GPU
-the allocator may have as much as the cluster's card has for tensors, so that a 16 GB card can be played on an
-80 GB one, and a step that needs more is out of memory; on CPUs, for small shapes, the meters decide that as
-they do on virtual ranks.
+Kernels, tensors and the allocator are real; the other ranks are not there (see
+:mod:`spbench.bench.engines.emulated_group`). On a GPU the allocator may have as much as the cluster's card
+has for tensors, so that a 16 GB card can be played on an 80 GB one, and a step that needs more is out of
+memory. On CPUs, for small shapes, the meters decide that as they do on virtual ranks.
 
 The time of a step is what this rank's kernels took (the median of the timed steps, launches included), and
-what the simulation of all ranks on the cluster's links (:mod:`bench.simulator`) says that this rank waits:
-while bytes move that no computation hides, and for other ranks. The simulation has the cluster's rates for
-kernels, so it hides communication behind kernels as fast as those.
+what the simulation of all ranks on the cluster's links says that this rank waits: while bytes move that no
+computation hides, and for other ranks. The simulation has the cluster's rates for kernels, so it hides
+communication behind kernels as fast as those.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from spbench.bench.cell import Cell, Measurement
+from spbench.bench.declarations import declared
 from spbench.impls.discovery import named_classes
 from spbench.impls.layout import Unsupported
 
@@ -82,3 +83,9 @@ def engine_class(name: str) -> type[Engine]:
     if name not in known:
         raise KeyError(f"unknown engine {name!r}; known: {', '.join(known)}")
     return known[name]
+
+
+@declared
+def engine_property(engine: str, name: str) -> bool:
+    """What the class of an engine says of it, as ``on_devices``; see :class:`Engine`."""
+    return bool(getattr(engine_class(engine), name))

@@ -1,4 +1,4 @@
-"""The packages that a cell's strategy calls, where it is a peer (:mod:`impls.peers`): known without torch."""
+"""The packages that a cell's strategy calls, where it is a peer; known without torch."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, SHORT_HASH, full_commit, last_change
+from spbench.bench.provenance import commit_of
 from spbench.bench.regressions.judgement import Judgement, judge
 from spbench.bench.regressions.metrics import Reading, readings
 from spbench.bench.regressions.result_files import Results, read_results, suite_of
-from spbench.bench.sweep.provenance import commit_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row
 
 #: of cells whose numbers say something: as in the gate

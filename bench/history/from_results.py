@@ -12,9 +12,9 @@ from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
 from spbench.bench.git import asked, own_checkout
 from spbench.bench.history.run_record import CellRecord, Commit, RecordedValue, RunRecord, as_lines, utc
+from spbench.bench.provenance import COMMITS, check_same_code, commit_of
 from spbench.bench.regressions.metrics import has_exact_engine, readings
 from spbench.bench.regressions.result_files import read_results, suite_of
-from spbench.bench.sweep.provenance import COMMITS, check_same_code, commit_of
 from spbench.bench.sweep.results import Row
 
 #: keys of a row's provenance that are no versions

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, SHORT_HASH
 from spbench.bench.json_values import Number, problem
+from spbench.bench.provenance import commit_of
 from spbench.bench.published.comparison import COMPARISON_FILE, NUMBERS, read_records
 from spbench.bench.regressions.metrics import merged_rounds
-from spbench.bench.sweep.provenance import commit_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_all_rows, read_new_rows
 from spbench.bench.yaml_files import read_file
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, CodeVersion, checkout_around, own_checkout
+from spbench.bench.provenance import commit_of
 from spbench.bench.published.comparison import COMPARISON_FILE
 from spbench.bench.regressions.metrics import merged_rounds
-from spbench.bench.sweep.provenance import commit_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 
 #: seconds that a run which is interrupted has to end its own processes

@@ -23,7 +23,7 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.declarations import declared
 from spbench.bench.engines.peer_packages import installed
 from spbench.bench.measuring_code import DIGEST_LENGTH, code_digest
-from spbench.bench.sweep.provenance import installed_version
+from spbench.bench.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
 from spbench.impls.strategies.nesting import nesting
 

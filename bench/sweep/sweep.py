@@ -10,12 +10,12 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
-from spbench.bench.engines.engine import engine_class
+from spbench.bench.engines.engine import engine_property
 from spbench.bench.engines.peer_packages import requirements
+from spbench.bench.provenance import project_commit, provenance
 from spbench.bench.ranks.processes import usable_cores
 from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.digest import digest, is_final
-from spbench.bench.sweep.provenance import project_commit, provenance
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Executor
@@ -168,19 +168,9 @@ def _layers(model: str, options: Mapping[str, Any], config: Mapping[str, Any] | 
 def _runs_alone(cell: Cell) -> bool:
     """Whether nothing may run beside the cell. Losses are the same at any speed, and ranks that wait for one
     another leave cores idle, so training runs share the cores."""
-    return cell.learning is None and _engine_runs_alone(cell.engine)
-
-
-@declared
-def _engine_runs_alone(engine: str) -> bool:
-    return engine_class(engine).runs_alone
+    return cell.learning is None and engine_property(cell.engine, "runs_alone")
 
 
 def _runs_anywhere(cell: Cell) -> bool:
     """Whether the row is the same whichever machine runs the cell."""
-    return cell.learning is None and _engine_is_exact(cell.engine)
-
-
-@declared
-def _engine_is_exact(engine: str) -> bool:
-    return engine_class(engine).is_exact
+    return cell.learning is None and engine_property(cell.engine, "is_exact")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spbench.bench.measuring_code import code_digest
-from spbench.bench.sweep.provenance import installed_version
+from spbench.bench.provenance import installed_version
 from spbench.impls import loose_files
 from spbench.impls.discovery import plugin_entries
 

@@ -29,8 +29,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.provenance import provenance
 from spbench.bench.ranks.processes import environment_of_child, fate
-from spbench.bench.sweep.provenance import provenance
 from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Parcel
 from spbench.bench.workers.worker import Outcome

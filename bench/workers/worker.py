@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell, Measurement, Status
-from spbench.bench.declarations import declared
-from spbench.bench.engines.engine import engine_class
+from spbench.bench.engines.engine import engine_property
 from spbench.bench.ranks.processes import (
     STACKS_FOLDER,
     Surroundings,
@@ -157,7 +156,7 @@ class Worker:
         if outcome is None:
             self.begun = True
             if self.cell.timeout_s:
-                later = LATER_S if _ends_in_time(self.cell.engine) else 0.0
+                later = LATER_S if engine_property(self.cell.engine, "ends_in_time") else 0.0
                 self.deadline = time.monotonic() + self.cell.timeout_s + later
             return None
         self.cell = self.deadline = None
@@ -229,11 +228,6 @@ class Worker:
         text = content.decode(errors="replace")
         sys.stderr.write(text)
         return text
-
-
-@declared
-def _ends_in_time(engine: str) -> bool:
-    return engine_class(engine).ends_in_time
 
 
 def _serve(surroundings: Surroundings, connection: Connection, pickled_run: bytes, folder: Path) -> None:

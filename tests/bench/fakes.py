@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell, Measurement, Sizes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.impls.layout import Unsupported
 
@@ -54,6 +54,12 @@ inferred_from:
 
 #: names of environment variables; RUN: which of these functions gated_spbench.py measures cells with
 GATE, LOG, RUN = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG", "SPBENCH_TEST_RUN"
+
+
+def cell(world: int, engine: str = "virtual", **more: object) -> Cell:
+    """A cell of that many ranks, which the functions below measure in place of an engine."""
+    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
+    return Cell.model_validate({**content, "sizes": Sizes(sp=world), "engine": engine, **more})
 
 
 def answer(cell: Cell) -> Measurement:

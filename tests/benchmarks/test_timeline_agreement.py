@@ -9,7 +9,7 @@ import pytest
 from spbench.bench.calibration.compute_rates import SMALL
 from spbench.bench.calibration.measured_cluster import cluster_of
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.sweep.provenance import provenance
+from spbench.bench.provenance import provenance
 from tests.bench.calibration.machines import machine
 from tests.benchmarks.timeline_order import (
     Compared,

@@ -17,7 +17,7 @@ from spbench.bench.cell import Cell, Sizes, Timing
 from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.engines.virtual import trace_classes
-from spbench.bench.sweep.provenance import provenance
+from spbench.bench.provenance import provenance
 from spbench.impls.models.bert import BertModel
 from spbench.impls.strategies.registry import strategy_class
 

@@ -16,9 +16,6 @@ import yaml
 import spbench
 from tests.plugins.additions import ADDITIONS, EXAMPLES, Addition, Installation, as_files, as_plugins
 
-#: the cells are run once, by one worker of pytest-xdist
-pytestmark = pytest.mark.xdist_group("additions")
-
 SCENARIO = """
 title: What was added
 figure: peak_bars
@@ -72,7 +69,7 @@ def installation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("run", marks=pytest.mark.slow)])
 def report(installation: Installation) -> dict[str, Any]:
     """What `spbench run` prints of the scenario in the form that was added."""
     done = installation.spbench("run", "--scenario", "added.yaml", "--output", "rows", "--format", "yaml")
@@ -133,7 +130,7 @@ def test_virtual_and_real_ranks_agree(rows: Rows) -> None:
         assert real["measurement"][name] == virtual["measurement"][name]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("commands", marks=pytest.mark.slow)])
 def plugins(installation: Installation) -> Installation:
     if len(installation.path) == 1:
         pytest.skip("for the plug-ins only, as it takes seconds and is the same for files")

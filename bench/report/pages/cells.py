@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from spbench.bench.provenance import commit_of
 from spbench.bench.report.gathered import CellResult, Gathered
 from spbench.bench.report.page import DataTable, Page
 from spbench.bench.report.rendering import csv_text, script_json
-from spbench.bench.sweep.provenance import commit_of
 from spbench.bench.sweep.results import finite
 
 #: columns that readers choose values of, where there are several values

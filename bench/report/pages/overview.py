@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spbench.bench.engines.engine import engines
+from spbench.bench.provenance import commit_of
 from spbench.bench.report.best_methods import BY_BATCH, BY_LENGTH, best_chart
 from spbench.bench.report.changes import changes
 from spbench.bench.report.gathered import Gathered, PaperResults
@@ -16,7 +17,6 @@ from spbench.bench.report.verdict import counts, verdict_on, why
 from spbench.bench.reproduction.findings import Record, distinct, label_of, role_errors
 from spbench.bench.reproduction.papers import MEASURED
 from spbench.bench.reproduction.validation import QUANTITY_NAMES, records_by_source, validation_lines
-from spbench.bench.sweep.provenance import commit_of
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:

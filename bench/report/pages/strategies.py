@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.provenance import commit_of
 from spbench.bench.report import strategy_numbers as numbers
 from spbench.bench.report.docstrings import as_html, in_line
 from spbench.bench.report.gathered import CellResult, Gathered
@@ -16,7 +17,6 @@ from spbench.bench.report.layer_chart import layer_chart
 from spbench.bench.report.page import DataTable, Page
 from spbench.bench.reproduction.strategy_traces import LAYERS, read_trace
 from spbench.bench.sweep.digest import changed_parts
-from spbench.bench.sweep.provenance import commit_of
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 from spbench.bench.verification.verdicts import Verdict, read_verdicts, verified_code
 from spbench.impls.peers.registry import absent, peers

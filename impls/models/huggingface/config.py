@@ -15,14 +15,13 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from spbench.impls.discovery import named_classes
 from spbench.impls.models.model import Model
-from spbench.impls.options import wrong_values
+from spbench.impls.options import LARGEST, LARGEST_OF
 
 #: fields of any family that change neither shapes nor costs of a training step: what the file is and who
 #: wrote it, types of stored weights, ids of tokens, initial values, the length that it was trained for, and
@@ -131,17 +130,13 @@ def counting_fields(content: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an unknown family, a field that is missing or not covered, or sizes that cannot be.
     """
     config = _config(content)
-    model_from_config(content)
+    config.model()
     return {"model_type": config.name, **config.model_dump(exclude_unset=True)}
 
 
 def model_from_config(content: Mapping[str, Any]) -> Model:
     """The model of a config.json, with the errors of :func:`counting_fields`."""
-    model = _config(content).model()
-    for field in fields(model):  # type: ignore[arg-type]  # models are dataclasses
-        for name, message in wrong_values(model, {field.name: getattr(model, field.name)}):
-            raise ValueError(f"{name} {message}")
-    return model
+    return _config(content).model()
 
 
 def _config(content: Mapping[str, Any]) -> Config:
@@ -149,7 +144,7 @@ def _config(content: Mapping[str, Any]) -> Config:
     if not isinstance(family, str) or family not in known:
         raise not_covered("model_type", family, f"the families here are {', '.join(sorted(known))}")
     try:
-        return known[family].model_validate({k: v for k, v in content.items() if k != "model_type"})
+        config = known[family].model_validate({k: v for k, v in content.items() if k != "model_type"})
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"]))
@@ -159,3 +154,8 @@ def _config(content: Mapping[str, Any]) -> Config:
             raise ValueError(f"field {field} is missing") from error
         wrong = problem["msg"].replace("Input should", "it must")
         raise ValueError(f"field {field} = {_shown(problem['input'])}: {wrong}") from error
+    for field, value in config:
+        most = LARGEST_OF["layers"] if "layer" in field else LARGEST
+        if type(value) is int and value > most:
+            raise ValueError(f"field {field} = {value}: it must be at most {most}")
+    return config

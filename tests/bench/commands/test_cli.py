@@ -344,6 +344,25 @@ def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "+33.3%" in out
 
 
+#: lines of a shell, of which PYTHON is spbench, what they leave in standard error, and the exit code
+SURROUNDINGS = [
+    ("PYTHON list clusters >&-", "standard output is closed", 2),
+    ("PYTHON run --scenario x 2>&-", "", 2),
+    ("mkdir gone && cd gone && rmdir ../gone && PYTHON list clusters", "the working directory is gone", 2),
+    ("ulimit -v 600000 && PYTHON list strategies", "this process may use too little memory", 2),
+]
+
+
+@pytest.mark.parametrize(("line", "message", "code"), SURROUNDINGS, ids=[line for line, *_ in SURROUNDINGS])
+def test_surroundings_that_do_not_do(tmp_path: Path, line: str, message: str, code: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "SPBENCH_CACHE": "off"}
+    line = line.replace("PYTHON", f"{sys.executable} -m spbench")
+    done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(f"spbench: {message}" if message else "")
+    assert done.stderr.count("\n") == bool(message)
+
+
 def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     green = VerifyRow(
         strategy="tensor_parallel",
@@ -379,8 +398,11 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
     assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
     assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err
-    found(green, replace(green, status="RED", error=float("inf")))
-    assert spbench("verify")[0] == 1
+    wrong = replace(green, status="RED", error=float("inf"), verdict="so many words " * 20)
+    found(green, wrong, wrong)
+    code, out, _ = spbench("verify")
+    assert (code, out.count("(1)")) == (1, 3)
+    assert max(map(len, out.splitlines())) < 160
     assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
     assert spbench("verify", "--backend", "ddp")[0] == 1
     assert asked[-1][-1] == default | {"backend": "ddp"}

@@ -11,10 +11,10 @@ from spbench.bench.commands.execution import draw_records
 from spbench.bench.commands.reproduce import RUNS
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
+from spbench.bench.provenance import check_same_code
 from spbench.bench.published.comparison import read_records
 from spbench.bench.reproduction.document import Pages, check_parts
 from spbench.bench.reproduction.findings import RECORDS, Findings
-from spbench.bench.sweep.provenance import check_same_code
 from tests.bench.commands.conftest import Run
 from tests.bench.commands.test_cli import sweep_here
 from tests.bench.disk import files_of_at_most

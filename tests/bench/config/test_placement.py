@@ -73,10 +73,10 @@ def test_placing_virtual_cells_needs_no_torch() -> None:
     """So that listings of cells, which every run of a scenario has first, are quick."""
     code = (
         "import sys\n"
-        "import spbench.bench.config.choices as choices\n"
-        "choices.engine_property = lambda engine, name: False  # kept on disk\n"
+        "import spbench.bench.engines.engine as engine\n"
+        "engine.engine_property = lambda engine, name: False  # kept on disk\n"
         "import spbench.bench.config.placement as placement\n"
-        "placement.engine_property = choices.engine_property\n"
+        "placement.engine_property = engine.engine_property\n"
         "from spbench.bench.cell import Cell\n"
         "cell = Cell(model='bert-tiny', strategy='single', batch=1, seq_len=8)\n"
         "assert placement.on_device([cell], 'available') == [cell]\n"

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import cluster_names, load_cluster
+from spbench.bench.config.choices import refusal
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
 from spbench.bench.errors import UserError
@@ -49,6 +50,24 @@ def test_lists_multiply_and_settings_merge(scenario: Scenario) -> None:
     assert (ring.batch, ring.seq_len) == (64, None)
     keys = [c.key for declared in scenario.cells.values() for c in declared]
     assert len(set(keys)) == 10
+
+
+def test_counts_may_end_in_powers_of_1024(tmp_path: Path) -> None:
+    text = changed(defaults__batch="1K", defaults__search__limit="8M", defaults__search__step=128)
+    cell = load_scenario(write(tmp_path, text)).cells["first"][0]
+    assert (cell.batch, cell.search and cell.search.limit) == (1024, 2**23)
+    assert cell.key.startswith("bert-tiny/tensor_parallel/1/b1024/")
+
+
+def test_a_dry_run_says_what_cannot_run(tmp_path: Path) -> None:
+    (cell, *_) = load_scenario(write(tmp_path, SCENARIO)).cells["first"]
+    assert refusal(cell) == ""
+    staged = cell.model_copy(update={"sizes": Sizes(pp=5)})
+    assert "layers cannot be split over 5 pipeline stages" in refusal(staged)
+    measured = cell.at(512)
+    assert refusal(measured) == ""
+    parted = measured.model_copy(update={"sizes": Sizes(dp=3)})
+    assert refusal(parted).startswith("batch 64 cannot be divided into 3 micro-batches")
 
 
 def test_several_lists(tmp_path: Path) -> None:
@@ -129,6 +148,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "groups[1].model_options.layers: must be a valid integer, not '3'",
     ),
     ({"groups__1__model_options__layers": -3}, "groups[1].model_options.layers: must be at least 1, not -3"),
+    ({"groups__1__model_options__heads": 0}, "groups[1].model_options.heads: must be at least 1, not 0"),
+    (
+        {"groups__1__model_options__heads": []},
+        "groups[1].model_options.heads: must be a valid integer, not []",
+    ),
+    ({"groups__1__model_options__layers": 10**9}, "groups[1].model_options.layers: must be at most 4096"),
+    (
+        {"groups__1__model_options__dropout": float("nan")},
+        "groups[1].model_options.dropout: must be a finite",
+    ),
+    ({"groups__1__sizes__sp": 10**9}, "groups[1].sizes.sp: must be less than or equal to 131072"),
+    ({"groups__1__sizes__dp": 2**16}, "groups[1].sizes: dp65536xsp4 are 262144 ranks; there can be 131072"),
+    ({"defaults__batch": 10**15}, "defaults.batch: must be less than or equal to 68719476736"),
+    ({"defaults__batch": list(range(1, 100_001))}, "groups[0]: there are more than 100000 cells; leave out"),
+    ({"defaults__timeout_s": float("inf")}, "defaults.timeout_s: must be a finite number, not inf"),
+    ({"defaults__search__limit": "12Q"}, "defaults.search.limit: must be a valid integer, not '12Q'"),
     (
         {"groups__1__model_options__heads": 7},
         "groups[1].model_options: hidden 48 is not divisible by heads 7",

@@ -141,7 +141,7 @@ def searching(folder: Path, mib: int, strategy: str, sizes: dict[str, int], **ch
 @pytest.mark.parametrize(
     ("strategy", "sizes", "changes", "multiple"),
     [
-        ("megatron_sp+ring_self_attention", {"tp": 2, "sp": 3}, {}, 6),
+        pytest.param("megatron_sp+ring_self_attention", {"tp": 2, "sp": 3}, {}, 6, marks=pytest.mark.slow),
         pytest.param(
             "tensor_parallel+ring_self_attention", {"tp": 2, "sp": 3}, {}, 3, marks=pytest.mark.slow
         ),

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell
 from spbench.bench.sweep.results import ResultsFile, Row, read_rows
 from spbench.bench.sweep.sweep import sweep, unfinished
 from tests.bench import fakes
-from tests.bench.processes import left_of, needs_proc, until
+from tests.bench.fakes import cell
+from tests.bench.processes import PATIENCE_S, left_of, needs_proc, until
 
 #: of the cell that hangs; the others end by themselves
 LIMIT_S = 2.0
@@ -23,17 +24,8 @@ KILLED = "rank 1: the process was killed by SIGKILL (was the machine out of memo
 
 def cells(*faults: str) -> list[Cell]:
     """One cell for each of these faults; for all, and one without, if none is named."""
-    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
     return [
-        Cell.model_validate(
-            {
-                **content,
-                "sizes": Sizes(sp=2),
-                "engine": "distributed",
-                "variant": fault,
-                "timeout_s": LIMIT_S if fault == "hangs" else None,
-            }
-        )
+        cell(2, "distributed", variant=fault, timeout_s=LIMIT_S if fault == "hangs" else None)
         for fault in faults or ("killed", "hangs", "raises", "out of memory", "")
     ]
 
@@ -95,28 +87,17 @@ def started(launcher: str, folder: Path, *faults: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def rows_under_torchrun(folder: Path, *faults: str) -> list[Row]:
-    """The launcher sees nothing of what becomes of the ranks, and ends well."""
-    launcher = started("torchrun", folder, *faults)
-    _, said = launcher.communicate(timeout=240)
-    assert launcher.returncode == 0, said
-    rows, problems = read_rows(folder / "cells.jsonl")
-    assert problems == []
-    assert left_of(folder / "processes") == []
-    return rows
-
-
-@needs_proc
-@pytest.mark.slow
-def test_a_rank_that_is_killed_under_torchrun(tmp_path: Path) -> None:
-    rows = rows_under_torchrun(tmp_path, "killed", "")
-    assert [(row["status"], row["reason"]) for row in rows] == [("failed", KILLED), ("ok", "")]
-
-
 @needs_proc
 @pytest.mark.slow
 def test_the_same_under_torchrun(tmp_path: Path) -> None:
-    check(rows_under_torchrun(tmp_path))
+    """The launcher sees nothing of what becomes of the ranks, and ends well."""
+    launcher = started("torchrun", tmp_path)
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 0, said
+    rows, problems = read_rows(tmp_path / "cells.jsonl")
+    assert problems == []
+    assert left_of(tmp_path / "processes") == []
+    check(rows)
 
 
 @needs_proc

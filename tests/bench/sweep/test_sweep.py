@@ -8,20 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cell import Cell, Learning, Sizes
+from spbench.bench.cell import Cell, Learning
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
 from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.worker import Outcome
 from tests.bench import fakes
+from tests.bench.fakes import cell
 from tests.bench.processes import PATIENCE_S, needs_proc
 from tests.bench.workers.command_process import Command
-
-
-def cell(world: int, engine: str = "virtual") -> Cell:
-    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
-    return Cell.model_validate({**content, "sizes": Sizes(sp=world), "engine": engine})
 
 
 def test_failures_and_deaths_are_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
 from spbench.bench.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import ResultsFile, read_rows
 from spbench.bench.sweep.sweep import sweep
 from spbench.bench.workers.executor import opened
 from tests.bench import fakes
+from tests.bench.fakes import cell
 from tests.bench.processes import PATIENCE_S, needs_proc, until
 from tests.bench.workers.command_process import ROOT, Command
 from tests.bench.workers.dask_processes import DaskProcesses
@@ -129,11 +129,6 @@ def test_a_scheduler_that_is_killed(command: Command, dask: DaskProcesses) -> No
     assert len(read_rows(command.results)[0]) == 2
     command.until_processes_are_gone()
     assert dask.files_left() == []
-
-
-def cell(world: int, **more: object) -> Cell:
-    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
-    return Cell.model_validate({**content, "sizes": Sizes(sp=world), **more}, strict=True)
 
 
 def test_a_cell_that_kills_its_workers_is_a_failed_row(tmp_path: Path, dask: DaskProcesses) -> None:

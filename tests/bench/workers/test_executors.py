@@ -8,10 +8,10 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
 from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError
@@ -24,29 +24,28 @@ from spbench.bench.workers.installation import Installation
 from spbench.bench.workers.runner import run_parcel
 from spbench.bench.workers.worker import Outcome, measure
 from tests.bench import fakes
+from tests.bench.fakes import cell
 
 distributed = pytest.importorskip("distributed", reason="needs dask[distributed], the extra 'cluster'")
-
-
-def cell(world: int, engine: str = "virtual") -> Cell:
-    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
-    return Cell.model_validate({**content, "sizes": Sizes(sp=world), "engine": engine})
 
 
 class HereRunner:
     """In place of a :class:`Runner`: the cell is measured in the worker's thread."""
 
     usable = True
+    #: those that have not been ended
+    living: ClassVar[list[HereRunner]] = []
 
     def __init__(self, run: bytes, environment: Mapping[str, str]):
         self.run = pickle.loads(run)
+        self.living.append(self)
 
     def outcome(self, parcel: Parcel, wanted: Callable[[], bool]) -> Outcome:
         assert wanted()
         return measure(self.run, parcel.cell)
 
     def end(self) -> None:
-        """It holds nothing."""
+        self.living.remove(self)
 
 
 def _scheduler(workers: int) -> distributed.LocalCluster:
@@ -102,6 +101,23 @@ def test_rows_are_those_of_this_machine(tmp_path: Path, address: str) -> None:
         [row[name] for name in same] for row in here
     ]
     assert there[5]["status"] == "ok"
+
+
+def test_processes_of_an_earlier_sweep_are_ended(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next sweep, where the earlier one has vanished; and each sweep ends its own."""
+    with ResultsFile(tmp_path) as results, monkeypatch.context() as patched:
+        patched.setattr(dask_tasks, "end_runners", lambda identity: None)  # as if it were killed
+        patched.setattr(dask_executor, "end_runners", dask_tasks.end_runners)
+        with opened(address) as executor:
+            sweep([cell(1)], results, run=fakes.answer, executor=executor)
+    (earlier,) = HereRunner.living
+    with ResultsFile(tmp_path) as results, opened(address) as executor:
+        sweep([cell(2)], results, run=fakes.answer, executor=executor)
+        (runner,) = HereRunner.living
+        assert runner is not earlier
+    assert HereRunner.living == []
 
 
 def test_a_cell_takes_its_cluster_along(tmp_path: Path) -> None:

@@ -11,23 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
 from spbench.bench.sweep.results import FINAL, ResultsFile, Row
 from spbench.bench.sweep.sweep import sweep, unfinished
 from spbench.bench.workers.crew import Crew
 from tests.bench import fails_to_import, fakes, slow_to_import
+from tests.bench.fakes import cell
 from tests.bench.processes import left_of, needs_proc, until
 from tests.bench.workers.command_process import LIGHT_PATH
 
 #: of the cells that hang; the others may take as long as they do
 LIMIT_S = 3.0
-
-
-def cell(world: int, engine: str = "virtual", timeout_s: float | None = None) -> Cell:
-    content = {"model": "bert-tiny", "strategy": "ring_self_attention", "batch": 2, "seq_len": 8}
-    return Cell.model_validate(
-        {**content, "sizes": Sizes(sp=world), "engine": engine, "timeout_s": timeout_s}, strict=True
-    )
 
 
 @pytest.fixture

@@ -16,7 +16,10 @@ from tests.bench.engines.devices import accelerator
 
 ROOT = Path(spbench.__file__).resolve().parents[1]
 
-pytestmark = pytest.mark.skipif(accelerator.COMPILER is None, reason="the accelerator needs the compiler g++")
+pytestmark = [
+    pytest.mark.slow,  # g++ takes most of a minute
+    pytest.mark.skipif(accelerator.COMPILER is None, reason="the accelerator needs the compiler g++"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,6 @@ def test_a_tensor_left_on_the_cpu_is_named(few: dict[str, Any], fault: str, caug
     assert few["planted"][fault] == f"ElsewhereError: {caught}"
 
 
-@pytest.mark.slow
 def test_every_strategy_model_and_backend(library: Path) -> None:
     found = in_a_process(library, "all")
     print(f"{found['traces']} traces on the accelerator, each as on the CPU")

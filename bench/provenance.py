@@ -11,7 +11,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
-from spbench.bench.sweep.machine import machine_facts
+from spbench.bench.machine import machine_facts
 
 #: what is written from rows and by verification, so that no row depends on it
 MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "results/verification", "*.md")

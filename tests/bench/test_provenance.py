@@ -6,7 +6,7 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import asked, commit_of_files, git, own_checkout
-from spbench.bench.sweep.provenance import (
+from spbench.bench.provenance import (
     MADE_FROM_ROWS,
     check_same_code,
     commit_of,
