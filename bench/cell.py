@@ -234,6 +234,8 @@ class Measurement:
         tokens_per_s, samples_per_s: the model's tokens of the whole batch, and its samples, over step_time_s.
         breakdown: what a simulated step time is made of; see :attr:`Timeline.by_rank`.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
+        unpriced_operators: calls of operators whose cost is not known, by name; a simulated step time has
+            them by the bytes that they move alone.
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
             step's update.
         meters: what further meters found on ``peak_rank``, by their names.
@@ -260,6 +262,7 @@ class Measurement:
     samples_per_s: float | None = None
     breakdown: dict[str, float] = field(default_factory=dict)
     calibration: str = ""
+    unpriced_operators: dict[str, int] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
     meters: dict[str, dict[str, Any]] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)

@@ -56,7 +56,7 @@ class DiskCache:
 
     def read(self, key: str) -> bytes | None:
         """The value; None if there is none."""
-        path = self._path(key)
+        path = self.path(key)
         try:
             value = path.read_bytes()
         except OSError:
@@ -68,7 +68,7 @@ class DiskCache:
     def write(self, key: str, value: bytes) -> None:
         """Keep a value, and forget others if the folder has become too large."""
         try:
-            write_whole(self._path(key), value)
+            write_whole(self.path(key), value)
             if self._writes % _WRITES_BETWEEN_LOOKS == 0:
                 self._make_room()
             self._writes += 1
@@ -93,7 +93,8 @@ class DiskCache:
         finally:
             lock.release()
 
-    def _path(self, key: str) -> Path:
+    def path(self, key: str) -> Path:
+        """The file of a value, whether it is there or not."""
         return self.folder / key[:2] / key
 
     def _make_room(self) -> None:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from spbench.bench.atomic_write import write_whole
-from spbench.bench.declarations import cache_folder
+from spbench.bench.disk_cache import cache_folder
 from spbench.bench.errors import UserError
 from spbench.impls.discovery import plugin_files
 
@@ -24,8 +24,17 @@ NOT_MEASURING = frozenset(
     {
         *("calibration", "commands", "config", "doctor", "exports", "history", "published", "regressions"),
         *("report", "reproduction", "sweep", "verification", "workers"),
-        *("atomic_write.py", "cli.py", "errors.py", "git.py", "json_values.py", "machine.py"),
-        *("measuring_code.py", "provenance.py"),
+        *(
+            "atomic_write.py",
+            "cli.py",
+            "disk_cache.py",
+            "errors.py",
+            "git.py",
+            "json_values.py",
+            "machine.py",
+            "measuring_code.py",
+            "provenance.py",
+        ),
     }
 )
 

@@ -124,7 +124,20 @@ def run_cells(
         files = [results.path]
         if comparisons:
             files.append(write_comparisons(comparisons, folder))
+    if unpriced := _unpriced(rows):
+        click.echo(f"{scenario.name}: {unpriced}", err=True)
     return Ran(rows, list(current.values()), comparisons, files)
+
+
+def _unpriced(rows: Sequence[Row]) -> str:
+    """A line on operators that no meter knows the cost of, with the most calls of each in a cell; "" if there
+    are none."""
+    calls: dict[str, int] = {}
+    for row in rows:
+        for name, n in (row["measurement"].get("unpriced_operators") or {}).items():
+            calls[name] = max(n, calls.get(name, 0))
+    named = ", ".join(f"{name} ({n})" for name, n in sorted(calls.items()))
+    return f"timed by the bytes that they move alone, as their cost is not known: {named}" if calls else ""
 
 
 def opened_executor(address: str | None) -> AbstractContextManager[Executor | None]:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.engines.virtual import fake_mesh
+from spbench.bench.meters.torch_internals import without_dispatch
 
 BACKEND = "emulated"
 DEVICES = ("cpu", "cuda")
@@ -54,7 +55,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
 
 def _draw(tensors: Iterable[Tensor]) -> None:
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         for x in tensors:
             if x.is_floating_point():
                 x.detach().normal_(std=_DEVIATION)

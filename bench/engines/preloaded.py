@@ -31,7 +31,7 @@ for _room in _ROOMS:
             importlib.import_module(f"spbench.{_room}.{_module.name}")
 
 with suppress(Exception):
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from spbench.bench.meters.torch_internals import FakeTensorMode
 
     FakeTensorMode()  # its first construction imports torch._dynamo and sympy, for more than a second
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,8 @@ _NOT_TRACED = frozenset(
 )
 
 _cache: DiskCache | None = None
+
+_log = logging.getLogger(__name__)
 
 
 def use() -> None:
@@ -67,7 +70,8 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
     try:
         return from_bytes(content, cell)
-    except DamagedTrace:  # it is made again
+    except DamagedTrace as error:
+        _log.warning("a kept trace is damaged and made again: %s (%s)", cache.path(key), error)
         return None
 
 

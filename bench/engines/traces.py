@@ -160,6 +160,7 @@ class Trace:
             communication=self.communication.rows(),
             formula=planned.formula(self.rank),
             formula_difference=planned.difference(self.communication, self.rank),
+            unpriced_operators={} if self.program is None else self.program.unpriced_calls(),
             meters={name: dict(found) for name, found in self.found.items()},
         )
         if memory.failure is not None:
@@ -192,6 +193,7 @@ def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
             communication=sends.communication,
             formula=sends.formula,
             formula_difference=differences,
+            unpriced_operators={name: n for m in by_rank for name, n in m.unpriced_operators.items()},
         )
     )
 

@@ -14,9 +14,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import trace_cache
@@ -28,6 +26,12 @@ from spbench.bench.engines.traces import ClassTraces, Trace, can_time
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.registry import meter_classes
+from spbench.bench.meters.torch_internals import (
+    FakeStore,
+    FakeTensorMode,
+    check_internals,
+    disable_fake_tensor_cache,
+)
 from spbench.impls.axes import device_mesh, ranks_along
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
@@ -119,6 +123,7 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
 
 
 def _traced(cell: Cell, rank: int, events: bool) -> Trace:
+    check_internals()
     further = meter_classes(cell.meters)
     with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), no_cyclic_collection():
         mode = FakeTensorMode()

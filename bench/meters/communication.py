@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from spbench.bench.meters.meter import Call, Communication, Meter
+from spbench.bench.meters.torch_internals import group_named, schema_of
 from spbench.impls.traffic import wire_bytes
 
 
@@ -85,9 +85,9 @@ def communication_of(operator: torch._ops.OpOverload, args: Sequence[Any]) -> Co
     Raises:
         NotImplementedError: an operator whose bytes are not known, so that nothing is passed over.
     """
-    if not communicates(operator) or operator._schema.name in _SILENT:
+    if not communicates(operator) or schema_of(operator).name in _SILENT:
         return None
-    _, name = operator._schema.name.split("::")
+    _, name = schema_of(operator).name.split("::")
     if operator.namespace == "c10d" and name in _OPERATORS:
         collective, payload = _OPERATORS[name]
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
@@ -95,13 +95,13 @@ def communication_of(operator: torch._ops.OpOverload, args: Sequence[Any]) -> Co
     if operator.namespace in ("_c10d_functional", "_dtensor") and name in _FUNCTIONAL:
         collective, payload = _FUNCTIONAL[name]
         return Communication(collective, payload(args), _group_named(args[-1]), returns_new=True)
-    raise NotImplementedError(f"the communication meter does not know operator {operator._schema.name!r}")
+    raise NotImplementedError(f"the communication meter does not know operator {schema_of(operator).name!r}")
 
 
 def _group_named(group: Any) -> dist.ProcessGroup:
     """The group of a functional collective: older releases of torch pass its name."""
     if isinstance(group, str):
-        return _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
+        return group_named(group)  # type: ignore[arg-type]  # a NewType of str
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 

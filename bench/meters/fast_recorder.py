@@ -1,28 +1,34 @@
 """A recorder for fake tensors that remembers what operators do, instead of asking FakeTensorMode again.
 
-What an operator returns on fake tensors, and what the event log writes down for it, depends on the operator
-and on the metadata of its arguments alone. A training step calls few distinct ones, layer after layer, and
+What an operator returns on fake tensors, and what the event log writes down for it, depends only on the
+operator and on the metadata of its arguments. A training step calls few distinct ones, layer after layer, and
 each call costs FakeTensorMode some 200 us. So the first call of each takes the plain path of
 :class:`Recorder`, and later ones build the same results directly. Whatever is unusual (:func:`_key` and
-:func:`_remembered` say what) takes the plain path always. Traces are equal event by event; a test compares
-them.
+:func:`_remembered` say what) always takes the plain path. A test compares the traces event by event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from spbench.bench.meters.communication import communicates
 from spbench.bench.meters.event_log import PostedWork
 from spbench.bench.meters.meter import Call
 from spbench.bench.meters.recorder import BETWEEN_TWO, PRIM_DEVICE, Recorder
 from spbench.bench.meters.repeated_steps import RepeatedSteps
+from spbench.bench.meters.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_tensor,
+    schema_of,
+    storage_key,
+)
 from spbench.bench.simulator.program import EventRow
 from spbench.impls.keyed_steps import choosing_steps
 
@@ -40,40 +46,23 @@ _UNUSUAL = frozenset(
     {"aten::resize_", "aten::set_", "aten::lift_fresh", "aten::lift", "aten::_local_scalar_dense"}
 )
 _PLAIN_SCALARS = (
-    bool,
-    int,
-    float,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+    *(bool, int, float, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
 
 @dataclass(frozen=True)
 class _Made:
-    """The metadata of a result that the operator makes."""
+    """The metadata of a result that the operator makes. ``view_of``: the argument in whose storage it lies
+    from ``offset`` on; None: it has a storage of its own, contents unknown."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     attributes: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _New(_Made):
-    """A result with a storage of its own, contents unknown."""
-
-
-@dataclass(frozen=True)
-class _View(_Made):
-    """A result in the storage of an argument."""
-
-    of: _Path
-    offset: int
+    view_of: _Path | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,14 +81,14 @@ class _Remembered:
         container: type of the returned tuple or list; None for a single tensor.
     """
 
-    results: tuple[_New | _View | _Argument, ...] | None
+    results: tuple[_Made | _Argument, ...] | None
     container: type | None
 
 
 #: entries hold no tensor and no mode, so they serve every trace of the process; None: always the plain path
-_MEMORY: dict[_Key, _Remembered | None] = {}
+MEMORY: dict[_Key, _Remembered | None] = {}
 #: a bound on the memory of a process that traces very many shapes
-_MOST_ENTRIES = 500_000
+MOST_ENTRIES = 500_000
 
 
 #: collectives that return what they were given to fill, and their work
@@ -127,36 +116,29 @@ class FastRecorder(Recorder):
         #: what the event log writes for a call within the step; None: nothing
         self._rows: dict[_Key, EventRow | None] = {}
 
-    def __enter__(self) -> FastRecorder:
-        super().__enter__()
-        self._choosing = choosing_steps(RepeatedSteps(self.memory, self.communication, self.events))
-        self._choosing.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._choosing.__exit__(None, None, None)
-        super().__exit__(*error)
+    def _enter_patches(self, patches: ExitStack) -> None:
+        super()._enter_patches(patches)
+        steps = RepeatedSteps(self.memory, self.communication, self.events)
+        patches.enter_context(choosing_steps(steps))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is PRIM_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if self._paused:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        key = _key(func, args, kwargs)
+        key = None if self._paused else _key(func, args, kwargs)
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        if (remembered := _MEMORY.get(key)) is not None:
+        if (remembered := MEMORY.get(key)) is not None:
             result = self._build(remembered, args, kwargs)
             self.memory.note_workspace(func)
             if self.events is not None and self.events.running:
                 self._write_row(key, func, args, kwargs, result)
             return result
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if key not in _MEMORY and len(_MEMORY) < _MOST_ENTRIES:
-            _MEMORY[key] = _remembered(func, args, kwargs, result)
+        if key not in MEMORY and len(MEMORY) < MOST_ENTRIES:
+            MEMORY[key] = _remembered(func, args, kwargs, result)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,35 +166,21 @@ class FastRecorder(Recorder):
         """The results again, new storages noted by the memory meter."""
         if remembered.results is None:
             return None
-        found = [self._result(each, args, kwargs) for each in remembered.results]
-        return found[0] if remembered.container is None else remembered.container(found)
+        results = [self._result(each, args, kwargs) for each in remembered.results]
+        return results[0] if remembered.container is None else remembered.container(results)
 
     def _result(
-        self, remembered: _New | _View | _Argument, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, remembered: _Made | _Argument, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
         if isinstance(remembered, _Argument):
-            found: Tensor = _at(remembered.path, args, kwargs)
-            return found
-        with torch._C._DisableTorchDispatch():
-            if isinstance(remembered, _New):
-                elem = torch.empty_strided(
-                    remembered.shape, remembered.stride, dtype=remembered.dtype, device="meta"
-                )
-            else:
-                storage = _at(remembered.of, args, kwargs).untyped_storage()
-                elem = torch.empty(0, dtype=remembered.dtype, device="meta")
-                elem.set_(storage, remembered.offset, remembered.shape, remembered.stride)
-            fake: FakeTensor = Tensor._make_subclass(
-                FakeTensor,
-                elem,
-                False,
-                dispatch_device=True,
-                device_for_backend_keys=remembered.device,
-            )
-            torch._C._set_throw_on_mutable_data_ptr(fake)
-        fake.__dict__.update(remembered.attributes)
-        fake.fake_mode = self.mode
-        if isinstance(remembered, _New):
+            argument: Tensor = _at(remembered.path, args, kwargs)
+            return argument
+        made, path = remembered, remembered.view_of
+        storage = None if path is None else _at(path, args, kwargs).untyped_storage()
+        fake = fake_tensor(
+            self.mode, made.shape, made.stride, made.dtype, made.device, made.attributes, storage, made.offset
+        )
+        if path is None:
             self.memory.note(fake)
         return fake
 
@@ -252,39 +220,30 @@ def _describe(value: Any, key: list[Any]) -> bool:
 
 def _remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Remembered | None:
     """What is to be built at the next call with this key; None where it must take the plain path."""
-    if communicates(func) or func._schema.name in _UNUSUAL or any(tag in func.tags for tag in _UNUSUAL_TAGS):
+    if communicates(func) or schema_of(func).name in _UNUSUAL or any(t in func.tags for t in _UNUSUAL_TAGS):
         return None
     if result is None:
         return _Remembered(None, None)
     several = type(result) in (tuple, list)
-    results = result if several else [result]
     arguments = dict(_tensors((), args, kwargs))
-    storages = {x.untyped_storage()._cdata: path for path, x in arguments.items()}
-    found: list[_New | _View | _Argument] = []
-    for x in results:
+    # an argument on each storage; None: the storage is that of an earlier result
+    storages: dict[int, _Path | None] = {storage_key(x): path for path, x in arguments.items()}
+    results: list[_Made | _Argument] = []
+    for x in result if several else [result]:
         if type(x) is not FakeTensor or x.constant is not None:
             return None
         same = next((path for path, argument in arguments.items() if argument is x), None)
-        storage = x.untyped_storage()
-        attributes = {name: value for name, value in x.__dict__.items() if name != "fake_mode"}
-        shape, stride = tuple(x.shape), x.stride()
         if same is not None:
-            found.append(_Argument(same))
-        elif storage._cdata in storages:
-            path = storages[storage._cdata]
-            found.append(
-                _View(shape, stride, x.dtype, x.fake_device, attributes, path, int(x.storage_offset()))
-            )
-        elif x.storage_offset() == 0 and storage.nbytes() == _dense_bytes(x):
-            found.append(_New(shape, stride, x.dtype, x.fake_device, attributes))
-        else:
-            return None
-    new = [
-        x.untyped_storage()._cdata for x, each in zip(results, found, strict=True) if isinstance(each, _New)
-    ]
-    if len(set(new)) < len(new):
-        return None
-    return _Remembered(tuple(found), type(result) if several else None)
+            results.append(_Argument(same))
+            continue
+        path, offset = storages.get(storage_key(x)), int(x.storage_offset())
+        if path is None:
+            if offset or x.untyped_storage().nbytes() != _dense_bytes(x) or storage_key(x) in storages:
+                return None
+            storages[storage_key(x)] = None
+        attributes = {name: value for name, value in x.__dict__.items() if name != "fake_mode"}
+        results.append(_Made(tuple(x.shape), x.stride(), x.dtype, x.fake_device, attributes, path, offset))
+    return _Remembered(tuple(results), type(result) if several else None)
 
 
 def _dense_bytes(x: Tensor) -> int:
@@ -308,7 +267,7 @@ def _tensors(path: _Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 def _at(path: _Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The argument at a path of :func:`_tensors`."""
     first, *rest = path
-    found = kwargs[first] if isinstance(first, str) else args[first]
+    argument = kwargs[first] if isinstance(first, str) else args[first]
     for step in rest:
-        found = found[step]
-    return found
+        argument = argument[step]
+    return argument

@@ -1,14 +1,14 @@
 """The memory meter: every storage's birth and death, and what they add up to.
 
-The meter sees tensors, not an allocator, so it counts the same on fake tensors and on real ones. The blocks
-that a card's allocator gives out for the same events are those of :mod:`bench.meters.allocator`.
+The meter sees tensors, not an allocator, so it counts the same on fake tensors and on real ones.
+:mod:`spbench.bench.meters.allocator` has the blocks that a card's allocator gives out for the same events.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -18,23 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spbench.bench.meters.meter import Call, Meter
+from spbench.bench.meters.torch_internals import (
+    in_backward,
+    is_traceable_wrapper_subclass,
+    schema_of,
+    storage_key,
+)
 from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 #: the CUDA caching allocator hands out multiples of this many bytes
 GRANULE = 512
 
 CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer_state",
-    "inputs",
-    "activations",
-    "communication_buffers",
-    "workspaces",
-    "temporaries",
+    *("parameters", "gradients", "optimizer_state", "inputs", "activations"),
+    *("communication_buffers", "workspaces", "temporaries"),
 )
 
 
@@ -118,21 +117,16 @@ class MemoryLog:
         """
         events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
         live = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
-        categories, found = np.asarray(self._categories()), []
+        categories, peaks = np.asarray(self._categories()), []
         for start, end in pairwise([self.step_start, *self.step_ends]):
             at = start + int(np.argmax(live[start:end]))
             until = events[: at + 1]
             alive = np.zeros(len(self.sizes), dtype=bool)
             alive[until[until > 0] - 1] = True
             alive[-until[until < 0] - 1] = False  # each storage is born once and dies once, after that
-            held = dict.fromkeys(CATEGORIES, 0)
-            numbers = np.flatnonzero(alive)
-            for category, of_storage in zip(
-                categories[numbers].tolist(), nbytes[numbers].tolist(), strict=True
-            ):
-                held[category] += of_storage
-            found.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))
-        return found
+            held = {name: int(nbytes[alive & (categories == name)].sum()) for name in CATEGORIES}
+            peaks.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))
+        return peaks
 
     def _categories(self) -> list[str]:
         """Of each storage: its tag; else activation if forward made it and left it alive; else temporary."""
@@ -167,32 +161,35 @@ class Peak:
 
 #: c10d operators whose first argument is filled from other ranks and was made for that
 _FILLED_FROM_OTHERS = frozenset(
-    {
-        "c10d::recv_",
-        "c10d::allgather_",
-        "c10d::_allgather_base_",
-        "c10d::allgather_into_tensor_coalesced_",
-        "c10d::_reduce_scatter_base_",
-        "c10d::reduce_scatter_",
-        "c10d::reduce_scatter_tensor_coalesced_",
-        "c10d::alltoall_",
-        "c10d::alltoall_base_",
-    }
+    f"c10d::{name}"
+    for name in (
+        *("recv_", "allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "alltoall_"),
+        *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "alltoall_base_"),
+    )
 )
 
 
 @cache
 def _library(func: Any) -> str | None:
     """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
-    name = func._schema.name.split("::")[1]
+    name = schema_of(func).name.split("::")[1]
     if name in TRANSFORMER_ENGINE_PRODUCTS:
         return "transformer_engine"
     return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
 
 
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """A tensor, or the tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
 class MemoryMeter(Meter):
-    """Records the storages of the tensors that operators return, from their birth to their death: of those on
-    the mesh's device alone (the CPU without a mesh), as values that are drawn elsewhere take none of it."""
+    """Records the storages of the tensors that operators return, from their birth to their death. Only
+    tensors on the mesh's device (the CPU without a mesh) count: what is drawn elsewhere takes none of it."""
 
     name = "memory"
 
@@ -217,13 +214,12 @@ class MemoryMeter(Meter):
         self.note_workspace(call.func)
 
     def note_workspace(self, func: Any) -> None:
-        """Note the workspace that the first matrix product of a library allocates, and keeps for ever: torch
-        has one for cuBLAS in each thread, that of the forward pass and that of autograd (where activations
-        are computed again too)."""
+        """Note the workspace that a library's first matrix product allocates and keeps. torch has one
+        for cuBLAS in each thread: that of the forward pass, and that of autograd with its recomputations."""
         library = _library(func)
         if library is None:
             return
-        thread = library == "cublas" and torch._C._current_graph_task_id() != -1
+        thread = library == "cublas" and in_backward()
         if (library, thread) in self._workspaces:
             return
         self._workspaces.add((library, thread))
@@ -233,22 +229,15 @@ class MemoryMeter(Meter):
         log.workspaces[number], log.tags[number] = library, "workspaces"
 
     def _note_call(self, call: Call) -> None:
-        result, communication = call.result, call.communication
+        communication = call.communication
         if communication is not None and not communication.returns_new:
-            if call.func._schema.name in _FILLED_FROM_OTHERS:
-                filled = call.args[0]
-                for tensors in [filled] if isinstance(filled, Tensor) else filled:
-                    nested = tensors if isinstance(tensors, (tuple, list)) else [tensors]
-                    self.tag(nested, "communication_buffers", keep=True)
+            if schema_of(call.func).name in _FILLED_FROM_OTHERS:
+                self.tag(_tensors_in(call.args[0]), "communication_buffers", keep=True)
             return
-        if isinstance(result, Tensor):
-            self.note(result)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, Tensor):
-                    self.note(item)
+        for tensor in _tensors_in(call.result):
+            self.note(tensor)
         if communication is not None:
-            self.tag([result] if isinstance(result, Tensor) else result, "communication_buffers", keep=True)
+            self.tag(_tensors_in(call.result), "communication_buffers", keep=True)
 
     def note(self, tensor: Tensor) -> None:
         """Note the storage of a tensor, if it is new; of a DTensor that of its local part, for its own is as
@@ -256,7 +245,7 @@ class MemoryMeter(Meter):
         while is_traceable_wrapper_subclass(tensor):
             tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._numbers or tensor.device.type != self.device:
             return
         log = self.log
@@ -273,7 +262,7 @@ class MemoryMeter(Meter):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a known storage has been given another size: what it was dies, what it is is born."""
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._numbers:
             return
         log, old = self.log, self._numbers[key]
@@ -289,7 +278,7 @@ class MemoryMeter(Meter):
     def tag(self, tensors: Iterable[Tensor], category: str, *, keep: bool = False) -> None:
         """Say what holds these tensors' storages; with ``keep`` an earlier tag stays."""
         for tensor in tensors:
-            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            number = self._numbers.get(storage_key(tensor))
             if number is not None and not (keep and number in self.log.tags):
                 self.log.tags[number] = category
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spbench.bench.meters.communication import CommunicationMeter, communication_of
 from spbench.bench.meters.event_log import EventLog
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.streams import recorded_streams
+from spbench.bench.meters.torch_internals import FakeTensor, TorchDispatchMode, no_dispatch, replaced
 from spbench.impls.axes import MESH_AXES
 
 PRIM_DEVICE = torch.ops.prim.device.default
@@ -63,23 +61,26 @@ class Recorder(TorchDispatchMode):
         self.meters: list[Meter] = [meter for meter in [*core, *self.further] if meter is not None]
 
     def __enter__(self) -> Recorder:
-        entered: Recorder = super().__enter__()
-        # fully_shard frees and makes room for weights by resizing their storages, which is no operator;
-        # patched last, so that an entry that fails leaves nothing patched
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._seen_resize()  # type: ignore[method-assign,assignment]
-        self._streams = nullcontext() if self.events is None else recorded_streams(self.events.streams)
-        self._streams.__enter__()
+        with ExitStack() as undone_if_it_fails:
+            entered: Recorder = super().__enter__()
+            undone_if_it_fails.callback(super().__exit__, None, None, None)
+            self._enter_patches(undone_if_it_fails)
+            self._patches = undone_if_it_fails.pop_all()
         return entered
 
     def __exit__(self, *error: Any) -> None:
-        self._streams.__exit__(None, None, None)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        self._patches.__exit__(*error)
+
+    def _enter_patches(self, patches: ExitStack) -> None:
+        """Put in place what is patched while the recorder is entered."""
+        # fully_shard frees and makes room for weights by resizing their storages, which is no operator
+        patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
+        if self.events is not None:
+            patches.enter_context(recorded_streams(self.events.streams))
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
         """``UntypedStorage.resize_``, noted by the memory meter too."""
-        recorder, resize = self, self._resize
+        recorder, resize = self, torch.UntypedStorage.resize_
 
         def resize_and_see(storage: torch.UntypedStorage, nbytes: int) -> Any:
             result = resize(storage, nbytes)

@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
+from spbench.bench.meters.torch_internals import replaced
 from spbench.bench.simulator.program import COMPUTE_STREAM, ProgramBuilder
-
-#: what of ``torch.cpu`` is replaced; all of it is public
-_REPLACED = ("Stream", "Event", "current_stream", "stream")
 
 
 class Streams:
@@ -129,11 +127,5 @@ def recorded_streams(streams: Streams) -> Iterator[None]:
         "current_stream": lambda device=None: streams.current,
         "stream": streams.issuing,
     }
-    before = {name: getattr(torch.cpu, name) for name in _REPLACED}
-    for name in _REPLACED:
-        setattr(torch.cpu, name, ours[name])
-    try:
+    with replaced(torch.cpu, ours):
         yield
-    finally:
-        for name, theirs in before.items():
-            setattr(torch.cpu, name, theirs)

@@ -118,6 +118,7 @@ class Program:
             the event that is waited for: communication, or the record of a point of another stream; -1 for
             kernels and records.
         marks: (phase, its first event), in order; a phase may come again.
+        unpriced: of ``names`` the operators whose cost is not known (:attr:`Price.known`).
     """
 
     mesh: Mesh
@@ -135,6 +136,7 @@ class Program:
     groups: tuple[Group, ...]
     peers: tuple[tuple[int, ...], ...]
     marks: tuple[tuple[str, int], ...]
+    unpriced: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -142,6 +144,10 @@ class Program:
     @property
     def world(self) -> int:
         return prod(self.mesh)
+
+    def unpriced_calls(self) -> dict[str, int]:
+        """How often each of the operators without a known price is called."""
+        return {name: int((self.name == self.names.index(name)).sum()) for name in self.unpriced}
 
     def phase_of(self, event: int) -> str:
         """The phase that an event belongs to."""
@@ -181,6 +187,8 @@ class ProgramBuilder:
         self.marks: list[tuple[str, int]] = []
         #: (stream, its first event), at each change of the stream on which events are issued
         self.switches: list[tuple[int, int]] = [(COMPUTE_STREAM, 0)]
+        #: see :attr:`Program.unpriced`
+        self.unpriced: set[str] = set()
         self._names: dict[str, int] = {}
         self._groups: dict[Group, int] = {}
         self._peers: dict[tuple[int, ...], int] = {}
@@ -274,6 +282,7 @@ class ProgramBuilder:
             groups=tuple(self._groups),
             peers=tuple(self._peers),
             marks=tuple(self.marks),
+            unpriced=tuple(sorted(self.unpriced)),
         )
 
     def _streams(self) -> np.ndarray:

@@ -1,9 +1,8 @@
 """Peaks are those of torch's own MemTracker, to the byte, for every strategy and backend.
 
-MemTracker hooks itself into every module. Where it refuses the hooks (a module that is called more than once,
-as in a pipeline or in a second step), or they keep tensors alive that the step alone does not (with
-checkpointing, and at lengths where the peak lies in backward: up to 1% of it), there is nothing to compare
-with.
+MemTracker hooks itself into every module. There is nothing to compare with where that is refused (a module is
+called more than once, as in a pipeline or in a second step), and where the hooks keep tensors alive that the
+step alone does not (with checkpointing, or where the peak lies in backward: up to 1% of it).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pytest
 from spbench.bench.engines import virtual
 from spbench.bench.meters.memory import MemoryLog
 from tests.bench.engines.memory_tracker import tracked_peak
-from tests.bench.meters.test_fast_recorder import CELLS
+from tests.bench.meters.test_fast_recorder import CELLS, in_every_run
 
 NAMES = CELLS.keys() - {"pipeline", "dropout and checkpointing", "two steps"}
 
@@ -27,7 +26,7 @@ def unrounded_peak(log: MemoryLog) -> int:
     return int(np.cumsum(np.sign(events) * sizes[np.abs(events) - 1]).max())
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", in_every_run(sorted(NAMES)))
 def test_the_peak_is_that_of_torchs_own_tracker(name: str) -> None:
     assert unrounded_peak(virtual.trace(CELLS[name]).memory) == tracked_peak(CELLS[name])
 

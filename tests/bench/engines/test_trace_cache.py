@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.engines import trace_cache, virtual
 from spbench.bench.engines.trace_cache import trace_key
-from spbench.bench.engines.trace_files import from_bytes, to_bytes
+from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.run_cell import run_cell
 from tests.bench.meters.test_fast_recorder import CELLS, cell, differences
@@ -114,15 +118,48 @@ def test_what_else_makes_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             assert trace_key(RSA, 0, True) != key
 
 
-def test_a_damaged_file_is_made_again(folder: Path, made: list[Cell]) -> None:
+def test_a_damaged_file_is_made_again_and_said_once(
+    folder: Path, made: list[Cell], caplog: pytest.LogCaptureFixture
+) -> None:
     before = virtual.trace(RSA, events=True)
     (file,) = folder.glob("??/*")
     whole = file.read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"x" * 100):
         file.write_bytes(content)
-        assert differences(virtual.trace(RSA, events=True), before) == []
+        caplog.clear()
+        for _ in range(2):
+            assert differences(virtual.trace(RSA, events=True), before) == []
         assert file.read_bytes() == whole
+        assert [text.split(":")[0] for text in caplog.messages] == ["a kept trace is damaged and made again"]
     assert made == [RSA] * 4
+
+
+def damaged(whole: bytes, draw: random.Random) -> bytes:
+    """The bytes cut off, or with one to four of them changed."""
+    if draw.random() < 0.2:
+        return whole[: draw.randrange(len(whole))]
+    content = bytearray(whole)
+    for place in draw.sample(range(len(content)), draw.randint(1, 4)):
+        content[place] ^= draw.randint(1, 255)
+    return bytes(content)
+
+
+def sealed(archive: bytes) -> bytes:
+    """As if it had been written so, with the digest of the damaged content."""
+    return hashlib.sha256(archive).digest() + archive
+
+
+@pytest.mark.parametrize("seal", [bytes, sealed])
+def test_no_damage_is_read_as_a_trace_or_ends_a_run(seal: Callable[[bytes], bytes]) -> None:
+    """500 damaged files: refused; with a digest made anew refused or read, never another error."""
+    whole = to_bytes(virtual.trace(RSA, events=True))[32 if seal is sealed else 0 :]
+    draw = random.Random(20)
+    read = 0
+    for _ in range(int(os.environ.get("SPBENCH_FUZZ", "500"))):
+        with suppress(DamagedTrace):
+            from_bytes(seal(damaged(whole, draw)), RSA)
+            read += 1
+    assert not read or seal is sealed
 
 
 def test_plain_traces_and_meters_of_others_read_nothing(

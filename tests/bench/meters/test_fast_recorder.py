@@ -4,6 +4,7 @@ and kind of step; a fault in what is remembered is seen by the comparison."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -73,13 +74,25 @@ CELLS = {
 }
 
 
+#: what differs in kind; the other cells are traced in the slow run
+_IN_EVERY_RUN = {
+    *("single", "tensor_parallel", "ring_self_attention", "lasp", "dsp", "zigzag"),
+    *("lasp under ddp", "lasp under zero3", "pipeline", "dropout and checkpointing", "two steps"),
+}
+
+
+def in_every_run(names: Iterable[str]) -> list[Any]:
+    """Names of cells, for a test's parameters: those that are not in every run are marked slow."""
+    return [name if name in _IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def plain(asked: Cell, rank: int, monkeypatch: pytest.MonkeyPatch) -> Trace:
     with monkeypatch.context() as patched:
         patched.setenv(virtual.PLAIN_TRACE, "1")
         return virtual.trace(asked, rank, events=True)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", in_every_run(CELLS))
 def test_traces_are_those_of_the_plain_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = CELLS[name]
     for each in rank_classes(asked):
@@ -94,16 +107,15 @@ def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.Mon
     asked = cell("tensor_parallel")
     expected = plain(asked, 0, monkeypatch)
     virtual.trace(asked, events=True)
-    wrong = dict(fast_recorder._MEMORY)
+    wrong = dict(fast_recorder.MEMORY)
     for key, remembered in wrong.items():
         if key[0] is torch.ops.aten._softmax.default or "gelu" in key[0]._schema.name:
             assert remembered is not None
             assert remembered.results is not None
             new = remembered.results[0]
-            assert isinstance(new, fast_recorder._New)
             larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
             wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
-    monkeypatch.setattr(fast_recorder, "_MEMORY", wrong)
+    monkeypatch.setattr(fast_recorder, "MEMORY", wrong)
     assert "sizes" in differences(virtual.trace(asked, events=True), expected)
 
 
@@ -134,3 +146,14 @@ def test_results_are_the_arguments_or_views_of_them_where_they_were() -> None:
             pieces = x.split(3, dim=1)
             assert [piece.storage_offset() for piece in pieces] == [0, 3]
             assert all(piece.untyped_storage()._cdata == x.untyped_storage()._cdata for piece in pieces)
+
+
+@pytest.mark.parametrize("most", [0, 5])
+def test_no_more_is_remembered_than_there_may_be(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_recorder, "MEMORY", memory := {})
+    monkeypatch.setattr(fast_recorder, "MOST_ENTRIES", most)
+    mode = FakeTensorMode()
+    with mode, FastRecorder(mode):
+        for size in range(1, 10):
+            assert torch.ones(size).exp().neg().shape == (size,)
+    assert len(memory) == most

@@ -21,7 +21,7 @@ from spbench.bench.engines.plan import plan
 from spbench.bench.engines.traces import Trace
 from spbench.bench.meters import repeated_steps
 from spbench.bench.meters.fast_recorder import FastRecorder
-from spbench.impls import collectives
+from spbench.impls import rings
 from spbench.impls.collectives import Ring, exchange, ring
 from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.models.model import model_preset, models
@@ -72,7 +72,7 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked = self.run = 0
         self.whole = False
-        for module in (collectives, all_gather_kv):
+        for module in (rings, all_gather_kv):
             monkeypatch.setattr(module, "keyed_steps", self)
 
     def __call__(self, size: int, key: Key, *, backward_within: bool = False) -> Iterator[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import trace
-from spbench.bench.meters.event_log import _PRODUCTS
+from spbench.bench.meters.prices import PRODUCTS
 from spbench.bench.simulator.program import ATTENTION
 from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
@@ -55,4 +55,4 @@ def test_full_recomputation_repeats_the_forward_of_layers() -> None:
 
 
 def test_every_product_has_its_flops() -> None:
-    assert _PRODUCTS.keys() >= TORCH_PRODUCTS | TRANSFORMER_ENGINE_PRODUCTS
+    assert PRODUCTS.keys() >= TORCH_PRODUCTS | TRANSFORMER_ENGINE_PRODUCTS

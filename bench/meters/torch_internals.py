@@ -1,0 +1,196 @@
+"""All of torch's inside that the harness relies on: private names, and what is patched.
+
+The rest of bench takes these from here, so that a release of torch that moves one of them is met in one
+place. :func:`check_internals` says which, before the first trace of a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spbench.bench.errors import UserError
+
+#: the first and last releases of torch with which the tests of meters passed; the nightly job runs both
+TESTED = ("2.12", "2.15")
+
+
+def _moved(what: str) -> UserError:
+    first, last = TESTED
+    return UserError(
+        f"torch {torch.__version__}: {what} is not as spbench knows it; tested with torch {first} to {last}, "
+        "install one of these"
+    )
+
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
+    from torch.distributed.distributed_c10d import _resolve_process_group as group_named
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._mode_utils import no_dispatch
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils.flop_counter import flop_registry
+except ImportError as error:
+    raise _moved(str(error)) from error
+
+__all__ = [
+    "FakeStore",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "check_internals",
+    "disable_fake_tensor_cache",
+    "fake_tensor",
+    "flop_registry",
+    "group_named",
+    "in_backward",
+    "is_traceable_wrapper_subclass",
+    "no_dispatch",
+    "replaced",
+    "schema_of",
+    "storage_key",
+    "without_dispatch",
+]
+
+
+def without_dispatch() -> Any:
+    """A context in which operators reach no mode and no subclass of tensors."""
+    return torch._C._DisableTorchDispatch()
+
+
+def schema_of(func: Any) -> Any:
+    """The schema of an operator, a ``torch._ops.OpOverload``: its name, arguments and returns."""
+    return func._schema
+
+
+def storage_key(x: Tensor | torch.UntypedStorage) -> int:
+    """What tensors on one storage have in common, while it lives."""
+    storage = x.untyped_storage() if isinstance(x, Tensor) else x
+    return storage._cdata
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    attributes: Mapping[str, Any],
+    storage: torch.UntypedStorage | None = None,
+    offset: int = 0,
+) -> FakeTensor:
+    """What ``FakeTensor.__new__`` makes, without what it checks.
+
+    Args:
+        attributes: of the tensor, without ``fake_mode``.
+        storage: in which it lies from ``offset`` on; None: it has one of its own.
+    """
+    with torch._C._DisableTorchDispatch():
+        if storage is None:
+            elem = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            elem = torch.empty(0, dtype=dtype, device="meta")
+            elem.set_(storage, offset, shape, stride)
+        fake: FakeTensor = Tensor._make_subclass(
+            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(attributes)
+    fake.fake_mode = mode
+    return fake
+
+
+@contextmanager
+def replaced(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, attributes of a module or class of torch are these.
+
+    Raises:
+        UserError: it lacks one.
+    """
+    if missing := [name for name in names if not hasattr(owner, name)]:
+        raise _moved(f"{owner.__name__}.{missing[0]}")
+    before = {name: getattr(owner, name) for name in names}
+    try:
+        for name, new in names.items():
+            setattr(owner, name, new)
+        yield
+    finally:
+        for name, old in before.items():
+            setattr(owner, name, old)
+
+
+@cache
+def check_internals() -> None:
+    """Check that torch's inside is as this module takes it to be, in some milliseconds.
+
+    Raises:
+        UserError: names what has moved.
+    """
+    for name, holds in _EXPECTED.items():
+        try:
+            as_known = holds()
+        except Exception:
+            as_known = False
+        if not as_known:
+            raise _moved(name)
+
+
+def _fakes_are_equal() -> bool:
+    """Whether :func:`fake_tensor` makes what torch does, for a tensor and a view of it."""
+    mode = FakeTensorMode()
+    with mode:
+        whole = torch.empty_strided((4, 6), (8, 1), dtype=torch.bfloat16)
+        view = whole[1:, ::2]
+    assert isinstance(whole, FakeTensor)
+    assert isinstance(view, FakeTensor)
+    for theirs, storage in ((whole, None), (view, whole.untyped_storage())):
+        attributes = {name: value for name, value in vars(theirs).items() if name != "fake_mode"}
+        metadata = tuple(theirs.shape), theirs.stride(), theirs.dtype, theirs.fake_device, attributes
+        ours = fake_tensor(mode, *metadata, storage, int(theirs.storage_offset()))
+        if _metadata(ours) != _metadata(theirs) or vars(ours) != vars(theirs):
+            return False
+    return True
+
+
+def _metadata(x: FakeTensor) -> tuple[Any, ...]:
+    keys = str(torch._C._dispatch_keys(x))
+    nbytes = x.untyped_storage().nbytes()
+    return type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.fake_device, nbytes, keys
+
+
+def _storages_are_told_apart() -> bool:
+    x, y = torch.empty(2), torch.empty(2)
+    return storage_key(x) == storage_key(x[1:]) == storage_key(x.untyped_storage()) != storage_key(y)
+
+
+def _schemas_are_known() -> bool:
+    schema, write = schema_of(torch.ops.aten.add_.Tensor), schema_of(torch.ops.aten.add_.Tensor).arguments[0]
+    return schema.name == "aten::add_" and write.name == "self" and write.alias_info.is_write
+
+
+def _backward_is_seen() -> bool:
+    seen = [in_backward()]
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(in_backward()))
+    with torch.enable_grad():
+        (2 * x).backward()
+    return seen == [False, True]
+
+
+#: what is relied on -> whether it holds
+_EXPECTED: dict[str, Callable[[], bool]] = {
+    "FakeTensor.__new__": _fakes_are_equal,
+    "torch.UntypedStorage._cdata": _storages_are_told_apart,
+    "torch._ops.OpOverload._schema": _schemas_are_known,
+    "torch._C._current_graph_task_id": _backward_is_seen,
+}
