@@ -25,7 +25,6 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
@@ -38,6 +37,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.step import Training, initialize
 from tests.bench.verification import backend_faults as faults
+from tests.bench.verification.assertions import assert_green
 
 LENGTH, STEPS = 24, 2
 #: reordered sums make errors of 1e-14, a wrong factor or a missing part far more than this
@@ -181,8 +181,7 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: st
 def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
     for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):
         case = Case(strategy_class(strategy), model_preset(model), "model", seq_len=LENGTH, backend=backend)
-        row = verify_case(pool, case, n)
-        assert row.status == "green", row
+        assert_green(pool, case, n)
 
 
 # -- bytes sent and held ----------------------------------------------------------------------------------

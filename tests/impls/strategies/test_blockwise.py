@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.placements import PLACEMENTS, PlacedChunks
 from spbench.impls.strategies.ring_attention import RingAttention
+from tests.bench.verification.assertions import assert_green
 from tests.bench.verification.attention_model import AttentionModel
 
 
@@ -53,5 +53,4 @@ def test_all_three_gradients(
     options = {"placement": placement}
     # 2 n: a position or two a rank
     for dtype, seq_len in (("fp64", 24), ("fp64", 2 * n), ("bf16", 24)):
-        row = verify_case(pool, Case(strategy, model, "attention", dtype, 3, seq_len, 0, options), n)
-        assert row.status == "green", row
+        assert_green(pool, Case(strategy, model, "attention", dtype, 3, seq_len, 0, options), n)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
@@ -22,6 +21,7 @@ from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
 from spbench.impls.strategies.grid import Grid, part_of
 from spbench.impls.strategies.registry import strategy_class
+from tests.bench.verification.assertions import assert_green
 
 # -- plans -------------------------------------------------------------------------------------------
 
@@ -199,23 +199,20 @@ def test_dims_that_ranks_do_not_divide(
     pool: RankPool, n: int, model: str, options: dict[str, Any], seq_len: int, grid_dim: int
 ) -> None:
     case = case_of("dsp", model_preset(model, options), seq_len, grid_dim=grid_dim)
-    row = verify_case(pool, case, n)
-    assert row.status == "green", row
+    assert_green(pool, case, n)
 
 
 @pytest.mark.parametrize("grid_dim", [0, 1, 2])
 @pytest.mark.parametrize("strategy", ["ulysses", "megatron_sp", "ring_attention", "all_gather_kv"])
 def test_baselines_cut_any_dim(pool: RankPool, strategy: str, grid_dim: int) -> None:
     model = model_preset("transformer-3d-tiny", {"leading": (4, 4), "layers": 1})
-    row = verify_case(pool, case_of(strategy, model, 64, grid_dim=grid_dim), 4)
-    assert row.status == "green", row
+    assert_green(pool, case_of(strategy, model, 64, grid_dim=grid_dim), 4)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "zero3", "fsdp_flat"])
 def test_backends(pool: RankPool, backend: str) -> None:
     model = model_preset("st-dit-tiny", ST_DIT)
-    row = verify_case(pool, case_of("dsp", model, 15, backend=backend), 3)
-    assert row.status == "green", row
+    assert_green(pool, case_of("dsp", model, 15, backend=backend), 3)
 
 
 def case_of(strategy: str, model: Model, seq_len: int, backend: str = "legacy_ddp", **options: int) -> Case:

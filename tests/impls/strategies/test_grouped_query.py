@@ -24,6 +24,7 @@ from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 from tests.bench.engines.test_virtual import on_a_real_rank, seen
+from tests.bench.verification.assertions import assert_green
 
 #: 12 heads, 4 of keys and values, norms of queries and keys
 MODEL = "causal-transformer-tiny-gqa"
@@ -152,8 +153,7 @@ def test_replicas_beside_others_around_each_other(outer: str, inner: str) -> Non
 @pytest.mark.parametrize("backend", sorted(backends()))
 def test_backends_hold_replicas(pool: RankPool, backend: str) -> None:
     case = Case(TensorParallel, grouped(2), "model", backend=backend)
-    row = verify_case(pool, case, 4)
-    assert row.status == "green", row
+    assert_green(pool, case, 4)
 
 
 # -- what a step sends -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2
 from tests.bench.verification import state_faults
+from tests.bench.verification.assertions import assert_green
 from tests.bench.verification.attention_model import AttentionModel, metered
 
 WAYS: list[tuple[type[Strategy], dict[str, Any]]] = [
@@ -36,14 +37,12 @@ MODELS = [
 def test_all_three_gradients(pool: RankPool, n: int, cls: type[Strategy], options: dict[str, Any]) -> None:
     for model in MODELS:
         for dtype, seq_len in (("fp64", 24), ("bf16", 24)):
-            row = verify_case(pool, Case(cls, model, "attention", dtype, 3, seq_len, options=options), n)
-            assert row.status == "green", row
+            assert_green(pool, Case(cls, model, "attention", dtype, 3, seq_len, options=options), n)
 
 
 @pytest.mark.parametrize("cls", [Lasp, Lasp2])
 def test_chunks_of_several_blocks_and_a_rest(pool: RankPool, cls: type[Strategy]) -> None:
-    row = verify_case(pool, Case(cls, MODELS[0], "attention", "fp64", 1, 3 * 600), 3)
-    assert row.status == "green", row
+    assert_green(pool, Case(cls, MODELS[0], "attention", "fp64", 1, 3 * 600), 3)
 
 
 @pytest.mark.parametrize("fault", state_faults.ALL)

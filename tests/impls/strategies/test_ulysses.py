@@ -12,6 +12,7 @@ from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.ulysses import Ulysses
+from tests.bench.verification.assertions import assert_green
 from tests.bench.verification.attention_model import AttentionModel, formula
 
 MODELS = [
@@ -29,8 +30,7 @@ MODELS = [
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 4])
 def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel) -> None:
     for dtype, seq_len in (("fp64", 24), ("bf16", 24)):
-        row = verify_case(pool, Case(Ulysses, model, "attention", dtype, 3, seq_len), n)
-        assert row.status == "green", row
+        assert_green(pool, Case(Ulysses, model, "attention", dtype, 3, seq_len), n)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
@@ -38,8 +38,7 @@ def test_all_three_gradients(pool: RankPool, n: int, model: AttentionModel) -> N
 def test_heads_that_ranks_do_not_divide_are_padded(pool: RankPool, heads: int, model: AttentionModel) -> None:
     grouped = None if model.kv_heads is None else heads // 2
     model = replace(model, heads=heads, kv_heads=grouped)
-    row = verify_case(pool, Case(Ulysses, model, "attention", options={"pad_heads": True}), 4)
-    assert row.status == "green", row
+    assert_green(pool, Case(Ulysses, model, "attention", options={"pad_heads": True}), 4)
     refused = verify_case(pool, Case(Ulysses, model, "attention"), 4)
     assert (refused.status, "option pad_heads" in refused.reason) == ("unsupported", True)
 
