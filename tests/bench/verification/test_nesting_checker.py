@@ -42,13 +42,6 @@ def test_every_pair(pool: RankPool, pair: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_every_pair_at_the_noise_of_its_precision(pool: RankPool, pair: str, dtype: str) -> None:
-    assert runnable(pair, pool, dtype).status in ("green", "unsupported")
-
-
-@pytest.mark.slow
 def test_every_pair_on_every_tiny_model_and_variant() -> None:
     with RankPool(6) as pool:
         rows = list(verify(PAIRS, None, [4, 6], pool=pool))
