@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines.engine import engine_class
-from spbench.bench.search.search import search
 
 
 def run_cell(cell: Cell) -> Measurement:
@@ -15,6 +14,8 @@ def run_cell(cell: Cell) -> Measurement:
     """
     engine = engine_class(cell.engine)()
     if cell.search is not None:
+        from spbench.bench.search.search import search  # torch, which a sweep's own process does without
+
         return search(cell, engine)
     if cell.learning is not None:
         return engine.learn(cell)

@@ -8,7 +8,6 @@ shards, with gradients synchronised by the code that training uses. Dropout is o
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -17,12 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
+from spbench.bench.verification.evenness import check_elements, check_positions
 from spbench.bench.verification.sent_bytes import byte_differences
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
@@ -111,7 +110,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         case, model=with_options(model, model.plain_options), backend=DEFAULT_BACKEND, backend_options={}
     )
 
-    run = partial(_Run, device=mesh.device_type)
+    run = partial(VerifiedRun, device=mesh.device_type)
     truth = run(plain, one_device, torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
     recorder = Recorder(mesh)
@@ -127,8 +126,8 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         noise = relative_errors(expected, _share(run(plain, one_device, case.torch_dtype), checked))
     return [
         *(Finding(name, each, noise.get(name, 0.0)) for name, each in found.items()),
-        *_check_positions(truth, checked),
-        _check_elements(checked),
+        *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
+        Finding(*check_elements(checked), 0.0),
         *(
             Finding(name, each, 0.0, of_bytes=True)
             for name, each in _check_bytes(recorder, case, model, checked)
@@ -137,7 +136,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
 
 
 def _check_bytes(
-    recorder: Recorder, case: Case, model: Model, checked: _Run
+    recorder: Recorder, case: Case, model: Model, checked: VerifiedRun
 ) -> Iterable[tuple[str, Discrepancy]]:
     """Of the whole model alone, as closed forms are of that; the optimizer's step is run for its messages."""
     if checked.part.build != model.build:
@@ -147,7 +146,7 @@ def _check_bytes(
     return byte_differences(recorder, model, checked.backend, case.batch, case.seq_len)
 
 
-class _Run:
+class VerifiedRun:
     """Forward, backward and gradient sync of the case's part with a strategy, on this rank's shards.
 
     Args:
@@ -245,7 +244,7 @@ def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype, devic
     return module
 
 
-def _share(whole: _Run, checked: _Run) -> dict[str, Tensor]:
+def _share(whole: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
     """This rank's share of what one device computed."""
     strategy, part = checked.strategy, checked.part
     kept = checked.backend.weight_parts()
@@ -263,49 +262,3 @@ def _share(whole: _Run, checked: _Run) -> dict[str, Tensor]:
             mine = shard.of(x) if shard else x
             share[name] = kept[key].of(mine) if key in kept else mine
     return share
-
-
-def _check_positions(whole: _Run, checked: _Run) -> Iterable[Finding]:
-    """Every position must lie on equally many ranks; else the shares prove nothing about the whole.
-
-    A strategy that gave all ranks the same chunk would be compared with that chunk alone.
-    """
-    strategy, part = checked.strategy, checked.part
-    tensors = [(n, x, part.sequence_dims[n]) for n, x in whole.inputs.items()]
-    tensors += [(n, x, part.output_dims[n]) for n, x in whole.outputs.items()]
-    grids = {tuple(x.shape[d] for d in _several(dim)) for _, x, dim in tensors if dim is not None}
-    for sizes in sorted(grids):
-        places = torch.arange(math.prod(sizes), device=checked.device).view(sizes)
-        held = torch.zeros(places.numel(), dtype=torch.int64, device=checked.device)
-        held[strategy.shard(places, tuple(range(len(sizes))) if len(sizes) > 1 else 0).flatten()] += 1
-        all_reduce(held, _all_ranks(strategy))
-        even = bool(held.min() == held.max() > 0)
-        yield Finding(f"positions of {' x '.join(map(str, sizes))}", _evenness(even), 0.0)
-
-
-def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
-    """The ranks over which a strategy and those within it spread one sample; None: one alone."""
-    return strategy.place.group(*strategy.nested_axes)
-
-
-def _several(dim: int | tuple[int, ...]) -> tuple[int, ...]:
-    return dim if isinstance(dim, tuple) else (dim,)
-
-
-def _check_elements(checked: _Run) -> Finding:
-    """Every element of a parameter must lie on equally many ranks, for the same reason."""
-    kept = checked.backend.weight_parts()
-    counts = []
-    for name, shape in checked.shapes.items():
-        count = torch.zeros(shape, dtype=torch.int64, device=checked.device)
-        if name in kept:
-            kept[name].of(count).add_(1)
-        counts.append(count.flatten())
-    held = all_reduce(torch.cat(counts), _all_ranks(checked.strategy)).split([len(count) for count in counts])
-    even = all(bool(count.min() == count.max() > 0) for count in held)
-    return Finding("elements of the weights", _evenness(even), 0.0)
-
-
-def _evenness(even: bool) -> Discrepancy:
-    """None where everything lies on equally many ranks, else one without a number."""
-    return Discrepancy.none() if even else Discrepancy.without_number("are on more ranks than others of them")

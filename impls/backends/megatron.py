@@ -53,7 +53,8 @@ LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA = 40_000_000, 1_000_000
 
 @dataclass(frozen=True)
 class MegatronOptions(Options):
-    """What may be chosen about :class:`Megatron`; :mod:`impls.backends.megatron` has Megatron-LM's flags.
+    """What may be chosen about :class:`Megatron`; :mod:`spbench.impls.backends.megatron` has Megatron-LM's
+    flags.
 
     Attributes:
         distributed_optimizer: share main weights and moments out among the ranks of a group.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
-from spbench.impls.kernels.linear_attention import state_dtype
 
 
 def _mask(scores: Tensor, p: float, seed: int) -> Tensor:

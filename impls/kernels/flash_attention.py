@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from spbench.impls.kernels.linear_attention import state_dtype
+from spbench.impls.kernels.decay import state_dtype
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:

@@ -23,37 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from spbench.impls.kernels.decay import decay_mask, decay_powers, positions, state_dtype
+
 #: positions in a block: the fused parallel kernel of LASP's authors keeps a float32 state per 256 positions
 BLOCK = 256
 #: positions in a tile: kernels go through a block's square in tiles and leave out those above the diagonal
 TILE = 64
 
 OPS = torch.ops.spbench
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of states and sums for inputs of this dtype."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def decay_powers(decay: Tensor | None, distance: Tensor) -> Tensor:
-    """exp(-s distance) [Z, n] (or [1, n]) for distances [n], in positions and of the states' dtype."""
-    if decay is None:
-        return torch.ones_like(distance).unsqueeze(0)
-    return torch.exp(-decay.to(distance.dtype).unsqueeze(-1) * distance)
-
-
-def decay_mask(decay: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """exp(-s (i - j)) where j <= i, else 0: [Z, length, length] (or [1, ...]) of the states' dtype."""
-    position = _positions(length, like)
-    distance = position.unsqueeze(-1) - position
-    rate = position.new_zeros(1) if decay is None else decay.to(distance.dtype)
-    # masked before exp: a future position's power would overflow
-    return torch.where(distance < 0, -torch.inf, -rate.view(-1, 1, 1) * distance).exp_()
-
-
-def _positions(length: int, like: Tensor) -> Tensor:
-    return torch.arange(length, device=like.device, dtype=state_dtype(like.dtype))
 
 
 class _Blocks:
@@ -71,8 +48,8 @@ class _Blocks:
         length = x.shape[2]
         self.block = min(block, length)
         self.count = -(-length // self.block)
-        inside = _positions(self.block, x)
-        self.starts = _positions(self.count, x) * self.block
+        inside = positions(self.block, x)
+        self.starts = positions(self.count, x) * self.block
         self.ends = (self.starts + self.block).clamp(max=length)
         lengths = self.ends - self.starts
         to_end = (lengths.unsqueeze(-1) - 1 - inside).clamp_(min=0)  # below 0 lies padding: zeros

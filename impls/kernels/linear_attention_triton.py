@@ -1,4 +1,4 @@
-"""The operators of :mod:`impls.kernels.linear_attention` for GPUs: two Triton kernels and a scan.
+"""The operators of :mod:`spbench.impls.kernels.linear_attention` for GPUs: two Triton kernels and a scan.
 
 All that is computed has one of two forms. At a boundary of blocks, a sum over the positions of a block of
 x_i^T y_i, decayed to the boundary, then a scan over the blocks: states, and their gradients from the other

@@ -2,7 +2,7 @@
 
 With ``kv_heads`` it has the grouped queries of Llama 3 (arXiv 2407.21783), with ``qk_norm`` too those of
 Qwen3 (arXiv 2505.09388); with layer norms, biases, learned positions and dropout it is GPT-3
-(:mod:`impls.models.gpt`).
+(:mod:`spbench.impls.models.gpt`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A module ``flash_attn`` for processes that compute on the CPU, for which FlashAttention has no kernels.
 
 It has the functions that ring-flash-attn and yunchang import from that package, made of the operators of
-:mod:`impls.kernels.flash_attention`, which are torch's CPU flash operators. So a peer on the CPU is its own
-communication and bookkeeping around the kernels that our strategies call.
+:mod:`spbench.impls.kernels.flash_attention`, which are torch's CPU flash operators. So a peer on the CPU is
+its own communication and bookkeeping around the kernels that our strategies call.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 torch dispatches scaled_dot_product_attention to its ring for CUDA's operators alone, so here the ring's own
 functions are called, of whose arguments one is the attention to a block. That is
-:mod:`impls.kernels.flash_attention` on every device.
+:mod:`spbench.impls.kernels.flash_attention` on every device.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ queries, and since masks of any kind become simple. Llama 3 and Megatron-LM plac
 Backward, keys and values are gathered again, as keeping them would take N times the memory of a rank's own in
 every layer. Then each rank has a part of the gradients of all keys and values, and these are
 reduce-scattered; or, as torch's context parallelism has it (rotate method "allgather", torchtitan's default),
-summed from rank to rank of a ring, as in :mod:`impls.strategies.ring_attention`.
+summed from rank to rank of a ring, as in :mod:`spbench.impls.strategies.ring_attention`.
 
 There is no linear attention: a state of D x A numbers a head stands for all the keys of a chunk there, and
 gathering these states is LASP-2 (arXiv 2502.07563).
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.collectives import reduce_scatter_flat, start_all_gather
-from spbench.impls.kernels.linear_attention import state_dtype
+from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site

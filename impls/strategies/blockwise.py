@@ -30,7 +30,7 @@ def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
 
 def attend_blocks(q: Tensor, blocks: Iterable[Block]) -> tuple[Tensor, Tensor]:
     """Softmax attention of q [B, Z, M, A] to the keys of all blocks, scores scaled by A**-0.5: o [B, Z, M, A]
-    of q's dtype, and lse [B, Z, M] of :mod:`impls.kernels.flash_attention`. All queries see the first
+    of q's dtype, and lse [B, Z, M] of :mod:`spbench.impls.kernels.flash_attention`. All queries see the first
     block."""
     scale, so_far = q.shape[-1] ** -0.5, None
     for mine, keys, values, causal in blocks:

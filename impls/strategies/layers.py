@@ -90,7 +90,7 @@ class LayerHooks:
     @left_within
     def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
         """As :meth:`cross_entropy`, in the memory of the logits, which nothing else may read; see
-        :func:`impls.kernels.cross_entropy.cross_entropy_in_place`."""
+        :func:`spbench.impls.kernels.cross_entropy.cross_entropy_in_place`."""
         return cross_entropy_in_place(logits, labels, None)
 
     @left_within

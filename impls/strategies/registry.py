@@ -19,7 +19,8 @@ def strategies() -> Mapping[str, type[Strategy]]:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy of that name: of :func:`strategies`, or a peer (:mod:`impls.peers`), installed or not.
+    """The strategy of that name: of :func:`strategies`, or a peer (:mod:`spbench.impls.peers`), installed or
+    not.
 
     Raises:
         KeyError: with the known names, if there is none.

@@ -6,7 +6,8 @@ seen is held as its output so far and the logarithm of its softmax's denominator
 by rescaling both (section 3). Backward, keys and values travel once more, and with them the sums of their
 gradients, which come home after N steps.
 
-Under a causal mask the placement of positions (:mod:`impls.strategies.placements`) decides how even work is.
+Under a causal mask the placement of positions (:mod:`spbench.impls.strategies.placements`) decides how even
+work is.
 
 Linear attention goes round the same ring without a softmax: scores first, the left product, as the LASP
 paper (arXiv 2404.02882, section 4) has it for a baseline.
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.collectives import Ring, owners_in_turn
-from spbench.impls.kernels.linear_attention import decay_mask, decay_powers, state_dtype
+from spbench.impls.kernels.decay import decay_mask, decay_powers, state_dtype
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences

@@ -1,8 +1,8 @@
 """Pre-norm causal language models, as single-device code.
 
 A layer is x + mixer(norm(x)), then x + mlp(norm(x)); after the last one comes a norm and the head. What
-mixes the tokens of each layer is chosen by a subclass, from :mod:`impls.models.blocks.mixers` and
-:mod:`impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions.
+mixes the tokens of each layer is chosen by a subclass, from :mod:`spbench.impls.models.blocks.mixers` and
+:mod:`spbench.impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
 V vocabulary.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.layout import SiteKind
-from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer, make_norm
-from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention, Places
-from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
+from spbench.impls.models.blocks.decoder_module import Decoder
+from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.options import with_options
-from spbench.impls.strategies.base import Site, Strategy, Unsupported
+from spbench.impls.strategies.base import Site, Strategy
 
 #: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. A norm makes something of size
 #: one of what is almost zero by chance, as a query's product with a key of 4 features can be; without so
@@ -213,105 +213,3 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             ),
             "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
-
-
-class Decoder(nn.Module):
-    """A pipeline stage of the model, or all of it.
-
-    ``forward(inputs, hidden)``, with ``hidden`` [B, L, H] of the stage before (None on the first), returns
-    ``hidden`` [B, L, H], before the final norm, and on the last stage ``loss``, this rank's share, the same
-    as ``language_loss``, and ``token_loss`` [B, L].
-    """
-
-    def __init__(self, model: DecoderModel, strategy: Strategy, seq_len: int, stage: Stage):
-        super().__init__()
-        self.model, self.strategy, self.seq_len, self.stage = model, strategy, seq_len, stage
-        self.unbatched = model.unbatched
-        rows = model.padded_vocabulary(strategy.vocabulary_parts)
-        if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
-            self.embedding = strategy.embedding(rows, model.hidden)
-        self.positions = _learned_positions(model, seq_len) if stage.first else None
-        layers = stage.layers(model.layers)
-        self.blocks = nn.ModuleDict({str(i): DecoderBlock(model, strategy, i) for i in layers})
-        self.runs = [([str(i) for i in run], again) for run, again in model.recomputed_runs(layers)]
-        if stage.last:
-            self.norm = make_norm(model)
-            if not model.tied:
-                self.head = strategy.vocabulary_parameter(rows, model.hidden)
-        self._places: Places | None = None
-
-    @property
-    def tied(self) -> Tensor | None:
-        """The word embedding where the first and the last stage both hold it."""
-        if not self.model.tied:
-            return None
-        weight: Tensor = self.embedding.weight  # type: ignore[assignment]
-        return weight
-
-    def boundary_shape(self, inputs: Mapping[str, Tensor]) -> tuple[int, int, int]:
-        """The shape of ``hidden``."""
-        batch, length = inputs["tokens"].shape
-        return batch, length, self.model.hidden
-
-    def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
-        # held until forward has ended, as what a data loader has made
-        mask = _loader_mask(inputs["tokens"], self.seq_len) if self.model.loader_mask else None
-        x = self._embedded(inputs["tokens"]) if hidden is None else hidden
-        del hidden
-        places = self._places_like(x)
-        for names, again in self.runs:
-            if again:
-                x = recomputed(self._run, self.strategy.random, x, places, names)
-            else:
-                x = self._run(x, places, names)
-        found = {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
-        del mask
-        return found
-
-    def _places_like(self, x: Tensor) -> Places:
-        """Made for each forward; libraries make them once."""
-        if not self.model.fused:
-            return Places(self.strategy, self.seq_len, x)
-        if self._places is None:
-            self._places = Places(self.strategy, self.seq_len, x)
-        return self._places
-
-    def _run(self, x: Tensor, places: Places, names: Sequence[str]) -> Tensor:
-        for name in names:
-            x = self.blocks[name](x, places)
-        return x
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            whole = torch.arange(self.seq_len, device=tokens.device)
-            x = x + self.positions(self.strategy.shard(whole, 0))
-        return self.strategy.random.dropout(x, self.model.dropout, self.strategy.position_axes)
-
-    def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        weight = self.head if (tied := self.tied) is None else tied
-        logits, labels = self.strategy.vocabulary_logits(self.norm(x), weight, None), inputs["labels"]
-        if self.model.cross_entropy == "in_place":
-            token_loss = self.strategy.cross_entropy_in_place(logits, labels)
-        else:
-            fused = self.model.cross_entropy == "fused"
-            token_loss = self.strategy.cross_entropy(logits, labels, fused=fused)
-        loss = (token_loss * inputs["loss_weights"]).sum()
-        return {"loss": loss, "language_loss": loss, "token_loss": token_loss}
-
-
-def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:
-    if model.learned_positions is None:
-        return None
-    if seq_len > model.learned_positions:
-        raise Unsupported(
-            f"the model has {model.learned_positions} learned positions, not the {seq_len} of the sequence",
-            "set max_positions",
-        )
-    return nn.Embedding(model.learned_positions, model.hidden)
-
-
-def _loader_mask(tokens: Tensor, seq_len: int) -> Tensor:
-    """True where a key must not be attended [B, 1, L, L], of whole sequences."""
-    shape = len(tokens), 1, seq_len, seq_len
-    return torch.ones(shape, dtype=torch.bool, device=tokens.device).triu_(1)

@@ -1,0 +1,31 @@
+"""The decay of linear attention: powers of a rate a head by the distance between positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of states and sums for inputs of this dtype."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def decay_powers(decay: Tensor | None, distance: Tensor) -> Tensor:
+    """exp(-s distance) [Z, n] (or [1, n]) for distances [n], in positions and of the states' dtype."""
+    if decay is None:
+        return torch.ones_like(distance).unsqueeze(0)
+    return torch.exp(-decay.to(distance.dtype).unsqueeze(-1) * distance)
+
+
+def decay_mask(decay: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """exp(-s (i - j)) where j <= i, else 0: [Z, length, length] (or [1, ...]) of the states' dtype."""
+    position = positions(length, like)
+    distance = position.unsqueeze(-1) - position
+    rate = position.new_zeros(1) if decay is None else decay.to(distance.dtype)
+    # masked before exp: a future position's power would overflow
+    return torch.where(distance < 0, -torch.inf, -rate.view(-1, 1, 1) * distance).exp_()
+
+
+def positions(length: int, like: Tensor) -> Tensor:
+    return torch.arange(length, device=like.device, dtype=state_dtype(like.dtype))
