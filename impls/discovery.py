@@ -13,6 +13,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points
@@ -154,9 +155,10 @@ class FunctionModules:
         """The functions' docstrings by name, read from their files without importing them; "" for none."""
         found = dict.fromkeys(self.names(), "")
         for place in self._places():
-            for node in ast.parse(_source(place)).body:
-                if isinstance(node, ast.FunctionDef) and node.name == place.attr:
-                    found[place.name] = ast.get_docstring(node) or ""
+            with suppress(SyntaxError):  # told when it is loaded
+                for node in ast.parse(_source(place)).body:
+                    if isinstance(node, ast.FunctionDef) and node.name == place.attr:
+                        found[place.name] = ast.get_docstring(node) or ""
         return found
 
     def summaries(self) -> dict[str, str]:
