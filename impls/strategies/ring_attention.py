@@ -60,9 +60,9 @@ def gradients_round(
     A rank contributes ``of_block(owner, k, v)`` to the block of each owner, or nothing where that is None.
     Its contribution to its own block covers all positions.
 
-    ``block`` is (k, v), or the two in one tensor [2, ...], so that a step sends one message, not two. The sums
-    travel behind the blocks, in at least float32, as N ranks add to them. ``everywhere`` holds the blocks of
-    all owners if they are here already; then the sums travel alone.
+    ``block`` is (k, v), or the two in one tensor [2, ...], so that a step sends one message, not two. The
+    sums travel behind the blocks, in at least float32, as N ranks add to them. ``everywhere`` holds every
+    owner's block if they are here already; then the sums travel alone.
     """
     precise, ring = state_dtype(block[0].dtype), Ring(group)
     if everywhere is None:
