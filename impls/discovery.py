@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
@@ -109,10 +110,11 @@ def _named_values(
 
 @dataclass(frozen=True)
 class FunctionModules:
-    """The functions that each lie in a module of their own, which is imported when its function is loaded.
+    """The functions in the modules of a package, each imported when it is loaded.
 
     The function NAME is ``function`` in the module NAME of the package, or ``prefix`` NAME with ``_`` for
-    each ``-`` of the name, or an entry point NAME of the group. Modules without such a function do not count.
+    each ``-`` of the name; or it is assigned to ``function`` _ NAME in any module; or an entry point NAME of
+    the group. Modules without such a function do not count.
 
     Attributes:
         package: import name of the package.
@@ -159,8 +161,14 @@ class FunctionModules:
         return ""
 
     def summary(self, name: str) -> str:
-        """The first sentence of the docstring of that function's module, likewise."""
-        paragraph = (ast.get_docstring(self._parsed(name)[1]) or "").split("\n\n")[0]
+        """The first sentence of the docstring below the assignment of that function, or of its module,
+        likewise."""
+        attribute, module = self._parsed(name)
+        text = ast.get_docstring(module) or ""
+        for node, below in pairwise(module.body if attribute != self.function else ()):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == attribute:
+                text = ast.get_docstring(ast.Module([below], [])) or ""
+        paragraph = text.split("\n\n")[0]
         return " ".join(paragraph.split()).split(". ")[0].rstrip(".")
 
     def _parsed(self, name: str) -> tuple[str, ast.Module]:
@@ -175,13 +183,19 @@ class FunctionModules:
     def _places(self) -> list[EntryPoint]:
         here = [
             EntryPoint(
-                path.stem.removeprefix(self.prefix).replace("_", "-" if self.prefix else "_"),
-                f"{self.package}.{path.stem}:{self.function}",
+                named or path.stem.removeprefix(self.prefix).replace("_", "-" if self.prefix else "_"),
+                f"{self.package}.{path.stem}:{self.function}{'_' * bool(named)}{named}",
                 self.group,
             )
             for folder in importlib.import_module(self.package).__path__
             for path in sorted(Path(folder).glob(f"{self.prefix}*.py"))
-            if re.search(rf"^(def {self.function}\(|{self.function} = )", path.read_text(), re.MULTILINE)
+            for named in dict.fromkeys(
+                re.findall(
+                    rf"^(?:def {self.function}\(|{self.function}(?:_(\w+))? = )",
+                    path.read_text(),
+                    re.MULTILINE,
+                )
+            )
         ]
         return [*here, *entry_points(group=self.group)]
 

@@ -231,4 +231,4 @@ def _met(claim: DrawnClaim) -> bool:
     return claim.relative_error is not None and abs(claim.relative_error) < _ROUNDING
 
 
-draw = Drawing(__name__, _grid)
+draw = Drawing("communication", _grid)

@@ -219,4 +219,6 @@ def _bounds(comparison: DataFrame) -> list[str]:
     ]
 
 
-draw = Drawing(__name__, losses)
+draw = Drawing("convergence", losses)
+draw_lasp_convergence = Drawing("lasp_convergence", losses)
+"""Losses with LASP beside those of one device: LASP (arXiv 2404.02882), convergence table."""

@@ -112,4 +112,4 @@ def _entry(name: str, color: str, marker: str, *, filled: bool) -> Line2D:
     return Line2D([], [], linestyle="none", marker=marker, color=color, markerfacecolor=face, label=name)
 
 
-draw = Drawing(__name__, _grid)
+draw = Drawing("measured", _grid)

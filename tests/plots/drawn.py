@@ -8,10 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from pandas import DataFrame
 from PIL import Image
-
-from spbench.plots.drawing import Drawing
 
 
 def artists(figure: Figure, gid: str) -> list[Any]:
@@ -57,12 +54,6 @@ def assert_valid(paths: list[Path], folder: Path, name: str) -> None:
             assert min(image.size) > 60
         assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
         assert pdf.read_bytes().startswith(b"%PDF-")
-
-
-def assert_draws(draw: Drawing, rows: Any, comparison: DataFrame) -> None:
-    """The figure can be drawn of one row, and of none."""
-    for some in (rows[-1:], []):
-        assert_nothing_overlaps(draw.figure(some, comparison))
 
 
 def assert_nothing_overlaps(figure: Figure) -> None:

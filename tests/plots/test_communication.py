@@ -193,7 +193,3 @@ def test_rows_without_bytes_are_marked_and_told(rows: list[Row]) -> None:
         f"bert-tiny, {RSA} at 2 GPUs, virtual: failed (a reason)",
     ]
     assert {"out of memory", "unsupported", "failed"} < set(legend(figure))
-
-
-def test_rows_without_numbers(rows: list[Row]) -> None:
-    drawn([{**row, "status": "failed", "measurement": {}} for row in rows])

@@ -11,9 +11,8 @@ from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import as_frame
 from spbench.bench.reproduction.comparisons import compare
-from spbench.plots import lasp_convergence
 from spbench.plots.convergence import draw
-from tests.plots.drawn import artists, assert_draws, assert_nothing_overlaps, legend, points
+from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
 from tests.plots.rows import ran
 
 Row = dict[str, Any]
@@ -106,8 +105,3 @@ def test_many_backends_take_turns_on_the_reference() -> None:
     assert below[1] == (2, pytest.approx(5e-7, rel=0.1))
     assert len(legend(figure)) == len(BACKENDS) + 2
     assert figure.axes[0].get_title() == "tnl-mini: Next-token loss"
-
-
-def test_lasp() -> None:
-    rows = [learned("lasp", "ddp", 1e-7)]
-    assert_draws(lasp_convergence.draw, rows, pd.DataFrame())

@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from spbench.plots import dsp_communication, dsp_inference, dsp_memory, dsp_scaling, dsp_throughput
+from spbench.plots import dsp
 from spbench.plots.drawing import Drawing
 from tests.plots.drawn import (
     artists,
@@ -112,7 +112,7 @@ def drawn(draw: Drawing, rows: list[Row], comparison: pd.DataFrame | None = None
 
 
 def videos(rows: list[Row], comparison: pd.DataFrame) -> Figure:
-    return drawn(dsp_throughput.draw, rows, comparison)
+    return drawn(dsp.draw_dsp_throughput, rows, comparison)
 
 
 def test_a_panel_for_each_video_and_a_line_for_each_cut() -> None:
@@ -159,17 +159,19 @@ def test_every_number_of_gpus_out_of_memory_is_marked() -> None:
 
 
 def test_latency_of_one_device_is_a_marker() -> None:
-    figure = drawn(dsp_inference.draw, FORWARD)
+    figure = drawn(dsp.draw_dsp_inference, FORWARD)
     assert [ax.get_title() for ax in figure.axes] == [f"{n} frames of 4096 places" for n in (64, 128)]
     assert figure.axes[0].get_ylabel() == "Latency of 100 forwards (s)"
-    for single, dsp in zip(*(artists(figure, f"ours latency_s {n}") for n in ("single", "DSP")), strict=True):
+    for single, many in zip(
+        *(artists(figure, f"ours latency_s {n}") for n in ("single", "DSP")), strict=True
+    ):
         assert single.get_xydata().tolist() == [[1, 200]]
-        assert single.get_marker() not in ("", "None", dsp.get_marker())
-        assert dsp.get_xydata().tolist() == [[2, 50], [4, 25], [8, 12.5]]
+        assert single.get_marker() not in ("", "None", many.get_marker())
+        assert many.get_xydata().tolist() == [[2, 50], [4, 25], [8, 12.5]]
 
 
 def test_strong_and_weak_scaling() -> None:
-    figure = drawn(dsp_scaling.draw, SCALED)
+    figure = drawn(dsp.draw_dsp_scaling, SCALED)
     strong, weak, larger, _ = figure.axes
     assert [ax.get_title() for ax in (strong, weak, larger)] == [
         *("st-dit-xl, strong:\n4096K positions", "st-dit-xl, weak:\n128K positions a GPU"),
@@ -188,7 +190,7 @@ def test_strong_and_weak_scaling() -> None:
 
 
 def test_bars_of_memory_are_the_rows() -> None:
-    figure = drawn(dsp_memory.draw, MEMORY)
+    figure = drawn(dsp.draw_dsp_memory, MEMORY)
     ax = figure.axes[0]
     assert ax.get_title() == "st-dit-xl, 128 frames of 4096 places, 8 GPUs"
     assert ax.get_ylabel() == "Peak memory (GiB)"
@@ -208,7 +210,7 @@ def test_bars_of_memory_are_the_rows() -> None:
 
 
 def test_metered_elements_beside_the_exact_formulas() -> None:
-    figure = drawn(dsp_communication.draw, SENT, COMPARISON)
+    figure = drawn(dsp.draw_dsp_communication, SENT, COMPARISON)
     ax = figure.axes[0]
     assert (ax.get_title(), ax.get_xlabel()) == ("st-dit-tiny, 12 frames of 8 places", "Number of GPUs")
     assert points(figure, "ours sent_elements DSP") == [(2, 80), (4, 40)]

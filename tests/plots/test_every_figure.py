@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from matplotlib.patches import Rectangle
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.plots import FIGURES
 from spbench.plots.drawing import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from spbench.plots.style import GREY, method_color, short_name, strategy_name, tint
@@ -86,8 +86,9 @@ def comparison_of(rows: list[Row]) -> pd.DataFrame:
 @pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
 def test_text_is_readable_and_colours_are_the_methods(scenario: str, name: str) -> None:
     rows = rows_of(scenario)
-    draw: Drawing = importlib.import_module(f"spbench.plots.{name}").draw
-    assert draw.module.endswith(f".{name}")
+    draw = FIGURES.load(name)
+    assert isinstance(draw, Drawing)
+    assert draw.name == name
     sent = comparison_of(rows) if name in ("dsp_communication", "lasp_communication") else pd.DataFrame()
     grid = draw.grid(rows, sent)
     for width in [PAGE_INCHES, COLUMN_INCHES][: 1 if grid.page_only else 2]:

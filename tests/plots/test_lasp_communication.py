@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from spbench.plots.lasp_communication import draw
+from spbench.plots.lasp import draw_lasp_communication
 from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
 from tests.plots.rows import ran, table
 
@@ -52,7 +52,7 @@ COMPARISON = table(
 
 
 def drawn(rows: list[Row], comparison: pd.DataFrame) -> Figure:
-    figure = draw.figure(rows, comparison)
+    figure = draw_lasp_communication.figure(rows, comparison)
     assert_nothing_overlaps(figure)
     return figure
 
@@ -91,7 +91,3 @@ def test_what_is_sent_is_known_of_runs_out_of_memory() -> None:
     figure = drawn([LASP[0], {**LASP[1], "status": "oom"}], COMPARISON)
     assert points(figure, "ours sent_elements LASP") == [(n, STATE) for n in LENGTHS]
     assert [x for x, _ in points(figure, "ours oom LASP")] == [LENGTHS[1]]
-
-
-def test_without_formulas_there_is_nothing_to_draw() -> None:
-    drawn(LASP, pd.DataFrame())

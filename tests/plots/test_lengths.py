@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from spbench.plots import lasp_scalability, lasp_speed
 from spbench.plots.axes import length_text
+from spbench.plots.lasp import draw_lasp_scalability, draw_lasp_speed
 from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
 from tests.plots.rows import published, ran, table
 
@@ -65,13 +65,13 @@ SPEED_PUBLISHED = table(
 
 def scaling(rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
     table = pd.DataFrame() if comparison is None else comparison
-    figure = lasp_scalability.draw.figure(rows, table)
+    figure = draw_lasp_scalability.figure(rows, table)
     assert_nothing_overlaps(figure)
     return figure
 
 
 def speed(rows: list[Row], comparison: pd.DataFrame) -> Figure:
-    figure = lasp_speed.draw.figure(rows, comparison)
+    figure = draw_lasp_speed.figure(rows, comparison)
     assert_nothing_overlaps(figure)
     return figure
 
@@ -157,12 +157,6 @@ def test_two_readings_of_one_method_are_two_lines_beside_one_published_marker() 
     assert len(artists(figure, f"published oom {left}")) == 1
     assert not artists(figure, f"published oom {right}")
     assert legend(figure)[:4] == [left, right, "LASP", "published"]
-
-
-def test_a_panel_for_each_model() -> None:
-    larger = [{**row, "cell": {**row["cell"], "model": "tnl-7b"}} for row in SPEED]
-    figure = speed([*larger, *SPEED], SPEED_PUBLISHED)
-    assert [ax.get_title() for ax in figure.axes] == ["tnl-1b", "tnl-7b"]
 
 
 def test_lengths_are_written_as_in_papers() -> None:

@@ -10,7 +10,7 @@ from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import as_frame
 from spbench.bench.reproduction.comparisons import compare
-from spbench.plots.rsa_table4 import draw, weak_scalings
+from spbench.plots.rsa import draw_rsa_table4
 from tests.plots.drawn import artists, assert_below_zero, assert_nothing_overlaps, legend
 
 Row = dict[str, Any]
@@ -43,15 +43,9 @@ def comparison(rows: list[Row]) -> pd.DataFrame:
 
 
 def drawn(rows: list[Row], table: pd.DataFrame) -> Figure:
-    figure = draw.figure(rows, table)
+    figure = draw_rsa_table4.figure(rows, table)
     assert_nothing_overlaps(figure)
     return figure
-
-
-def test_two_scalings_of_eight_cells(rows: list[Row]) -> None:
-    found = weak_scalings(rows[::-1])
-    assert {name: len(some) for name, some in found.items()} == {BATCH: 8, LENGTH: 8}
-    assert list(found) == [BATCH, LENGTH]
 
 
 def test_published_stands_around_ours(rows: list[Row]) -> None:
@@ -87,9 +81,3 @@ def test_both_scalings_have_one_scale(rows: list[Row]) -> None:
     assert limits[2] == limits[3]
     # the largest published memory, of a panel on the right
     assert limits[0][1] > 14839
-
-
-def test_without_a_comparison_only_ours(rows: list[Row]) -> None:
-    figure = drawn(rows, pd.DataFrame())
-    assert "published" not in legend(figure)
-    assert len(artists(figure, "ours memory_mb tensor parallel")) == 2

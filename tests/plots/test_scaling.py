@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from spbench.plots import rsa_pipeline
+from spbench.plots.rsa import draw_rsa_pipeline
 from tests.plots.drawn import (
     artists,
     assert_below_zero,
@@ -38,7 +38,7 @@ ROWS = [
 
 
 def drawn(rows: list[Row]) -> Figure:
-    figure = rsa_pipeline.draw.figure(rows, pd.DataFrame())
+    figure = draw_rsa_pipeline.figure(rows, pd.DataFrame())
     assert_nothing_overlaps(figure)
     return figure
 
