@@ -111,11 +111,9 @@ def _draw_bars(ax: Axes, lines: Sequence[Line], published: Sequence[float]) -> D
     names = ["published"] * len(bars)
     for line in lines:
         for row in line.rows:
-            answer, look = _answer(row), line.look
+            answer = _answer(row)
             gid = f"ours {row['status'] if answer is None else 'largest'} {line.name}"
-            segments = [] if answer is None else [Segment(answer, look.color, gid, look.hatch)]
-            text = "" if answer is None else number(answer)
-            bars.append(Bar(segments, gid, text, row["status"], look.color, len(bars)))
+            bars.append(Bar.of(answer, line.look, gid, row["status"], number(answer or 0), len(bars)))
             names.append("ours" if len(lines) == 1 else line.name)
     return draw_bars(ax, bars, names, bar_width(1))
 
