@@ -8,7 +8,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
+from pandas import DataFrame
 from PIL import Image
+
+from spbench.plots.drawing import Drawing
+
+
+def drawn(draw: Drawing, rows: Any, comparison: DataFrame | None = None) -> Figure:
+    """The figure of rows, in which no text lies over another."""
+    figure = draw.figure(rows, DataFrame() if comparison is None else comparison)
+    assert_nothing_overlaps(figure)
+    return figure
 
 
 def artists(figure: Figure, gid: str) -> list[Any]:

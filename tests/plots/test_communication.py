@@ -17,7 +17,7 @@ from tests.plots.drawn import (
     legend,
     points,
 )
-from tests.plots.rows import compared, table
+from tests.plots.rows import compared, row_of, table
 
 Row = dict[str, Any]
 TP, RSA = "tensor parallel", "ring self attention"
@@ -32,15 +32,7 @@ def traced() -> list[Row]:
             settings = {"model": "bert-tiny", "batch": 2, "seq_len": 48, "sizes": {axis: ranks}}
             cell = Cell.model_validate({**settings, "strategy": strategy})
             measured = VirtualEngine().measure(cell)
-            rows.append(
-                {
-                    "key": cell.key,
-                    "cell": cell.model_dump(mode="json"),
-                    "status": measured.status,
-                    "reason": measured.reason,
-                    "measurement": measured.as_dict(),
-                }
-            )
+            rows.append(row_of(cell, measured.as_dict(), measured.status))
     return rows
 
 

@@ -13,7 +13,7 @@ from spbench.bench.published.comparison import as_frame
 from spbench.bench.reproduction.comparisons import compare
 from spbench.plots.convergence import draw
 from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
-from tests.plots.rows import ran
+from tests.plots.rows import ran, row_of
 
 Row = dict[str, Any]
 SCENARIO = load_scenario("rsa_convergence")
@@ -24,13 +24,7 @@ RSA = "ring self attention on 4 ranks, fp32"
 def row(cell: Cell) -> Row:
     off = {"ring_self_attention": 1e-4, "tensor_parallel": 1e-7}.get(cell.strategy, 0.0)
     losses = [{"step": step, "mlm": 7 / step * (1 + off * (step - 1)), "order": 0.7} for step in range(1, 40)]
-    return {
-        "key": cell.key,
-        "cell": cell.model_dump(mode="json"),
-        "status": "ok",
-        "reason": "",
-        "measurement": {"losses": losses},
-    }
+    return row_of(cell, {"losses": losses})
 
 
 @pytest.fixture

@@ -6,14 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from spbench.plots import dsp
-from spbench.plots.drawing import Drawing
-from tests.plots.drawn import (
-    artists,
-    assert_below_zero,
-    assert_nothing_overlaps,
-    legend,
-    points,
-)
+from tests.plots.drawn import artists, assert_below_zero, drawn, legend, points
 from tests.plots.rows import published, ran, table
 
 Row = dict[str, Any]
@@ -105,12 +98,6 @@ COMPARISON = table(
 )
 
 
-def drawn(draw: Drawing, rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-    assert_nothing_overlaps(figure)
-    return figure
-
-
 def videos(rows: list[Row], comparison: pd.DataFrame) -> Figure:
     return drawn(dsp.draw_dsp_throughput, rows, comparison)
 
@@ -132,30 +119,12 @@ def test_a_panel_for_each_video_and_a_line_for_each_cut() -> None:
     assert legend(figure) == ["Ulysses, frames cut", "Ulysses, places cut", "DSP", "published"]
 
 
-def test_published_throughput_is_hollow_and_once_for_both_cuts() -> None:
-    figure = videos(TRAINED, PUBLISHED)
-    (dsp,) = artists(figure, f"published {THROUGHPUT} DSP")
-    assert dsp.axes is figure.axes[0]
-    assert (dsp.get_markerfacecolor(), list(dsp.get_ydata())) == ("none", [2.5] * 3)
-    assert len(artists(figure, f"published {THROUGHPUT} Ulysses, frames cut")) == 1
-    assert not artists(figure, f"published {THROUGHPUT} Ulysses, places cut")
-
-
 def test_cuts_that_are_drawn_one_over_the_other_are_told() -> None:
     assert not artists(videos(CUTS, PUBLISHED), "notes")
     same = [{**row, "measurement": {"samples_per_s": 1.0}} for row in CUTS]
     (notes,) = artists(videos(same, PUBLISHED), "notes")
     names = "Ulysses, frames cut and Ulysses, places cut"
     assert notes.get_text() == f"{names} are alike within 0.1%: 64 frames of 4096 places"
-
-
-def test_every_number_of_gpus_out_of_memory_is_marked() -> None:
-    lost = [at("dsp", n, status="oom") for n in (1, 2)]
-    figure = videos([*lost, at("dsp", 8), at("ulysses", 8, status="unsupported")], pd.DataFrame())
-    assert sorted(mark.get_xdata()[0] for mark in artists(figure, "ours oom DSP")) == [1, 2]
-    assert legend(figure) == ["Ulysses", "DSP", "unsupported", "out of memory"]
-    (notes,) = artists(figure, "notes")
-    assert notes.get_text().endswith("Ulysses: unsupported at 8 GPUs (reason of unsupported)")
 
 
 def test_latency_of_one_device_is_a_marker() -> None:

@@ -20,6 +20,7 @@ from spbench.plots.drawing import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from spbench.plots.style import GREY, method_color, short_name, strategy_name, tint
 from tests.plots.drawn import assert_nothing_overlaps
+from tests.plots.rows import row_of
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -53,15 +54,7 @@ def rows_of(scenario: str) -> list[Row]:
             "losses": [{"step": step, "mlm": 7 / step, "language": 6 / step} for step in range(1, 20)],
         }
         lost = number % 10 == 9
-        rows.append(
-            {
-                "key": cell.key,
-                "cell": cell.model_dump(mode="json"),
-                "status": "oom" if lost else "ok",
-                "reason": "",
-                "measurement": {} if lost else measurement,
-            }
-        )
+        rows.append(row_of(cell, {} if lost else measurement, "oom" if lost else "ok"))
     return rows
 
 

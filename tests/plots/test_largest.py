@@ -102,12 +102,6 @@ def test_marks_of_two_strategies_stand_side_by_side() -> None:
     assert places[0][1] == pytest.approx(places[1][1])
 
 
-def test_nothing_fits_anywhere() -> None:
-    figure = drawn([searched(TP, n, None, "oom") for n in (4, 8)], table(RATIO))
-    assert points(figure, "ours largest tensor parallel") == []
-    assert [mark.get_xdata() for mark in artists(figure, "ours oom tensor parallel")] == [[4], [8]]
-
-
 def test_claims_stand_beside_ours() -> None:
     missing = compared(
         "rsa-max-seqlen-large", 2.0, None, "elsewhere", "nowhere", note="numerator was not run"
@@ -154,30 +148,11 @@ def test_variants_are_lines_of_their_own() -> None:
     assert len(points(figure, "ours largest tensor parallel, first-steps")) == 3
 
 
-def test_many_strategies_and_sizes() -> None:
-    rows = []
-    for index in range(10):
-        for ranks in (1, 2, 3, 4, 5, 6, 7, 8, 128, 512):
-            row = searched(TP, ranks, None if ranks < index // 3 else 1000 * ranks + index)
-            row["cell"]["strategy"] = f"strategy_{index}"
-            row["status"] = "ok" if row["measurement"] else "oom"
-            rows.append(row)
-    figure = drawn(rows)
-    colors = [artists(figure, f"ours largest strategy {n}")[0].get_color() for n in range(10)]
-    markers = [artists(figure, f"ours largest strategy {n}")[0].get_marker() for n in range(10)]
-    assert len(set(zip(colors, markers, strict=True))) == 10
-
-
 @pytest.mark.parametrize("scenario", ["A scenario", {"title": "A scenario"}])
 def test_the_scenarios_title_stands_above(scenario: object) -> None:
     figure = drawn([{**row, "scenario": scenario} for row in ROWS])
     text = figure.get_suptitle().replace("\n", " ")
     assert text == "A scenario (piz-daint-p100, fp16, first-steps, virtual engine)"
-
-
-def test_files(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    assert_valid(draw_max_seqlen(ROWS, pd.DataFrame(), folder), folder, "max_seqlen")
 
 
 def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> None:
@@ -200,3 +175,14 @@ def test_drawing_needs_neither_torch_nor_the_harness() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_nothing_fits_anywhere() -> None:
+    figure = drawn([searched(TP, n, None, "oom") for n in (4, 8)], table(RATIO))
+    assert points(figure, "ours largest tensor parallel") == []
+    assert [mark.get_xdata() for mark in artists(figure, "ours oom tensor parallel")] == [[4], [8]]
+
+
+def test_files(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert_valid(draw_max_seqlen(ROWS, pd.DataFrame(), folder), folder, "max_seqlen")

@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from spbench.plots.bars import Bar, Segment, draw_levels
-from spbench.plots.drawing import Drawing
 from spbench.plots.grid import Panel, PanelGrid
 from spbench.plots.splits import SEVERAL, draw_four_d, draw_max_seqlen_4d, sent_by_axis, split_names
-from tests.plots.drawn import artists, assert_nothing_overlaps, legend
+from tests.plots.drawn import artists, drawn, legend
 from tests.plots.rows import compared, ran, table
 
 Row = dict[str, Any]
@@ -53,12 +50,6 @@ ROWS = [
 ]
 
 
-def drawn(draw: Drawing, rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-    assert_nothing_overlaps(figure)
-    return figure
-
-
 # -- names and bytes of splits ---------------------------------------------------------------------------
 
 
@@ -83,11 +74,6 @@ def test_settings_tell_rows_apart_that_are_split_alike() -> None:
         f"{split}, ZeRO-3, recomputed",
         "sp 8, RSA",
     ]
-
-
-def test_micro_batches_stand_in_a_name() -> None:
-    rows = [timed(RSA, {"sp": 8}, 1, 1, training={"micro_batches": n}) for n in (1, 4)]
-    assert split_names(rows) == ["sp 8, RSA", "sp 8, RSA, 4 micro-batches"]
 
 
 def test_bytes_over_several_axes_are_one_kind() -> None:
@@ -148,14 +134,6 @@ def test_a_split_that_does_not_fit_reaches_past_the_cards_memory_and_has_no_time
     assert "out of memory" in legend(figure)
 
 
-def test_a_refused_split_has_a_note() -> None:
-    refused = ran("unsupported", model="bert-large", strategy=RSA, sizes={"sp": 5}, batch=64, seq_len=2048)
-    figure = drawn(draw_four_d, [*ROWS, refused])
-    assert "unsupported" in legend(figure)
-    (note,) = artists(figure, "notes")
-    assert "reason of unsupported" in note.get_text()
-
-
 # -- max_seqlen_4d ---------------------------------------------------------------------------------------
 
 
@@ -194,3 +172,16 @@ def test_the_longest_split_stands_first_with_its_ratio() -> None:
     assert batch.get_title() == "bert-large, sequence length 512"
     (mark,) = artists(figure, "seq_len tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA")
     assert mark.get_marker() == "x"
+
+
+def test_micro_batches_stand_in_a_name() -> None:
+    rows = [timed(RSA, {"sp": 8}, 1, 1, training={"micro_batches": n}) for n in (1, 4)]
+    assert split_names(rows) == ["sp 8, RSA", "sp 8, RSA, 4 micro-batches"]
+
+
+def test_a_refused_split_has_a_note() -> None:
+    refused = ran("unsupported", model="bert-large", strategy=RSA, sizes={"sp": 5}, batch=64, seq_len=2048)
+    figure = drawn(draw_four_d, [*ROWS, refused])
+    assert "unsupported" in legend(figure)
+    (note,) = artists(figure, "notes")
+    assert "reason of unsupported" in note.get_text()
