@@ -72,10 +72,9 @@ class _Commands(click.Group):
         return COMMANDS.load(cmd_name) if cmd_name in COMMANDS else None  # type: ignore[return-value]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        names = COMMANDS.names()
-        width = formatter.width - 6 - max(map(len, names))
+        helps = [click.Command(name, help=text) for name, text in COMMANDS.docstrings().items()]
+        width = formatter.width - 6 - max(len(str(each.name)) for each in helps)
         with formatter.section("Commands"):
-            helps = [click.Command(name, help=COMMANDS.docstring(name)) for name in names]
             formatter.write_dl([(str(each.name), each.get_short_help_str(width)) for each in helps])
 
     def invoke(self, ctx: click.Context) -> Any:

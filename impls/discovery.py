@@ -13,10 +13,10 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
@@ -152,33 +152,28 @@ class FunctionModules:
             raise DiscoveryError(f"the {what} cannot be loaded: {error}") from error
         return loaded
 
-    def docstring(self, name: str) -> str:
-        """The docstring of that function; "" if it has none. Read from its file, without importing it."""
-        attribute, module = self._parsed(name)
-        for node in module.body:
-            if isinstance(node, ast.FunctionDef) and node.name == attribute:
-                return ast.get_docstring(node) or ""
-        return ""
+    def docstrings(self) -> dict[str, str]:
+        """The functions' docstrings by name, read from their files without importing them; "" for none."""
+        found = dict.fromkeys(self.names(), "")
+        for place in self._places():
+            with suppress(SyntaxError):  # told when it is loaded
+                for node in ast.parse(_source(place)).body:
+                    if isinstance(node, ast.FunctionDef) and node.name == place.attr:
+                        found[place.name] = ast.get_docstring(node) or ""
+        return found
 
-    def summary(self, name: str) -> str:
-        """The first sentence of the docstring below the assignment of that function, or of its module,
-        likewise."""
-        attribute, module = self._parsed(name)
-        text = ast.get_docstring(module) or ""
-        for node, below in pairwise(module.body if attribute != self.function else ()):
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == attribute:
-                text = ast.get_docstring(ast.Module([below], [])) or ""
-        paragraph = text.split("\n\n")[0]
-        return " ".join(paragraph.split()).split(". ")[0].rstrip(".")
-
-    def _parsed(self, name: str) -> tuple[str, ast.Module]:
-        """The attribute of a module that the function is, and what its file says."""
-        place = next(place for place in self._places() if place.name == name)
-        try:
-            spec = importlib.util.find_spec(place.module)
-            return place.attr, ast.parse(Path((spec and spec.origin) or "").read_text())
-        except (ImportError, OSError, SyntaxError):  # it is told when the function is loaded
-            return place.attr, ast.parse("")
+    def summaries(self) -> dict[str, str]:
+        """The first sentences of the docstrings of the functions' modules, or of those below assignments to
+        ``function`` _ NAME, likewise."""
+        sentences = dict.fromkeys(self.names(), "")
+        for place in self._places():
+            assigned = place.attr.startswith(f"{self.function}_")
+            before = rf"^{place.attr} = .*?^" if assigned else r"\A"
+            first = re.search(
+                before + r'"""(.*?)(\.\s|\.?"""|\n\n)', _source(place), re.DOTALL | re.MULTILINE
+            )
+            sentences[place.name] = " ".join(first[1].split()).rstrip(".") if first else ""
+        return sentences
 
     def _places(self) -> list[EntryPoint]:
         here = [
@@ -198,6 +193,15 @@ class FunctionModules:
             )
         ]
         return [*here, *entry_points(group=self.group)]
+
+
+def _source(place: EntryPoint) -> str:
+    """What the file of an entry point's module says; "" if there is none, which is told when it is loaded."""
+    try:
+        spec = importlib.util.find_spec(place.module)
+        return Path((spec and spec.origin) or "").read_text()
+    except (ImportError, OSError):
+        return ""
 
 
 def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:

@@ -80,8 +80,7 @@ def entries(kind: str) -> dict[str, str]:
     if kind in _OF_FILES:
         return dict(_from_files(*_OF_FILES[kind]))
     if kind in _OF_FUNCTIONS:
-        modules = _OF_FUNCTIONS[kind]
-        return {name: modules.summary(name) for name in modules.names()}
+        return _OF_FUNCTIONS[kind].summaries()
     return _from_code(kind)
 
 

@@ -139,8 +139,8 @@ def test_a_module_offers_one_function_by_its_name_or_several_by_theirs(install: 
         install({"several": several, "one": one, "none": ""}), "", "draw", "", "figures"
     )
     assert functions.names() == ["a", "b", "one"]
-    assert [functions.summary(name) for name in functions.names()] == ["The first", "The second", "The third"]
-    assert functions.docstring("one") == "Draws."
+    assert functions.summaries() == {"a": "The first", "b": "The second", "one": "The third"}
+    assert functions.docstrings() == {"a": "", "b": "", "one": "Draws."}
     assert functions.load("b") is len
 
 
