@@ -80,11 +80,8 @@ for _loader in (_Loader, _QuickLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        UserError: the file cannot be read, is not YAML, or holds something else than a mapping.
-    """
+    """The mapping that a YAML file holds; UserError if the file cannot be read, is not YAML, or holds
+    something else than a mapping."""
     return parse_yaml(path, read_file(path))
 
 
@@ -97,14 +94,8 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
-    """The mapping that the content of a YAML file is.
-
-    Args:
-        path: for messages.
-
-    Raises:
-        UserError: it is not YAML in UTF-8, or something else than a mapping.
-    """
+    """The mapping that the content of a YAML file is. ``path`` is for messages. UserError if it is not YAML in
+    UTF-8, or something else than a mapping."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -142,11 +133,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
-    """The packaged file of that name, or the user's own file where ``name`` is a path.
-
-    Raises:
-        UserError: there is neither; with the names there are.
-    """
+    """The packaged file of that name, or the user's own file where ``name`` is a path; UserError, with
+    the names there are, if there is neither."""
     name, known = fspath(name), packaged(package)
     if name in known:
         return known[name]
@@ -165,11 +153,8 @@ def dotted(path: Path_) -> str:
 
 
 def validate(model: type[ModelT], content: Mapping[str, Any], where: str) -> ModelT:
-    """The content as that model, with no conversions (the text "4" is not the number 4).
-
-    Raises:
-        UserError: ``where``, the key path, what is wrong and how to mend it.
-    """
+    """The content as that model, with no conversions (the text "4" is not the number 4); else
+    UserError with ``where``, the key path, what is wrong and how to mend it."""
     try:
         return model.model_validate(content, strict=True)
     except ValidationError as error:

@@ -48,11 +48,7 @@ class Fit:
 
     @classmethod
     def parse(cls, text: str) -> Fit:
-        """From ``scalar:column=value,column=value``.
-
-        Raises:
-            UserError: not of that form, or an unknown scalar.
-        """
+        """From ``scalar:column=value,column=value``; UserError for another form or scalar."""
         scalar, _, conditions = text.partition(":")
         if scalar not in BOUNDS:
             raise UserError(f"--fit {text}: unknown scalar {scalar!r}{suggestion(scalar, BOUNDS)}")
@@ -105,11 +101,7 @@ def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -
 
 
 def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
-    """The cells of a fit's rows.
-
-    Raises:
-        UserError: there are none, or no such column.
-    """
+    """The cells of a fit's rows; UserError if there are none, or no such column."""
     for column in fit.rows:
         if known and column not in known[0].row.text:
             raise UserError(
@@ -124,10 +116,7 @@ def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
 
 def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = None) -> Calibration:
     """The calibration that the fits give, one after the other; ``without``: as if that cell were not known.
-
-    Raises:
-        UserError: a fit has no rows.
-    """
+    UserError if a fit has no rows."""
     values: dict[str, Any] = {}
     for _ in range(_ROUNDS):
         before = dict(values)
@@ -186,11 +175,7 @@ class Residual:
 def residuals(
     fits: Sequence[Fit], known: Sequence[Known], table: PublishedTable, quantity: str
 ) -> list[Residual]:
-    """Every known cell under the fitted calibration.
-
-    Raises:
-        UserError: a fit has no rows.
-    """
+    """Every known cell under the fitted calibration; UserError if a fit has no rows."""
     calibration = fitted(fits, known)
     shared = [k for fit in fits if len(chosen(fit, known)) > 1 for k in chosen(fit, known)]
     lines = []

@@ -78,11 +78,8 @@ class Scenario:
 
 
 def load_scenario(name: str | PathLike[str]) -> Scenario:
-    """The packaged scenario of that name, or the one in the YAML file at that path.
-
-    Raises:
-        UserError: there is none, or something in it cannot be; names the file, the key and the mend.
-    """
+    """The packaged scenario of that name, or the one in the YAML file at that path; UserError, with
+    file, key and mend, if there is none or something in it cannot be."""
     path = find_file(name, PACKAGE, "scenario")
     document = validate(document_model(), read_yaml(path), str(path))
     if "all" in document.variants:

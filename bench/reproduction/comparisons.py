@@ -14,13 +14,11 @@ from spbench.bench.sweep.results import Row
 
 def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
     """The published numbers of a scenario beside ours, in each variant, cluster and engine among ``cells``.
+    UserError if a published file cannot be read.
 
     Args:
         cells: the declared cells (on other clusters and engines, if those were asked for).
         rows: the results by key; an answer whose cells are not there, or have no such number, stays.
-
-    Raises:
-        UserError: a published file cannot be read.
     """
     results = ScenarioResults(cells, rows, scenario.path.parent, scenario.document.inferred_from)
     kinds = answer_kinds().values()

@@ -85,11 +85,7 @@ class Findings:
         return [*lines, _verdict_line("all", "", "", rows, "")]
 
     def part(self, name: str) -> str:
-        """What was found of a scenario, in Markdown.
-
-        Raises:
-            UserError: there is no such scenario.
-        """
+        """What was found of a scenario, in Markdown; UserError if there is no such scenario."""
         if name not in self.scenarios:
             raise UserError(f"nothing was reproduced under {name!r}{suggestion(name, self.scenarios)}")
         run = next(run for run in self.runs if run["scenario"] == name)
