@@ -61,12 +61,10 @@ def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode)
         if key_node.tag == "tag:yaml.org,2002:merge":
             continue
         key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, (dict, list)):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is given twice", key_node.start_mark
-            )
+        is_word = not isinstance(key, (dict, list))
+        if not is_word or key in seen:
+            wrong = f"the key {key!r} is given twice" if is_word else "a key must be a word"
+            raise yaml.constructor.ConstructorError(None, None, wrong, key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
@@ -94,7 +92,7 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
-    """The mapping that the content of a YAML file is. ``path`` is for messages. UserError if it is not YAML in
+    """The mapping that the content of a YAML file is; UserError, which names ``path``, if it is not YAML in
     UTF-8, or something else than a mapping."""
     try:
         text = content.decode()

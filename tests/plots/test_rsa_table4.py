@@ -6,10 +6,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.scenario import compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import as_frame
-from spbench.bench.reproduction.comparisons import compare
 from spbench.plots.rsa_table4 import draw, weak_scalings
 from tests.plots.drawn import artists, assert_below_zero, assert_nothing_overlaps, legend
 

@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 import spbench.bench.published.answers
-from spbench.bench.config.scenario import Scenario, document_model, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, document_model, load_scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.answer import KINDS_PACKAGE, answer_kinds
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.sweep.results import Row
 from spbench.impls.discovery import _named_classes
 

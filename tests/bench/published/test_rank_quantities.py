@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.comparison import Comparison
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.reproduction.findings import Findings, distinct, record_of
 
 GIB, MIB = 2**30, 2**20

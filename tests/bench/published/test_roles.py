@@ -7,11 +7,10 @@ import pytest
 import yaml
 
 from spbench.bench.clusters.cluster import cluster_names, load_cluster
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.answers.tables import PublishedTable
 from spbench.bench.published.comparison import Comparison
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.yaml_files import packaged
 
 PUBLISHED = """ranks,memory,speed,longest

@@ -9,13 +9,12 @@ import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.commands.result_table import comparison_table
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
 from spbench.bench.published.answers.tables import PublishedTable
 from spbench.bench.published.comparison import Comparison, as_frame
 from spbench.bench.published.files import published_rows
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.sweep.results import Row
 from spbench.bench.yaml_files import packaged
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import read_records
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.reproduction.document import Pages
 from spbench.bench.reproduction.findings import Findings, markdown
 from spbench.bench.reproduction.papers import papers, scenarios_of
