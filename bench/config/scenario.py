@@ -103,8 +103,8 @@ def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
     for section, kind in answer_kinds().items():
         for number, answer in enumerate(scenario.answers(kind)):
             if answer.entry_name in found:
-                path = [section, number, answer.naming_field]
-                yield path, f"{answer.entry_name!r} is there already; leave one out"
+                message = f"{answer.entry_name!r} is there already; leave one out"
+                yield [section, number, answer.naming_field], message
             found[answer.entry_name] = answer
             for declared in scenario.cells.values():
                 for path, message in answer.check(declared, folder):

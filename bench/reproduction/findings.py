@@ -132,7 +132,7 @@ def distinct(records: Sequence[Record]) -> list[Record]:
 
 
 class RoleErrors(NamedTuple):
-    """The absolute relative errors of that many distinct ``numbers`` of one role; None without any of ours."""
+    """The absolute errors of so many distinct ``numbers`` of one role; None where there is none of ours."""
 
     role: str
     numbers: int

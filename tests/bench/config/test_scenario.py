@@ -88,132 +88,70 @@ def test_packaged_scenarios_and_clusters_are_valid() -> None:
     assert {"local", "piz-daint-p100"} <= set(cluster_names())
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"grups": []}, "grups: unknown key; did you mean 'groups'?"),
-    ({"groups__0__btach": 4}, "groups[0].btach: unknown key; did you mean 'batch'?"),
-    (
-        {"defaults__training__moment": "kept"},
-        "defaults.training.moment: unknown key; did you mean 'moments'?",
-    ),
-    (
-        {"variants__first__training__moments": "latr"},
-        "variants.first.training.moments: must be 'kept' or 'later'",
-    ),
-    (
-        {"defaults__training__backend": "zero4"},
-        "defaults.training.backend: unknown backend 'zero4'; did you mean 'zero",
-    ),
-    (
-        {"groups__1__training": {"gradients": "fresh"}},
-        "groups[1].training.gradients: must be 'contiguous' or 'stale', not 'fresh'",
-    ),
-    (  # an option of another backend
-        {"groups__1__training": {"backend": "zero3", "gradients": "stale"}},
-        "groups[1].training.gradients: unknown key",
-    ),
-    (
-        {"groups__1__strategy": "ring_attention", "groups__1__strategy_options": {"placement": "spiral"}},
-        "groups[1].strategy_options: placement is one of contiguous, striped, zigzag, not 'spiral'",
-    ),
-    ({"groups__1__batch": "64"}, "groups[1].batch: must be a valid integer, not '64'"),
-    ({"defaults__batch": True}, "defaults.batch: must be a valid integer, not True"),
-    ({"defaults__batch": -64}, "defaults.batch: must be greater than 0, not -64"),
-    ({"groups__1__sizes__sp": [4, -8]}, "groups[1].sizes.sp: must be greater than 0, not -8"),
-    ({"groups__1__sizes__sp": []}, "groups[1].sizes.sp: is an empty list"),
-    ({"groups__1__sizes": 4}, "groups[1].sizes: must be a mapping of keys, not 4"),
-    ({"groups__1__sizes__xp": 4}, "groups[1].sizes.xp: unknown key"),
-    (
-        {"groups__1__sizes__tp": 4},
-        "groups[1].sizes.tp: 4: the strategy ring_self_attention does not use the axis tp",
-    ),
-    ({"groups__1__sizes__dp": 0}, "groups[1].sizes.dp: must be greater than 0, not 0"),
-    ({"groups__1__sizes__pp": "two"}, "groups[1].sizes.pp: must be a valid integer, not 'two'"),
-    (
-        {"groups__0__strategy": "tensor_paralel"},
-        "unknown strategy 'tensor_paralel'; did you mean 'tensor_parallel'?",
-    ),
-    ({"defaults__model": "bert-bse"}, "defaults.model: unknown model 'bert-bse'; did you mean 'bert-base'?"),
-    ({"defaults__cluster": "piz-daint"}, "defaults.cluster: unknown cluster 'piz-daint'; did you mean"),
-    (
-        {"defaults__engine": "real"},
-        "defaults.engine: unknown engine 'real' (known: distributed, emulated, virtual)",
-    ),
-    ({"defaults__precision": "fp8"}, "defaults.precision: must be"),
-    (
-        {"groups__1__model_options__layer": 3},
-        "groups[1].model_options.layer: unknown option; did you mean 'layers'?",
-    ),
-    (
-        {"groups__1__model_options__layers": "3"},
-        "groups[1].model_options.layers: must be a valid integer, not '3'",
-    ),
-    ({"groups__1__model_options__layers": -3}, "groups[1].model_options.layers: must be at least 1, not -3"),
-    ({"groups__1__model_options__heads": 0}, "groups[1].model_options.heads: must be at least 1, not 0"),
-    (
-        {"groups__1__model_options__heads": []},
-        "groups[1].model_options.heads: must be a valid integer, not []",
-    ),
-    ({"groups__1__model_options__layers": 10**9}, "groups[1].model_options.layers: must be at most 4096"),
-    (
-        {"groups__1__model_options__dropout": float("nan")},
-        "groups[1].model_options.dropout: must be a finite",
-    ),
-    ({"groups__1__sizes__sp": 10**9}, "groups[1].sizes.sp: must be less than or equal to 131072"),
-    ({"groups__1__sizes__dp": 2**16}, "groups[1].sizes: dp65536xsp4 are 262144 ranks; there can be 131072"),
-    ({"defaults__batch": 10**15}, "defaults.batch: must be less than or equal to 68719476736"),
-    ({"defaults__batch": list(range(1, 100_001))}, "groups[0]: there are more than 100000 cells; leave out"),
-    ({"defaults__timeout_s": float("inf")}, "defaults.timeout_s: must be a finite number, not inf"),
-    ({"defaults__search__limit": "12Q"}, "defaults.search.limit: must be a valid integer, not '12Q'"),
-    (
-        {"groups__1__model_options__heads": 7},
-        "groups[1].model_options: hidden 48 is not divisible by heads 7",
-    ),
-    (
-        {"groups__1__strategy_options__pad_vocabulary": True},
-        "groups[1].strategy_options.pad_vocabulary: unknown option; did you mean",
-    ),
-    (
-        {"groups__0__strategy_options__pad": True},
-        "groups[0].strategy_options.pad: unknown option (known: loss)",
-    ),
-    (
-        {"groups__0__training": {"cublas_workspace": "4096:8"}},
-        "groups[0].training.cublas_workspace: '4096:8' is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT",
-    ),
-    ({"groups__1__seq_len": 512}, "groups[1].seq_len: is what the search is to find"),
-    ({"defaults__search": None}, "groups[0].seq_len: is missing; give it, or a search for it"),
-    ({"defaults__search__quantity": "length"}, "defaults.search.quantity: unknown quantity 'length'"),
-    ({"groups__1__variant": "x"}, "groups[1].variant: unknown key; variants have a section of their own"),
-    ({"groups__0__sizes__tp": [2, 2]}, "is declared twice here; leave one out"),
-    ({"variants__all": {}}, "variants.all: 'all' stands for every variant"),
-    ({"groups": []}, "groups: is empty; give at least one"),
-    ({"groups": 3}, "groups: must be a valid list, not 3"),
-    ({"claims__0__numerator__world": 9}, "claims[0].numerator: no group declares a cell with"),
-    ({"claims__0__numerator__world": None}, "claims[0].numerator: selects 3 cells, such as"),
-    (
-        {"claims__0__quantity": "answr"},
-        "claims[0].quantity: unknown quantity 'answr'; did you mean 'answer'?",
-    ),
-    ({"claims__0__role": "predicted"}, "claims[0].role: unknown key (known: claim, published, numerator,"),
-    (
-        {"inferred_from__0__answers": ["rsa-max-seqlen"]},
-        "answers[0]: no answer is called 'rsa-max-seqlen'; did you mean 'rsa-max-seqlen-base'?",
-    ),
-    ({"inferred_from__0__answers": []}, "inferred_from[0].answers: is empty; give at least one"),
-    (
-        {"inferred_from__0__quantities": ["ratio"]},
-        "inferred_from[0].quantities[0]: rsa-linformer-upper-bound has",
-    ),
-    (
-        {"inferred_from__0__rows": [{"model": "gpt"}]},
-        "inferred_from[0].rows[0]: no row of rsa-linformer-upper",
-    ),
-    ({"inferred_from__0__variants": ["frist"]}, "unknown variant 'frist'; did you mean 'first'?"),
-    ({"inferred_from__0__reasn": "x"}, "inferred_from[0].reasn: unknown key; did you mean 'reason'?"),
-    ({"claims__1__claim": "rsa-max-seqlen-base"}, "is there already; leave one out"),
-    ({"claims__0__claim": "rsa-max-seqlen-bas"}, "claims[0].published: "),
-    ({"claims__0__published__file": "rsa_claim.csv"}, "cannot read published file rsa_claim.csv"),
-    ({"claims__0__published__column": "publishd"}, "no column 'publishd'; did you mean 'published'?"),
+#: a key path, a wrong value of it, and what is said of that key
+WRONG: list[tuple[str, Any, str]] = [
+    ("grups", [], "unknown key; did you mean 'groups'?"),
+    ("groups", [], "is empty; give at least one"),
+    ("groups", 3, "must be a valid list, not 3"),
+    ("groups[0].btach", 4, "unknown key; did you mean 'batch'?"),
+    ("groups[1].variant", "x", "unknown key; variants have a section of their own"),
+    ("variants.all", {}, "'all' stands for every variant"),
+    ("variants.first.training.moments", "latr", "must be 'kept' or 'later'"),
+    ("defaults.training.moment", "kept", "unknown key; did you mean 'moments'?"),
+    ("defaults.training.backend", "zero4", "unknown backend 'zero4'; did you mean 'zero"),
+    ("groups[0].training.cublas_workspace", "4096:8", "'4096:8' is no CUBLAS_WORKSPACE_CONFIG: write pairs"),
+    ("groups[1].training.gradients", "fresh", "must be 'contiguous' or 'stale', not 'fresh'"),
+    ("defaults.model", "bert-bse", "unknown model 'bert-bse'; did you mean 'bert-base'?"),
+    ("groups[0].strategy", "tensor_paralel", "unknown strategy 'tensor_paralel'; did you mean 'tensor_"),
+    ("defaults.cluster", "piz-daint", "unknown cluster 'piz-daint'; did you mean"),
+    ("defaults.engine", "real", "unknown engine 'real' (known: distributed, emulated, virtual)"),
+    ("defaults.precision", "fp8", "must be"),
+    ("defaults.search.limit", "12Q", "must be a valid integer, not '12Q'"),
+    ("defaults.search.quantity", "length", "unknown quantity 'length'"),
+    ("groups[1].seq_len", 512, "is what the search is to find"),
+    ("defaults.timeout_s", float("inf"), "must be a finite number, not inf"),
+    ("groups[1].batch", "64", "must be a valid integer, not '64'"),
+    ("defaults.batch", True, "must be a valid integer, not True"),
+    ("defaults.batch", -64, "must be greater than 0, not -64"),
+    ("defaults.batch", 10**15, "must be less than or equal to 68719476736"),
+    ("groups[1].sizes", 4, "must be a mapping of keys, not 4"),
+    ("groups[1].sizes.sp", [], "is an empty list"),
+    ("groups[1].sizes.sp", 10**9, "must be less than or equal to 131072"),
+    ("groups[1].sizes.xp", 4, "unknown key"),
+    ("groups[1].sizes.tp", 4, "4: the strategy ring_self_attention does not use the axis tp"),
+    ("groups[1].sizes.dp", 0, "must be greater than 0, not 0"),
+    ("groups[1].sizes.pp", "two", "must be a valid integer, not 'two'"),
+    ("groups[1].model_options.layer", 3, "unknown option; did you mean 'layers'?"),
+    ("groups[1].model_options.layers", "3", "must be a valid integer, not '3'"),
+    ("groups[1].model_options.layers", -3, "must be at least 1, not -3"),
+    ("groups[1].model_options.layers", 10**9, "must be at most 4096"),
+    ("groups[1].model_options.heads", [], "must be a valid integer, not []"),
+    ("groups[1].model_options.dropout", float("nan"), "must be a finite"),
+    ("groups[1].strategy_options.pad_vocabulary", True, "unknown option; did you mean"),
+    ("groups[0].strategy_options.pad", True, "unknown option (known: loss)"),
+    ("claims[0].quantity", "answr", "unknown quantity 'answr'; did you mean 'answer'?"),
+    ("claims[0].role", "predicted", "unknown key (known: claim, published, numerator,"),
+    ("inferred_from[0].answers", [], "is empty; give at least one"),
+    ("inferred_from[0].reasn", "x", "unknown key; did you mean 'reason'?"),
+]
+#: what is said of another key than the one that is wrong, or of several
+WRONG_ELSEWHERE: list[tuple[str, Any, str]] = [
+    ("groups[1].training", {"backend": "zero3", "gradients": "stale"}, "training.gradients: unknown key"),
+    ("groups[1].sizes.dp", 2**16, "groups[1].sizes: dp65536xsp4 are 262144 ranks; there can be 131072"),
+    ("groups[1].model_options.heads", 7, "groups[1].model_options: hidden 48 is not divisible by heads 7"),
+    ("defaults.batch", [*range(1, 100_001)], "groups[0]: there are more than 100000 cells; leave out"),
+    ("defaults.search", None, "groups[0].seq_len: is missing; give it, or a search for it"),
+    ("groups[0].sizes.tp", [2, 2], "is declared twice here; leave one out"),
+    ("claims[0].numerator.world", 9, "claims[0].numerator: no group declares a cell with"),
+    ("claims[0].numerator.world", None, "claims[0].numerator: selects 3 cells, such as"),
+    ("claims[1].claim", "rsa-max-seqlen-base", "is there already; leave one out"),
+    ("claims[0].claim", "rsa-max-seqlen-bas", "claims[0].published: "),
+    ("claims[0].published.file", "rsa_claim.csv", "cannot read published file rsa_claim.csv"),
+    ("claims[0].published.column", "publishd", "no column 'publishd'; did you mean 'published'?"),
+    ("inferred_from[0].answers", ["rsa-max-seqlen"], "answers[0]: no answer is called 'rsa-max-seqlen'; did"),
+    ("inferred_from[0].quantities", ["ratio"], "quantities[0]: rsa-linformer-upper-bound has"),
+    ("inferred_from[0].rows", [{"model": "gpt"}], "inferred_from[0].rows[0]: no row of rsa-linformer-upper"),
+    ("inferred_from[0].variants", ["frist"], "unknown variant 'frist'; did you mean 'first'?"),
 ]
 
 
@@ -228,15 +166,27 @@ def test_an_option_of_the_backend_is_part_of_a_cells_key_where_it_is_not_the_def
     assert stale.training.backend_options == {"gradients": "stale"}
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_content_is_one_line_with_file_and_key(tmp_path: Path, changes: Any, message: str) -> None:
-    path = write(tmp_path, changed(**changes))
-    with pytest.raises(UserError) as caught:
-        load_scenario(path)
-    text = str(caught.value)
-    assert text.startswith(f"{path}: ")
-    assert message in text
-    assert "\n" not in text
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [*((path, value, f"{path}: {message}") for path, value, message in WRONG), *WRONG_ELSEWHERE],
+)
+def test_wrong_content_is_one_line_with_file_and_key(
+    tmp_path: Path, path: str, value: Any, message: str
+) -> None:
+    file = write(tmp_path, changed(**{path.replace("[", "__").replace("]", "").replace(".", "__"): value}))
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        load_scenario(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert message in str(caught.value)
+
+
+def test_options_of_a_strategy_are_checked(tmp_path: Path) -> None:
+    options = {
+        "groups__1__strategy": "ring_attention",
+        "groups__1__strategy_options": {"placement": "spiral"},
+    }
+    with pytest.raises(UserError, match="strategy_options: placement is one of contiguous, striped, zigzag"):
+        load_scenario(write(tmp_path, changed(**options)))
 
 
 @pytest.mark.parametrize(

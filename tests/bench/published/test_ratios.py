@@ -53,13 +53,6 @@ def test_micro_batches_tell_alike_splits_apart(tmp_path: Path) -> None:
     assert entry.claim == "over-four: ring_self_attention sp4, 4 micro-batches"
 
 
-def test_each_variant_has_its_own(tmp_path: Path) -> None:
-    loaded = scenario(tmp_path)
-    cells = declared_cells(loaded, Narrowing(variant="all"))
-    found = compare(loaded, cells, {cell.key: as_row(cell, measure(answer, cell)) for cell in cells})
-    assert [entry.variant for entry in found] == ["first"] * 3 + ["steady"] * 3
-
-
 def test_without_an_answer_there_is_a_reason(tmp_path: Path) -> None:
     loaded = scenario(tmp_path)
     cells, rows = declared_cells(loaded, Narrowing()), rows_of(loaded)
