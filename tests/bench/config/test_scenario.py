@@ -92,7 +92,6 @@ def test_packaged_scenarios_and_clusters_are_valid() -> None:
 WRONG: list[tuple[str, Any, str]] = [
     ("grups", [], "unknown key; did you mean 'groups'?"),
     ("groups", [], "is empty; give at least one"),
-    ("groups", 3, "must be a valid list, not 3"),
     ("groups[0].btach", 4, "unknown key; did you mean 'batch'?"),
     ("groups[1].variant", "x", "unknown key; variants have a section of their own"),
     ("variants.all", {}, "'all' stands for every variant"),
@@ -106,7 +105,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("defaults.cluster", "piz-daint", "unknown cluster 'piz-daint'; did you mean"),
     ("defaults.engine", "real", "unknown engine 'real' (known: distributed, emulated, virtual)"),
     ("defaults.precision", "fp8", "must be"),
-    ("defaults.search.limit", "12Q", "must be a valid integer, not '12Q'"),
     ("defaults.search.quantity", "length", "unknown quantity 'length'"),
     ("groups[1].seq_len", 512, "is what the search is to find"),
     ("defaults.timeout_s", float("inf"), "must be a finite number, not inf"),
@@ -117,22 +115,15 @@ WRONG: list[tuple[str, Any, str]] = [
     ("groups[1].sizes", 4, "must be a mapping of keys, not 4"),
     ("groups[1].sizes.sp", [], "is an empty list"),
     ("groups[1].sizes.sp", 10**9, "must be less than or equal to 131072"),
-    ("groups[1].sizes.xp", 4, "unknown key"),
     ("groups[1].sizes.tp", 4, "4: the strategy ring_self_attention does not use the axis tp"),
-    ("groups[1].sizes.dp", 0, "must be greater than 0, not 0"),
-    ("groups[1].sizes.pp", "two", "must be a valid integer, not 'two'"),
     ("groups[1].model_options.layer", 3, "unknown option; did you mean 'layers'?"),
     ("groups[1].model_options.layers", "3", "must be a valid integer, not '3'"),
     ("groups[1].model_options.layers", -3, "must be at least 1, not -3"),
     ("groups[1].model_options.layers", 10**9, "must be at most 4096"),
-    ("groups[1].model_options.heads", [], "must be a valid integer, not []"),
     ("groups[1].model_options.dropout", float("nan"), "must be a finite"),
-    ("groups[1].strategy_options.pad_vocabulary", True, "unknown option; did you mean"),
     ("groups[0].strategy_options.pad", True, "unknown option (known: loss)"),
     ("claims[0].quantity", "answr", "unknown quantity 'answr'; did you mean 'answer'?"),
     ("claims[0].role", "predicted", "unknown key (known: claim, published, numerator,"),
-    ("inferred_from[0].answers", [], "is empty; give at least one"),
-    ("inferred_from[0].reasn", "x", "unknown key; did you mean 'reason'?"),
 ]
 #: what is said of another key than the one that is wrong, or of several
 WRONG_ELSEWHERE: list[tuple[str, Any, str]] = [
@@ -181,12 +172,9 @@ def test_wrong_content_is_one_line_with_file_and_key(
 
 
 def test_options_of_a_strategy_are_checked(tmp_path: Path) -> None:
-    options = {
-        "groups__1__strategy": "ring_attention",
-        "groups__1__strategy_options": {"placement": "spiral"},
-    }
+    text = changed(groups__1__strategy="ring_attention", groups__1__strategy_options={"placement": "spiral"})
     with pytest.raises(UserError, match="strategy_options: placement is one of contiguous, striped, zigzag"):
-        load_scenario(write(tmp_path, changed(**options)))
+        load_scenario(write(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -200,10 +188,9 @@ def test_options_of_a_strategy_are_checked(tmp_path: Path) -> None:
         ("1: 2\n", "a key must be a word"),
         ("title: x\n", "groups: is missing"),
         ("title: !!python/object:os.system x\n", "malformed YAML"),
-        pytest.param(
-            "title: " + 100_000 * "[", "malformed YAML: maximum recursion depth exceeded", id="deep nesting"
-        ),
+        ("title: " + 100_000 * "[", "malformed YAML: maximum recursion depth exceeded"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
@@ -214,15 +201,15 @@ def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no scenario file"):
-        load_scenario(str(tmp_path / "absent.yaml"))
-    with pytest.raises(UserError, match="Is a directory"):
-        load_scenario(str(tmp_path))
-    (tmp_path / "binary.yaml").write_bytes(b"title: \xff\xfe")
-    with pytest.raises(UserError, match="not a text file in UTF-8"):
-        load_scenario(str(tmp_path / "binary.yaml"))
-    with pytest.raises(UserError, match=r"unknown scenario 'max_seqln'"):
-        load_scenario("max_seqln")
+    (binary := tmp_path / "binary.yaml").write_bytes(b"title: \xff\xfe")
+    for path, message in (
+        (tmp_path / "absent.yaml", "no scenario file"),
+        (tmp_path, "Is a directory"),
+        (binary, "not a text file in UTF-8"),
+        (Path("max_seqln"), "unknown scenario 'max_seqln'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_scenario(path)
 
 
 def test_narrowing_chooses(scenario: Scenario) -> None:
@@ -244,23 +231,20 @@ def test_narrowing_replaces_cluster_and_engine(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize(
-    ("narrowing", "message"),
+    ("asked", "wanted", "message"),
     [
-        (Narrowing(strategies=["tensor"]), "unknown strategy 'tensor'"),
-        (
-            Narrowing(strategies=["single"]),
-            "has no cell with strategy single; it has: tensor_parallel, ring_self",
-        ),
-        (Narrowing(models=["bert-base"]), "has no cell with model bert-base; it has: bert-tiny"),
-        (Narrowing(clusters=["daint"]), "unknown cluster 'daint'"),
-        (Narrowing(engines=["cuda"]), "unknown engine 'cuda'"),
-        (Narrowing(variant="frist"), "no variant 'frist'; did you mean 'first'?"),
-        (Narrowing(world_sizes=[0]), "must be at least 1"),
+        ("strategies", ["tensor"], "unknown strategy 'tensor'"),
+        ("strategies", ["single"], "has no cell with strategy single; it has: tensor_parallel, ring_self"),
+        ("models", ["bert-base"], "has no cell with model bert-base; it has: bert-tiny"),
+        ("clusters", ["daint"], "unknown cluster 'daint'"),
+        ("engines", ["cuda"], "unknown engine 'cuda'"),
+        ("variant", "frist", "no variant 'frist'; did you mean 'first'?"),
+        ("world_sizes", [0], "must be at least 1"),
     ],
 )
-def test_narrowing_that_leaves_nothing(scenario: Scenario, narrowing: Narrowing, message: str) -> None:
+def test_narrowing_that_leaves_nothing(scenario: Scenario, asked: str, wanted: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
-        narrowed_cells(scenario, narrowing)
+        narrowed_cells(scenario, Narrowing(**{asked: wanted}))
     assert message in str(caught.value)
 
 
@@ -275,13 +259,15 @@ def test_single_device_has_no_other_size(tmp_path: Path) -> None:
 
 
 def test_clusters_of_ones_own(tmp_path: Path) -> None:
-    figure = {"value": 10, "source": "made up"}
-    device = {"name": "d", "memory_total_bytes": figure, "memory_context_bytes": figure}
-    content: dict[str, Any] = {
-        "about": "a test",
-        "device": {**device, "memory_bandwidth_bytes_per_s": {"value": 1.0, "source": "s"}},
-        "network": {key: {"value": None, "source": "s"} for key in ("latency_s", "bandwidth_bytes_per_s")},
-    }
+    content: dict[str, Any] = yaml.safe_load("""
+about: a test
+device:
+  name: d
+  memory_total_bytes: {value: 10, source: made up}
+  memory_context_bytes: {value: 10, source: made up}
+  memory_bandwidth_bytes_per_s: {value: 1.0, source: s}
+network: {latency_s: {value: null, source: s}, bandwidth_bytes_per_s: {value: null, source: s}}
+""")
     path = write(tmp_path, yaml.safe_dump(content), "mine.yaml")
     with pytest.raises(UserError, match="leaves nothing of memory_total_bytes"):
         load_cluster(path)
@@ -296,18 +282,11 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_cluster_extends_another(tmp_path: Path) -> None:
-    own = {
-        "extends": "dgx-a100",
-        "about": "a test",
-        "network": {"nics_per_node": 1},
-        "calibration": {"bf16": {"compute_efficiency": 0.5, "fitted_on": ["a"]}},
-    }
+    own = {"extends": "dgx-a100", "about": "a test", "network": {"nics_per_node": 1}}
     mine, base = load_cluster(write(tmp_path, yaml.safe_dump(own), "mine.yaml")), load_cluster("dgx-a100")
     assert (mine.network.nics_per_node, base.network.nics_per_node) == (1, 8)
-    assert (mine.network.bandwidth_bytes_per_s, mine.device) == (
-        base.network.bandwidth_bytes_per_s,
-        base.device,
-    )
+    assert mine.network.bandwidth_bytes_per_s == base.network.bandwidth_bytes_per_s
+    assert mine.device == base.device
     own["extends"] = "dgx-a10"
     with pytest.raises(UserError, match=r"extends: unknown cluster 'dgx-a10'; did you mean 'dgx-a100'"):
         load_cluster(write(tmp_path, yaml.safe_dump(own), "again.yaml"))
