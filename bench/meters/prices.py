@@ -74,7 +74,7 @@ _STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {
     "embedding_dense_backward", "index", "index_put_", "index_add_", "scatter", "scatter_", "scatter_add_",
     "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_",
 }  # fmt: skip
-_STREAMING_FAMILIES = ("_foreach_", "_fused_adam", "_fused_sgd")
+_STREAMING_FAMILIES = ("_foreach_", "chunk_cat", "split_with_sizes_copy", "_fused_adam", "_fused_sgd")
 
 
 def _whole_forward(
