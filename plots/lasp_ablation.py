@@ -121,4 +121,4 @@ def _notes(combined: Sequence[Row], searches: Sequence[Row]) -> Iterator[str]:
     return lost_notes(named)
 
 
-draw = Drawing(__name__, _grid)
+draw = Drawing("lasp_ablation", _grid)

@@ -34,7 +34,7 @@ LONGEST = (
     "bench/engines/test_memory_tracker.py",
     "bench/engines/test_grid_steps.py",
     "bench/meters/test_fast_recorder.py",
-    "impls/strategies/test_blockwise.py",
+    "impls/strategies/test_attention_alone.py",
     "bench/search/test_extrapolate.py",
     "bench/search/test_boundary.py",
     "bench/published/test_roles.py",

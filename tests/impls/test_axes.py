@@ -107,28 +107,6 @@ def test_groups_are_those_of_the_mesh(pool: RankPool, outer: str, inner: str) ->
         assert own == (4, rank)
 
 
-def members_of_groups(mesh: DeviceMesh) -> list[list[int]]:
-    """Global ranks of this rank's groups over dp, over sp, and over both, in the order of each group."""
-    place = Place.on(mesh)
-    groups = [place.group("dp"), place.group("sp"), place.group("dp", "sp")]
-    return [dist.get_process_group_ranks(group) for group in groups if group is not None]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dp", "sp"),
-    [
-        ({"dp": 2, "sp": 2}, [[0, 2], [1, 3], [0, 2], [1, 3]], [[0, 1], [0, 1], [2, 3], [2, 3]]),
-        ({"sp": 2, "dp": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]),
-    ],
-    ids=["dp outside", "sp outside"],
-)
-def test_the_order_of_the_mesh_says_which_ranks_a_group_has(
-    pool: RankPool, sizes: dict[str, int], dp: list[list[int]], sp: list[list[int]]
-) -> None:
-    by_rank = pool.run(sizes, members_of_groups)
-    assert by_rank == [[dp[rank], sp[rank], [0, 1, 2, 3]] for rank in range(4)]
-
-
 def test_a_strategy_knows_the_axes_that_are_not_its_own() -> None:
     assert unused_axes(Rows.axes, {"dp": 2, "tp": 2, "sp": 2}) == []
     assert unused_axes(Strategy.axes, {"dp": 2, "tp": 2, "sp": 2}) == ["tp", "sp"]

@@ -123,14 +123,6 @@ def test_ring_shows_every_chunk_with_its_owner(pool: RankPool, n: int) -> None:
         assert torch.equal(own, mine(rank).t())  # what was given is left as it was
 
 
-def maximum(mesh: DeviceMesh) -> Tensor:
-    return all_reduce(mine(dist.get_rank()), mesh.get_group("tp"), dist.ReduceOp.MAX)
-
-
-def test_all_reduce_takes_other_operations(pool: RankPool) -> None:
-    assert all(torch.equal(x, mine(2)) for x in pool.run({"tp": 3}, maximum))
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 64])
 def test_wire_bytes_of_ring_algorithms(n: int) -> None:
     payload = 7  # divides by none of them

@@ -1,7 +1,4 @@
-"""Data-parallel backends with a planted fault each. None is a backend that is found by name.
-
-A module of its own, so that the ranks can import it.
-"""
+"""Data-parallel backends with a planted fault each. None is a backend that is found by name."""
 
 from __future__ import annotations
 

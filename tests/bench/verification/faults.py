@@ -1,7 +1,4 @@
-"""Strategies with a planted fault each, of the kinds that real code has had. None is registered.
-
-A module of its own, so that the ranks can import it.
-"""
+"""Strategies with a planted fault each, of the kinds that real code has had. None is registered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""DSP with a planted fault each. None is registered.
-
-A module of its own, so that the ranks can import it.
-"""
+"""DSP with a planted fault each. None is registered."""
 
 from __future__ import annotations
 

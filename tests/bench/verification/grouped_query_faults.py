@@ -1,7 +1,4 @@
-"""Strategies of grouped-query attention and of norms of keys with a planted fault each. None is registered.
-
-A module of its own, so that the ranks can import it.
-"""
+"""Grouped-query attention and norms of keys with a planted fault each. None is registered."""
 
 from __future__ import annotations
 

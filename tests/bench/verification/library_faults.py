@@ -1,7 +1,4 @@
-"""Losses over a split vocabulary, with a planted fault each. None is registered.
-
-A module of its own, so that the ranks can import it.
-"""
+"""Losses over a split vocabulary, with a planted fault each. None is registered."""
 
 from __future__ import annotations
 

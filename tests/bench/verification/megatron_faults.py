@@ -1,7 +1,4 @@
-"""The backend ``megatron`` with a planted fault each. None is found by name.
-
-A module of its own, so that the ranks can import it.
-"""
+"""The backend ``megatron`` with a planted fault each. None is found by name."""
 
 from __future__ import annotations
 

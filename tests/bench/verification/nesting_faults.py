@@ -1,7 +1,4 @@
-"""Strategies around each other with a planted fault each, as public code has had them. None is registered.
-
-A module of its own, so that the ranks can import it.
-"""
+"""Strategies around each other with a planted fault each, as public code has had them. None is registered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ulysses, Megatron-SP, Ring Attention and gathered keys with a planted fault each. None is registered.
-
-A module of its own, so that the ranks can import it.
-"""
+"""Ulysses, Megatron-SP, Ring Attention and gathered keys with a planted fault each. None is registered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""LASP with a planted fault each, of the kinds that states passed between chunks invite. None is registered.
-
-A module of its own, so that the ranks can import it.
-"""
+"""LASP with planted faults of states that pass between chunks. None is registered."""
 
 from __future__ import annotations
 

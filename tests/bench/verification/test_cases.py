@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import VerifyRow, verify, verify_case
+from spbench.bench.verification.cases import verify, verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.axes import Place
 from spbench.impls.backends.gradients import ContiguousGradients
@@ -24,6 +24,7 @@ from spbench.impls.strategies.registry import strategies
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
+from tests.bench.verification.assertions import assert_green
 
 TINY = [name for name in models() if "-tiny" in name]
 PARALLEL = [cls for cls in strategies().values() if cls.axes]
@@ -51,10 +52,6 @@ def refused(strategy: str, model: str) -> set[int]:
 
 
 CAN_RUN = [(strategy, model) for strategy in PARALLEL for model in TINY if can_run(strategy, model)]
-
-
-def assert_green(row: VerifyRow) -> None:
-    assert row.status == "green", row
 
 
 #: a model of each kind of attention
@@ -139,12 +136,12 @@ def test_lower_precision_is_at_its_noise_floor(
 def test_every_softmax_and_mask(pool: RankPool, softmax: str, mask_shape: str, seq_len: int) -> None:
     model = model_preset("bert-tiny", {"softmax": softmax, "mask_shape": mask_shape})
     for cls in (TensorParallel, RingSelfAttention):
-        assert_green(verify_case(pool, Case(cls, model, "attention", batch=1, seq_len=seq_len), 4))
+        assert_green(pool, Case(cls, model, "attention", batch=1, seq_len=seq_len), 4)
 
 
 def test_heads_need_not_divide_for_a_ring(pool: RankPool) -> None:
     model = model_preset("bert-tiny", {"heads": 3})
-    assert_green(verify_case(pool, Case(RingSelfAttention, model, "model"), 4))
+    assert_green(pool, Case(RingSelfAttention, model, "model"), 4)
     row = verify_case(pool, Case(TensorParallel, model, "model"), 4)
     assert (row.status, row.error, row.tensor) == ("unsupported", None, "")
     assert "3 attention heads" in row.reason
@@ -168,15 +165,15 @@ def test_gradients_held_the_old_way_are_synchronized_too(
     pool: RankPool, strategy: type[Strategy], model: str
 ) -> None:
     case = Case(strategy, model_preset(model), "model", backend_options={"gradients": "stale"})
-    assert_green(verify_case(pool, case, 4 if refused(strategy.name, model) else 3))
+    assert_green(pool, case, 4 if refused(strategy.name, model) else 3)
 
 
 @pytest.mark.parametrize("pad_vocabulary_by_ranks", [False, True])
 def test_padded_vocabulary_is_the_oracles_too(pool: RankPool, pad_vocabulary_by_ranks: bool) -> None:
     model = model_preset("bert-tiny", {"vocabulary": 97})
     options = {"pad_vocabulary_by_ranks": pad_vocabulary_by_ranks}
-    assert_green(verify_case(pool, Case(RingSelfAttention, model, "model", options=options), 3))
-    assert_green(verify_case(pool, Case(TensorParallel, model, "model"), 3))
+    assert_green(pool, Case(RingSelfAttention, model, "model", options=options), 3)
+    assert_green(pool, Case(TensorParallel, model, "model"), 3)
 
 
 @st.composite

@@ -25,7 +25,6 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
@@ -38,6 +37,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.step import Training, initialize
 from tests.bench.verification import backend_faults as faults
+from tests.bench.verification.assertions import assert_green
 
 LENGTH, STEPS = 24, 2
 #: reordered sums make errors of 1e-14, a wrong factor or a missing part far more than this
@@ -80,8 +80,8 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         if name == "optimizer":
-            found = training.backend.gradient_parts()
-            gradients.update({n: part.values.clone() for n, part in found.items()})
+            parts = training.backend.gradient_parts()
+            gradients.update({n: part.values.clone() for n, part in parts.items()})
         yield
 
     errors: dict[str, float] = {}
@@ -102,10 +102,10 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
 
         held = {name: part.values.flatten() for name, part in parts.items()}
         expected = {name: mine(name, truth[name].detach()) for name in parts}
-        errors |= _named(f"weight {step}", relative_errors(expected, held))
+        errors |= {f"weight {step} {name}": e for name, e in relative_errors(expected, held).items()}
         expected = {name: mine(name, truth[name].grad) for name in parts}
         held = {name: x.flatten() for name, x in gradients.items()}
-        errors |= _named(f"gradient {step}", relative_errors(expected, held))
+        errors |= {f"gradient {step} {name}": e for name, e in relative_errors(expected, held).items()}
     # all parts of all ranks must make each whole, or else equal parts would show little
     for name, (_, shape) in shards.items():
         count = torch.zeros(shape, dtype=torch.int64)
@@ -114,10 +114,6 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
         all_reduce(count, around.place.group("dp", *strategy.nested_axes))  # other stages have others
         errors[f"elements {name}"] = 0.0 if count.min() == count.max() > 0 else float("inf")
     return errors
-
-
-def _named(prefix: str, errors: dict[str, float]) -> dict[str, float]:
-    return {f"{prefix} {name}": error for name, error in errors.items()}
 
 
 SIZES = [
@@ -130,21 +126,33 @@ SIZES = [
 ]
 
 
+def assert_right(pool: RankPool, asked: Cell, cls: type[Backend]) -> None:
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, cls):
+        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
+
+
+def assert_first_wrong(pool: RankPool, asked: Cell, fault: type[Backend], where: str) -> None:
+    """The fault first shows ``where`` it was planted: what was computed before that is right."""
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, fault):
+        wrong = {name.rsplit(" ", 1)[0] for name, error in errors.items() if error > LIMIT}
+        in_order = [f"{what} {step}" for step in range(STEPS) for what in ("gradient", "weight")]
+        assert next(name for name in in_order if name in wrong) == where
+        assert max(error for name, error in errors.items() if name.startswith(where)) > 1e-3
+        assert not any(name.startswith("elements") for name in wrong)
+
+
 @pytest.mark.parametrize(("strategy", "sizes", "micro_batches"), SIZES)
 @pytest.mark.parametrize("backend", backends())
 def test_gradients_and_updates_are_those_of_one_device(
     pool: RankPool, backend: str, strategy: str, sizes: dict[str, int], micro_batches: int
 ) -> None:
     asked = cell(backend, strategy, micro_batches, sizes=sizes, mesh=[*sizes])
-    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, backends()[backend]):
-        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
+    assert_right(pool, asked, backends()[backend])
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
 def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
-    asked = cell(backend, "single", 2, sizes={"dp": 2, "pp": 2})
-    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, backends()[backend]):
-        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
+    assert_right(pool, cell(backend, "single", 2, sizes={"dp": 2, "pp": 2}), backends()[backend])
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
@@ -166,14 +174,7 @@ def test_whole_models_only(backend: str) -> None:
     ],
 )
 def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: str) -> None:
-    """The fault first shows ``where`` it was planted: what was computed before that is right."""
-    asked = cell(fault.name, sizes={"dp": 2, "sp": 2})
-    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, fault):
-        wrong = {name.rsplit(" ", 1)[0] for name, error in errors.items() if error > LIMIT}
-        in_order = [f"{what} {step}" for step in range(STEPS) for what in ("gradient", "weight")]
-        assert next(name for name in in_order if name in wrong) == where
-        assert max(error for name, error in errors.items() if name.startswith(where)) > 1e-3
-        assert not any(name.startswith("elements") for name in wrong)
+    assert_first_wrong(pool, cell(fault.name, sizes={"dp": 2, "sp": 2}), fault, where)
 
 
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)), 4])
@@ -181,8 +182,7 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: st
 def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
     for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):
         case = Case(strategy_class(strategy), model_preset(model), "model", seq_len=LENGTH, backend=backend)
-        row = verify_case(pool, case, n)
-        assert row.status == "green", row
+        assert_green(pool, case, n)
 
 
 # -- bytes sent and held ----------------------------------------------------------------------------------
@@ -201,6 +201,15 @@ def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
     return seen(Trace.of(asked, dist.get_rank(), recorder))
 
 
+def assert_sends_its_closed_form(pool: RankPool, asked: Cell) -> None:
+    """On real ranks, and on the virtual rank that stands for each of them."""
+    really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
+    assert all(counts and not difference for counts, difference in really)
+    for each in rank_classes(asked):
+        virtually = seen(virtual.trace(asked, each.first))
+        assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
+
+
 @pytest.mark.parametrize(
     ("sizes", "precision"),
     [
@@ -213,12 +222,9 @@ def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
 def test_closed_form_virtual_and_real_ranks_send_the_same(
     pool: RankPool, backend: str, sizes: dict[str, int], precision: str
 ) -> None:
-    asked = cell(backend, "lasp", 2, sizes=sizes, mesh=[*sizes], precision=precision)
-    really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
-    assert all(counts and not difference for counts, difference in really)
-    for each in rank_classes(asked):
-        virtually = seen(virtual.trace(asked, each.first))
-        assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
+    assert_sends_its_closed_form(
+        pool, cell(backend, "lasp", 2, sizes=sizes, mesh=[*sizes], precision=precision)
+    )
 
 
 #: most of its memory is weights and what belongs to them
@@ -226,8 +232,7 @@ HEAVY = {"layers": 4, "hidden": 192, "inner": 512, "vocabulary": 1024}
 
 
 def heavy(backend: str, n: int) -> Cell:
-    sizes = {"dp": n}
-    return cell(backend, batch=n, sizes=sizes, precision="fp16", model_options=HEAVY)
+    return cell(backend, batch=n, sizes={"dp": n}, precision="fp16", model_options=HEAVY)
 
 
 @cache

@@ -33,37 +33,11 @@ def error(x: Tensor, reference: Tensor) -> float:
     return ((x.double() - reference).norm() / reference.norm()).item()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("causal", "m"), [(True, 32), (False, 32), (False, 16)])
-def test_values_and_gradients_are_torchs(dtype: torch.dtype, causal: bool, m: int, device: str) -> None:
-    q, d_o, k, v = inputs(dtype, device, m)
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    reference = F.scaled_dot_product_attention(*exact, is_causal=causal)
-    reference.backward(d_o.double())
-    scores = (exact[0] @ exact[1].mT).detach() / 4
-    if causal:
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    o, lse = flash_attention(q, k, v, 0.25, causal)
-    assert error(o, reference.detach()) < TOLERANCE[dtype]
-    assert error(lse, scores.logsumexp(-1)) < TOLERANCE[dtype]
-    for x, of in zip(flash_attention_backward(d_o, q, k, v, o, lse, 0.25, causal), exact, strict=True):
-        assert of.grad is not None
-        assert error(x, of.grad) < TOLERANCE[dtype]
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("m", "length", "causal"),
     # one call and two, even and odd, on both sides of where torch's operator changes its way
-    [
-        (191, 191, True),
-        (192, 192, True),
-        (511, 511, True),
-        (512, 512, True),
-        (513, 513, True),
-        (300, 600, False),
-    ],
+    [*((m, m, True) for m in (191, 192, 511, 512, 513)), (300, 600, False)],
 )
 def test_torchs_cpu_operators_compute_a_part_of_the_whole(
     dtype: torch.dtype, m: int, length: int, causal: bool
@@ -95,26 +69,31 @@ def test_torchs_cpu_operators_compute_a_part_of_the_whole(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kv_heads", [1, 2])
-# one call of torch's CPU operators, two, and scores made one by one, for values of another head size
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+# one call of torch's CPU operators, two, fewer queries, and scores one by one for values of another size
 @pytest.mark.parametrize(
-    ("length", "causal", "values"), [(32, False, 16), (32, True, 16), (400, True, 16), (32, True, 8)]
+    ("m", "length", "causal", "values"),
+    [(32, 32, False, 16), (16, 32, False, 16), (32, 32, True, 16), (400, 400, True, 16), (32, 32, True, 8)],
 )
-def test_heads_of_keys_that_several_queries_share(
-    dtype: torch.dtype, kv_heads: int, length: int, causal: bool, values: int, device: str
+def test_values_and_gradients_are_torchs(
+    dtype: torch.dtype, kv_heads: int, m: int, length: int, causal: bool, values: int, device: str
 ) -> None:
-    """As if they were repeated, and the gradient of each is the sum of those of its copies."""
+    """Keys that queries share count as repeated: the gradient of each is the sum of those of its copies."""
     generator = torch.Generator().manual_seed(0)
     q, d_o, k, v = (
-        torch.randn(3, heads, length, size, generator=generator, dtype=torch.float64).to(device, dtype)
-        for heads, size in ((4, 16), (4, values), (kv_heads, 16), (kv_heads, values))
+        torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in ((4, m, 16), (4, m, values), (kv_heads, length, 16), (kv_heads, length, values))
     )
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     keys, of_values = (x.repeat_interleave(4 // kv_heads, 1) for x in exact[1:])
     reference = F.scaled_dot_product_attention(exact[0], keys, of_values, is_causal=causal)
     reference.backward(d_o.double())
+    scores = (exact[0] @ keys.mT).detach() / 4
+    if causal:
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     o, lse = flash_attention(q, k, v, 0.25, causal)
     assert error(o, reference.detach()) < TOLERANCE[dtype]
+    assert error(lse, scores.logsumexp(-1)) < TOLERANCE[dtype]
     gradients = flash_attention_backward(d_o, q, k, v, o, lse, 0.25, causal)
     for x, of in zip(gradients, exact, strict=True):
         assert of.grad is not None
@@ -173,13 +152,6 @@ def test_a_block_without_keys_merges_to_what_was_there() -> None:
     torch.testing.assert_close((o, lse), before)
 
 
-def test_values_of_another_head_size() -> None:
-    q, _, k, v = inputs(torch.float64, "cpu")
-    o, lse = flash_attention(q, k, v, 0.25, True)
-    narrow, same = flash_attention(q, k, v[..., :8], 0.25, True)
-    torch.testing.assert_close((narrow, same), (o[..., :8], lse), rtol=1e-12, atol=1e-12)
-
-
 def test_blocks_merge_to_the_whole() -> None:
     q, _, k, v = inputs(torch.float64, "cpu")
     o = torch.zeros_like(q)
@@ -190,19 +162,6 @@ def test_blocks_merge_to_the_whole() -> None:
         merge(o, lse, *flash_attention(q, k[:, :, block], v[:, :, block], 0.25, False))
     reference = F.scaled_dot_product_attention(q, k, v)
     assert error(o, reference) < 1e-9
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("m", [32, 16])
-def test_fakes_are_like_the_real_ones(dtype: torch.dtype, m: int) -> None:
-    q, d_o, k, v = inputs(dtype, "cpu", m)
-    forward = flash_attention(q, k, v, 0.25, False)
-    real = [*forward, *flash_attention_backward(d_o, q, k, v, *forward, 0.25, False)]
-    with FakeTensorMode() as mode:
-        q, d_o, k, v = (mode.from_tensor(x) for x in (q, d_o, k, v))
-        forward = flash_attention(q, k, v, 0.25, False)
-        fake = [*forward, *flash_attention_backward(d_o, q, k, v, *forward, 0.25, False)]
-    assert [(x.shape, x.dtype, x.stride()) for x in fake] == [(x.shape, x.dtype, x.stride()) for x in real]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -1,6 +1,5 @@
 """Every kernel against torch's own operators, and every fake implementation against its real one."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,43 +17,10 @@ from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
 from spbench.impls.kernels.rms_norm import plain_rms_norm, rms_norm
 from spbench.impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron_fuses
+from tests.impls.kernels.made import assert_same, bits, bytes_kept, made
 
 HALF = [torch.float16, torch.bfloat16]
 OPS = torch.ops.spbench
-
-
-def made(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return x.to(dtype).requires_grad_()
-
-
-def bits(*shape: int, seed: int = 1) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
-
-
-def assert_same(ours: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """The same values and the same gradients of all inputs, to float64's rounding."""
-    y, expected = ours(*inputs), plain(*inputs)
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-14)
-    weight = made(*y.shape, seed=9).detach()
-    got = torch.autograd.grad((y * weight).sum(), inputs)
-    torch.testing.assert_close(
-        got, torch.autograd.grad((expected * weight).sum(), inputs), rtol=1e-10, atol=1e-13
-    )
-
-
-def bytes_kept(function: Callable[[], Any]) -> int:
-    """Bytes of the distinct tensors that a forward saves for backward."""
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        kept[x.data_ptr()] = x.numel() * x.element_size()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        result = function()
-    del result
-    return sum(kept.values())
 
 
 # -- softmax -------------------------------------------------------------------------------------------
@@ -99,7 +65,8 @@ def test_softmax_of_half_precision_is_rounded_once(way: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("way", ["fused", "plain", "megatron"])
 def test_query_without_a_key_attends_to_all_alike(way: str) -> None:
-    probabilities = masked_softmax(made(1, 1, 2, 4), torch.ones(1, 1, 2, 4, dtype=torch.bool), 1.0, way)
+    none = torch.ones(1, 1, 2, 4, dtype=torch.bool)
+    probabilities = masked_softmax(made(1, 1, 2, 4), none, 1.0, way)
     torch.testing.assert_close(probabilities, torch.full_like(probabilities, 0.25))
 
 
@@ -112,12 +79,8 @@ def test_softmax_leaves_the_scores_alone(way: str, queries: int) -> None:
 
 
 def test_what_megatron_fuses() -> None:
-    assert megatron_fuses(4, 8, 17)
-    assert megatron_fuses(4, 8, 2048)
-    assert not megatron_fuses(4, 8, 16)
-    assert not megatron_fuses(4, 8, 2049)
-    assert not megatron_fuses(4, 6, 64)
-    assert not megatron_fuses(6, 8, 64)
+    assert all(megatron_fuses(4, 8, keys) for keys in (17, 2048))
+    assert not any(megatron_fuses(*sizes) for sizes in ((4, 8, 16), (4, 8, 2049), (4, 6, 64), (6, 8, 64)))
 
 
 # -- bias, gelu, dropout -------------------------------------------------------------------------------
@@ -170,12 +133,10 @@ def test_layer_norm_in_lower_precision_is_torchs(dtype: torch.dtype) -> None:
     y, expected = layer_norm(*inputs), F.layer_norm(inputs[0], (8,), *inputs[1:], 1e-5)
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     weight = made(2, 3, 8, seed=9, dtype=dtype).detach()
-    got = torch.autograd.grad((y * weight).sum(), inputs)
+    ours, torchs = (torch.autograd.grad((x * weight).sum(), inputs) for x in (y, expected))
     # torch's statistics are not rounded on the way to its backward either: allow one rounding
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        got, torch.autograd.grad((expected * weight).sum(), inputs), rtol=4 * eps, atol=4 * eps
-    )
+    eps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, torchs, rtol=eps, atol=eps)
 
 
 # -- root-mean-square norm -----------------------------------------------------------------------------
@@ -201,16 +162,13 @@ def test_rms_norm_of_a_view() -> None:
 def test_rms_norm_in_lower_precision_rounds_once(dtype: torch.dtype, weighted: bool) -> None:
     inputs = [made(2, 3, 8, seed=1, dtype=dtype), made(8, seed=2, dtype=dtype)][: 1 + weighted]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    y, expected, weight = (
-        rms_norm(*inputs),
-        plain_rms_norm(*exact),
-        made(2, 3, 8, seed=9, dtype=dtype).detach(),
-    )
+    y, expected = rms_norm(*inputs), plain_rms_norm(*exact)
+    weight = made(2, 3, 8, seed=9, dtype=dtype).detach()
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2 * torch.finfo(dtype).eps}
     torch.testing.assert_close(y, expected.to(dtype), **close)
-    got = torch.autograd.grad((y * weight).sum(), inputs)
+    ours = torch.autograd.grad((y * weight).sum(), inputs)
     right = torch.autograd.grad((expected * weight.double()).sum(), exact)
-    torch.testing.assert_close(got, tuple(x.to(dtype) for x in right), **close)
+    torch.testing.assert_close(ours, tuple(x.to(dtype) for x in right), **close)
 
 
 # -- cross entropy -------------------------------------------------------------------------------------
@@ -263,9 +221,8 @@ def test_bytes_kept_for_backward() -> None:
     assert bytes_kept(lambda: bias_dropout_add(x, bias, x, kept, 0.5)) == 32
     assert bytes_kept(lambda: bias_dropout_add(x, bias, x, kept, 0.5, keep_input=True)) == 32 + 64
     assert bytes_kept(lambda: bias_gelu(x, bias, fused=True)) == 64 + 16
-    # the input, two float32 statistics a row, weight and bias
+    # the input, two float32 statistics a row (of the root-mean-square one), weight and bias
     assert bytes_kept(lambda: layer_norm(x, bias, bias)) == 64 + 2 * 4 * 4 + 16
-    # the input and one float32 statistic a row, and the weight
     assert bytes_kept(lambda: rms_norm(x)) == 64 + 4 * 4
     assert bytes_kept(lambda: rms_norm(x, bias)) == 64 + 4 * 4 + 16
 
@@ -283,10 +240,8 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
     x, y, row = tensor(2, 3, 8), tensor(2, 3, 8, seed=1), made(8, dtype=dtype, seed=2).detach()
     kept, scores = bits(2, 3, 8), tensor(2, 2, 4, 8)
     v, rates = tensor(2, 2, 4, 5, seed=3), torch.tensor([0.0, 0.5])
-    states, before = (
-        linear_attention_states(scores, v, rates, 3),
-        linear_attention_states(scores, v, None, 4)[:, :, 1],
-    )
+    states = linear_attention_states(scores, v, rates, 3)
+    before = linear_attention_states(scores, v, None, 4)[:, :, 1]
     d_states = linear_attention_state_gradients(scores, v, rates, 3)
     statistics = made(2, 3, 1, dtype=torch.float32 if dtype in HALF else dtype).detach().abs()
     q, k = tensor(2, 2, 4, 8, seed=4), tensor(2, 2, 4, 8, seed=5)
@@ -333,31 +288,26 @@ def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) 
     }
 
 
+def check_fake(name: str, arguments: tuple[Any, ...]) -> None:
+    """The declared mutation, and that shapes, dtypes, strides and devices agree."""
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=tests)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", _arguments(torch.float32, False))
 def test_fake_is_like_the_real_operator(name: str, dtype: torch.dtype, transposed: bool) -> None:
-    # checks the declared mutation and that shapes, dtypes, strides and devices agree
-    arguments = _arguments(dtype, transposed)[name]
-    torch.library.opcheck(
-        getattr(OPS, name).default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    check_fake(name, _arguments(dtype, transposed)[name])
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward"])
 def test_fake_is_like_the_real_operator_without_a_weight(name: str) -> None:
-    arguments = tuple(
-        None if isinstance(x, Tensor) and x.ndim == 1 else x for x in _arguments(torch.bfloat16, False)[name]
-    )
-    torch.library.opcheck(
-        getattr(OPS, name).default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    given = _arguments(torch.bfloat16, False)[name]
+    check_fake(name, tuple(None if isinstance(x, Tensor) and x.ndim == 1 else x for x in given))
 
 
 def test_every_operator_is_checked() -> None:
-    registered = {
-        name.split("::")[1].split(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("spbench::")
-    }
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("spbench::"))
+    registered = {name.split("::")[1].split(".")[0] for name in names}
     assert registered == set(_arguments(torch.float32, False))

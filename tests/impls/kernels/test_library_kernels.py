@@ -17,7 +17,7 @@ from spbench.impls.kernels.reused_buffer import ReusedBuffer
 from spbench.impls.kernels.rotary import fused_rotary, rotated
 from spbench.impls.kernels.softmax import softmax_of_scores
 from spbench.impls.kernels.swiglu import swiglu
-from tests.impls.kernels.test_kernels import assert_same, bytes_kept, made
+from tests.impls.kernels.made import assert_same, bytes_kept, made
 
 
 def test_swiglu() -> None:

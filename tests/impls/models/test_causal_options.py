@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock
 from spbench.impls.models.blocks.mixers import Places
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttentionMixer
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.linear_llama import LinearLlamaModel
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
 
@@ -56,40 +55,16 @@ def test_a_share_of_rope_turns_the_first_features_alone(library: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rotary_share": 0.25}, "RoPE turns pairs, but rotary_share 0.25 of a head's 4 features are 1"),
-        ({"rotary_share": 1.5}, "rotary_share is above 0 and at most 1, not 1.5"),
-        ({"head_dim": 0}, "head_dim is at least 1, not 0"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny(**options)
-
-
-def test_linear_attention_has_no_head_size_of_its_own() -> None:
-    with pytest.raises(ValueError, match="head_dim is of softmax attention"):
-        LinearLlamaModel(**TINY_SIZES, softmax_every=2, head_dim=8)
-
-
-@pytest.mark.parametrize(
     ("strategy", "sizes"),
     [("tensor_parallel", {"tp": 4}), ("megatron_sp", {"tp": 4}), ("ulysses", {"sp": 4})],
 )
 def test_wide_heads_send_what_the_closed_form_says(strategy: str, sizes: dict[str, int]) -> None:
-    cell = Cell(
-        model="causal-transformer-tiny-gqa",
-        strategy=strategy,
-        sizes=Sizes(**sizes),
-        batch=2,
-        seq_len=24,
-        model_options={"head_dim": 8},
-    )
-    found = VirtualEngine().measure(cell)
-    assert found.status == "ok", found.reason
-    assert found.formula_difference == []
-    assert found.communication
+    of: Any = {"sizes": sizes, "batch": 2, "seq_len": 24, "model_options": {"head_dim": 8}}
+    cell = Cell.model_validate({"model": "causal-transformer-tiny-gqa", "strategy": strategy, **of})
+    measured = VirtualEngine().measure(cell)
+    assert measured.status == "ok", measured.reason
+    assert measured.formula_difference == []
+    assert measured.communication
 
 
 def test_a_head_size_counts_in_parameters() -> None:

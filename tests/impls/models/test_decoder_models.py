@@ -66,10 +66,7 @@ def counted(model: DecoderModel, stage: Stage = ONE_STAGE, parts: int = 1) -> di
 )
 def test_size_is_in_the_name(name: str, published: float) -> None:
     assert counted(decoder(name))["elements"] == pytest.approx(published, rel=0.03)
-
-
-def test_llama_3_has_as_many_parameters_as_were_released() -> None:
-    assert counted(decoder("llama3-8b"))["elements"] == 8_030_261_248
+    assert name != "llama3-8b" or counted(decoder(name))["elements"] == 8_030_261_248  # as released
 
 
 def test_the_billion_of_linear_llama_is_in_its_layers() -> None:
@@ -139,14 +136,28 @@ def test_decay_falls_by_layer() -> None:
     assert not middle.lrpe
 
 
+def assert_of_distance_alone(scores: Tensor) -> None:
+    for distance in range(-8, 9):
+        diagonal = scores.diagonal(distance, -2, -1)
+        torch.testing.assert_close(diagonal, diagonal[..., :1].expand_as(diagonal))
+
+
+def test_rope_depends_on_the_distance_alone() -> None:
+    q, k = torch.randn(2, 3, 1, 8).double(), torch.randn(2, 3, 1, 8).double()
+    cos, sin = Places(Strategy(), 9, q).rotary(8, 10_000.0)
+    turned_q, turned_k = (rotated(x.expand(2, 3, 9, 8), cos, sin) for x in (q, k))
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1).expand(2, 3, 9))
+    scores = turned_q @ turned_k.mT
+    assert_of_distance_alone(scores)
+    assert not torch.allclose(scores[..., 0, 0], scores[..., 0, 1])
+
+
 def test_lrpe_depends_on_the_distance_alone() -> None:
     q, k, theta = torch.randn(6, 1, 4).double(), torch.randn(6, 1, 4).double(), torch.rand(6, 4).double()
     cos, sin = Places(Strategy(), 9, q).turned(theta)  # [6, 9, 4]
     turned_q, turned_k = (torch.cat((x * cos, x * sin), -1) for x in (q, k))
     scores = turned_q @ turned_k.mT
-    for distance in range(-8, 9):
-        diagonal = scores.diagonal(distance, -2, -1)
-        torch.testing.assert_close(diagonal, diagonal[:, :1].expand_as(diagonal))
+    assert_of_distance_alone(scores)
     torch.testing.assert_close(scores[:, 3, 3], (q * k).sum((1, 2)))
     torch.testing.assert_close(scores[:, 5, 3], (q * k * (2 * theta).cos().unsqueeze(1)).sum((1, 2)))
 
@@ -162,18 +173,6 @@ def test_lrpe_on_the_first_layer_only() -> None:
 
 
 # -- softmax attention ---------------------------------------------------------------------------------
-
-
-def test_rope_depends_on_the_distance_alone() -> None:
-    q, k = torch.randn(2, 3, 1, 8).double(), torch.randn(2, 3, 1, 8).double()
-    cos, sin = Places(Strategy(), 9, q).rotary(8, 10_000.0)
-    turned_q, turned_k = (rotated(x.expand(2, 3, 9, 8), cos, sin) for x in (q, k))
-    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1).expand(2, 3, 9))
-    scores = turned_q @ turned_k.mT
-    for distance in range(-8, 9):
-        diagonal = scores.diagonal(distance, -2, -1)
-        torch.testing.assert_close(diagonal, diagonal[..., :1].expand_as(diagonal))
-    assert not torch.allclose(scores[..., 0, 0], scores[..., 0, 1])
 
 
 @pytest.mark.parametrize(("every", "softmax"), [(None, []), (0, []), (4, [3, 7, 11, 15]), (1, [*range(16)])])
@@ -218,24 +217,6 @@ def test_angles_are_precise_in_half_precision() -> None:
 # -- options and data ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_heads": 3}, "kv_heads 3 does not divide heads 16"),
-        ({"kv_heads": 0}, "kv_heads 0 does not divide heads 16"),
-        ({"kv_heads": 32}, "kv_heads 32 does not divide heads 16"),
-        ({"kv_heads": 4}, "kv_heads is of softmax attention, which no layer of this model has"),
-        ({"qk_norm": True}, "qk_norm is of softmax attention, which no layer of this model has"),
-        ({"heads": 5}, "hidden 2048 is not divisible by heads 5"),
-        ({"attention_norm": "layer"}, "attention_norm is one of hidden, head"),
-        ({"cross_entropy": True}, "cross_entropy is one of plain, fused"),
-    ],
-)
-def test_impossible_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model_preset("tnl-1b", options)
-
-
 def test_real_text_follows_itself() -> None:
     batches = causal_language_batches(1024, 3, 40, seed=5)
     first, second = next(batches), next(batches)
@@ -272,14 +253,8 @@ def cell(model: str, **changes: Any) -> Cell:
     [
         ({"tp": 2, "pp": 2}, True),
         ({"tp": 2, "dp": 2}, False),
-        *(
-            pytest.param(sizes, tied, marks=pytest.mark.slow)
-            for sizes, tied in (
-                *(({"tp": n}, tied) for n in (2, 4) for tied in (False, True)),
-                ({"tp": 2, "pp": 2}, False),
-                ({"tp": 2, "dp": 2}, True),
-            )
-        ),
+        pytest.param({"tp": 4}, True, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, False, marks=pytest.mark.slow),
     ],
 )
 def test_tensor_parallelism_sends_what_its_formula_says(
@@ -305,10 +280,9 @@ def bytes_a_token(model: str, **options: Any) -> float:
 
 
 def test_what_a_layer_of_tnl_keeps() -> None:
-    """In units of [B, L, H] in bfloat16: the layer's input and the normalised one, four projections, silu(q)
-    and silu(k), the output of attention, its norm and that times the gate; after the residual connection
-    that and its norm, two projections and their product, each 2.75; and one float32 state [D, A] a head in
-    256 positions, here 1."""
+    """In units of [B, L, H] in bfloat16: the layer's input and the normalised one; four projections; silu(q)
+    and silu(k); the output of attention, its norm, that times the gate; two more after the residual; two
+    projections and their product of 2.75 each; a float32 state [D, A] a head in 256 positions, here 1."""
     unit = 2 * 2048
     layer = bytes_a_token("tnl-1b", layers=3) - bytes_a_token("tnl-1b", layers=2)
     expected = 2 + 4 + 2 + 3 + 2 + 3 * 5632 / 2048 + 128 * 128 * 16 * 4 / 256 / unit

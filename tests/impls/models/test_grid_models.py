@@ -25,6 +25,13 @@ def built_parameters(model: GridModel, seq_len: int) -> int:
         return sum(p.numel() for p in model.build(Strategy(), seq_len).parameters())
 
 
+def drawn(model: GridModel, deviation: float) -> torch.nn.Module:
+    module = model.build(Strategy(), 24)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=deviation)
+    return module
+
+
 @pytest.mark.parametrize(("name", "published"), [("st-dit-xl", 720e6), ("st-dit-3b", 3e9)])
 def test_size_as_published(name: str, published: float) -> None:
     """arXiv 2403.10266, section 5: 720M and 3B; Open-Sora's log of the first: 724M."""
@@ -50,15 +57,11 @@ def test_a_token_is_a_patch() -> None:
 
 
 @pytest.mark.parametrize("name", ["st-dit-tiny", "transformer-3d-tiny"])
-def test_data_and_loss(name: str) -> None:
+def test_loss(name: str) -> None:
     """The loss is the mean square error of the noise, whatever the parts that it is summed from."""
     model = grid_model(name)
-    first, again = (model.inputs(5, 24, torch.Generator().manual_seed(2)) for _ in range(2))
-    assert set(first) == set(model.sequence_dims)
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    module = model.build(Strategy(), 24)
-    for p in module.parameters():
-        torch.nn.init.normal_(p, std=0.1)
+    first = model.inputs(5, 24, torch.Generator().manual_seed(2))
+    module = drawn(model, 0.1)
     with torch.no_grad():
         found = module(first)
     expected = torch.nn.functional.mse_loss(found["predicted"], first["noise"])
@@ -70,9 +73,7 @@ def test_data_and_loss(name: str) -> None:
 def test_every_position_matters_to_every_other(name: str) -> None:
     """Two layers along all dims in turn spread a change of one position over the grid."""
     model = grid_model(name)
-    module = model.build(Strategy(), 24)
-    for p in module.parameters():
-        torch.nn.init.normal_(p, std=0.3)
+    module = drawn(model, 0.3)
     inputs = model.inputs(1, 24, torch.Generator().manual_seed(0))
     changed = {**inputs, "noisy": inputs["noisy"].clone()}
     changed["noisy"].view(24, -1)[7] += 1
@@ -83,25 +84,16 @@ def test_every_position_matters_to_every_other(name: str) -> None:
 
 def test_the_text_and_the_time_matter() -> None:
     model = grid_model("st-dit-tiny")
-    module = model.build(Strategy(), 24)
-    for p in module.parameters():
-        torch.nn.init.normal_(p, std=0.3)
+    module = drawn(model, 0.3)
     inputs = model.inputs(2, 24, torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = module(inputs)["predicted"]
         for name in ("text", "time_steps"):
-            other = {
-                **inputs,
-                name: inputs[name] + torch.tensor([1, 0]).view(2, *[1] * (inputs[name].ndim - 1)),
-            }
+            shift = torch.tensor([1, 0]).view(2, *[1] * (inputs[name].ndim - 1))
+            other = {**inputs, name: inputs[name] + shift}
             after = module(other)["predicted"]
             assert not torch.equal(before[0], after[0])
             assert torch.equal(before[1], after[1])  # of another sample
-
-
-def test_impossible_options() -> None:
-    with pytest.raises(ValueError, match="hidden 1152 is not divisible by heads 5"):
-        grid_model("st-dit-xl", heads=5)
 
 
 @pytest.mark.parametrize("name", ["st-dit-xl", "st-dit-tiny", "transformer-2d", "transformer-3d-tiny"])

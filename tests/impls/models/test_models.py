@@ -13,6 +13,8 @@ from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import Model, model_preset, models
 from spbench.impls.strategies.base import Strategy
 
+TINY = "causal-transformer-tiny"
+
 
 def built_parameters(model: Model, seq_len: int) -> dict[str, int]:
     with FakeTensorMode():
@@ -54,11 +56,17 @@ def test_vocabulary_is_padded_as_megatron_pads_it() -> None:
     assert all(model.padded_vocabulary(n) % (128 * n) == 0 for n in range(1, 65))
 
 
-def test_data() -> None:
-    model = bert("bert-tiny")
-    first, again = (model.inputs(5, 40, torch.Generator().manual_seed(2)) for _ in range(2))
+@pytest.mark.parametrize("name", ["bert-tiny", "st-dit-tiny", "transformer-3d-tiny", "tnl-tiny"])
+def test_data_depend_on_the_seed_alone(name: str) -> None:
+    model = model_preset(name)
+    first, again = (model.inputs(5, 24, torch.Generator().manual_seed(2)) for _ in range(2))
     assert set(first) == set(model.sequence_dims)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_data_of_bert() -> None:
+    model = bert("bert-tiny")
+    first = model.inputs(5, 40, torch.Generator().manual_seed(2))
     assert first["loss_weights"].sum().item() == pytest.approx(1)
     assert not first["loss_weights"][first["padding"] > 0].any()  # no loss of padded positions
     assert int(first["tokens"].max()) < model.vocabulary
@@ -91,17 +99,32 @@ def test_padding_is_never_attended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "message"),
     [
-        ({"heads": 5}, "hidden 768 is not divisible by heads 5"),
-        ({"softmax": "sparse"}, "softmax is one of fused, plain, megatron"),
-        ({"mask_shape": "round"}, "mask_shape is one of keys, square"),
-        ({"linformer": 8, "mask_shape": "square"}, "Linformer"),
+        ("bert-base", {"heads": 5}, "hidden 768 is not divisible by heads 5"),
+        ("st-dit-xl", {"heads": 5}, "hidden 1152 is not divisible by heads 5"),
+        ("bert-base", {"softmax": "sparse"}, "softmax is one of fused, plain, megatron"),
+        ("bert-base", {"mask_shape": "round"}, "mask_shape is one of keys, square"),
+        ("bert-base", {"linformer": 8, "mask_shape": "square"}, "Linformer"),
+        *(("tnl-1b", {"kv_heads": n}, f"kv_heads {n} does not divide heads 16") for n in (3, 0, 32)),
+        ("tnl-1b", {"kv_heads": 4}, "kv_heads is of softmax attention, which no layer of this model has"),
+        ("tnl-1b", {"qk_norm": True}, "qk_norm is of softmax attention, which no layer of this model has"),
+        ("tnl-1b", {"heads": 5}, "hidden 2048 is not divisible by heads 5"),
+        ("tnl-1b", {"attention_norm": "layer"}, "attention_norm is one of hidden, head"),
+        ("tnl-1b", {"cross_entropy": True}, "cross_entropy is one of plain, fused"),
+        (
+            TINY,
+            {"rotary_share": 0.25},
+            "RoPE turns pairs, but rotary_share 0.25 of a head's 4 features",
+        ),
+        (TINY, {"rotary_share": 1.5}, "rotary_share is above 0 and at most 1, not 1.5"),
+        (TINY, {"head_dim": 0}, "head_dim is at least 1, not 0"),
+        ("linear-llama3-tiny-hybrid", {"head_dim": 8}, "head_dim is of softmax attention"),
     ],
 )
-def test_impossible_options(options: dict[str, Any], message: str) -> None:
+def test_impossible_options(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        model_preset("bert-base", options)
+        model_preset(name, options)
 
 
 def test_unknown_names() -> None:

@@ -9,10 +9,10 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
+from tests.bench.verification.assertions import assert_green
 
 #: strategy -> the options with which it splits the vocabulary
 SPLIT: dict[str, dict[str, str]] = {"tensor_parallel": {}, "megatron_sp": {"vocabulary": "split"}}
@@ -56,8 +56,7 @@ def test_gathered_logits_take_bytes_and_memory(strategy: str, cross_entropy: str
 def test_gathered_logits_give_the_gradients_of_one_device(pool: RankPool, strategy: str, n: int) -> None:
     options = {**SPLIT[strategy], "loss": "gathered"}
     case = Case(nesting(strategy), model_preset("causal-transformer-tiny"), "model", options=options)
-    row = verify_case(pool, case, {"tp": n})
-    assert row.status == "green", row
+    assert_green(pool, case, {"tp": n})
 
 
 def test_whole_logits_cannot_be_gathered() -> None:

@@ -12,9 +12,12 @@ from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.placements import PLACEMENTS, PlacedChunks, PlacementOptions, meeting
 from spbench.impls.strategies.ring_attention import RingAttention
+from spbench.impls.strategies.sequence_chunks import chunk_of
 from tests.bench.verification.attention_model import AttentionModel
 
 PLACED: list[type[PlacedChunks]] = [RingAttention, AllGatherKV]
+GRID = AttentionModel("full_attention")
+LINEAR = AttentionModel("linear_attention")
 SIZES = [*((p, 4) for p in PLACEMENTS), ("striped", 1)]
 
 
@@ -67,20 +70,19 @@ def test_joint_blocks_cover_what_causality_allows(n: int, placement: str, length
     assert max(calls) <= {"contiguous": 2, "zigzag": 3, "striped": n}[placement]
 
 
-@pytest.mark.parametrize("strategy", PLACED)
 @pytest.mark.parametrize(
-    ("model", "placement", "message"),
+    ("strategy", "model", "placement", "message"),
     [
-        (
-            AttentionModel(),
-            "zigzag",
-            "36 is not divisible by twice 4 ranks; use a sequence length of 32 or 40",
+        *(
+            (s, AttentionModel(), "zigzag", "36 is not divisible by twice 4 ranks; use .* 32 or 40")
+            for s in PLACED
         ),
-        (
-            AttentionModel("full_attention"),
-            "striped",
-            "a grid has no striped placement; use placement contiguous",
+        *(
+            (s, AttentionModel("full_attention"), "striped", "a grid has no striped placement; use")
+            for s in PLACED
         ),
+        (RingAttention, LINEAR, "striped", "linear attention has no striped placement; use"),
+        (AllGatherKV, LINEAR, "striped", "all_gather_kv has no linear attention; use another strategy or"),
     ],
 )
 def test_what_cannot_be(
@@ -90,19 +92,16 @@ def test_what_cannot_be(
         strategy.planned(4, options={"placement": placement}).check(model.sites(1, 36))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (RingAttention, "linear attention has no striped placement; use placement contiguous"),
-        (AllGatherKV, "all_gather_kv has no linear attention; use another strategy or another model"),
-    ],
-)
-def test_linear_attention(strategy: type[PlacedChunks], message: str) -> None:
-    planned = strategy.planned(4, options={"placement": "striped"})
-    with pytest.raises(Unsupported, match=message):
-        planned.check(AttentionModel("linear_attention").sites(1, 36))
-
-
 def test_unknown_placement() -> None:
     with pytest.raises(ValueError, match="one of contiguous, striped, zigzag, not 'spiral'"):
         PlacementOptions(placement="spiral")
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_chunk_is_that_of_torch(dim: int) -> None:
+    x = torch.arange(6 * 12 * 18).view(6, 12, 18)
+    for parts in (1, 2, 3):
+        for number, expected in enumerate(x.chunk(parts, dim)):
+            chunk = chunk_of(x, dim, number, parts)
+            assert torch.equal(chunk, expected)
+            assert chunk.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

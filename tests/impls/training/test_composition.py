@@ -20,8 +20,7 @@ from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.chunks import rank_module
 from spbench.impls.collectives import all_reduce
-from spbench.impls.composition import Composition, Stage
-from spbench.impls.models.bert import Bert
+from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
@@ -135,14 +134,17 @@ def with_gradients() -> Iterator[Any]:
         yield pytest.param(*composed, "stale", marks=[] if always and not interleaved else pytest.mark.slow)
 
 
+def assert_right(by_rank: list[dict[str, float]]) -> None:
+    for errors in by_rank:
+        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
+    assert any("loss" in errors for errors in by_rank)
+
+
 @pytest.mark.parametrize(("name", "sizes", "micro_batches", "schedule", "gradients"), [*with_gradients()])
 def test_loss_and_every_gradient(
     pool: RankPool, name: str, sizes: dict[str, int], micro_batches: int, schedule: str, gradients: str
 ) -> None:
-    by_rank = pool.run(sizes, errors_of_rank, name, micro_batches, schedule, gradients, "")
-    for errors in by_rank:
-        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
-    assert any("loss" in errors for errors in by_rank)
+    assert_right(pool.run(sizes, errors_of_rank, name, micro_batches, schedule, gradients, ""))
 
 
 @pytest.mark.slow
@@ -163,27 +165,29 @@ def test_four_axes_on_sixteen_ranks(name: str, model: str, options: dict[str, An
         preset = model_preset(model, options)
         by_rank = pool.run(sizes, errors_of_rank, name, 2, "1f1b", "contiguous", "", preset, timeout_s=300)
     assert len(by_rank) == 16
-    for errors in by_rank:
-        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
+    assert_right(by_rank)
 
 
-@pytest.mark.parametrize(("name", "axis"), [("dsp", "sp"), ("megatron_sp", "tp")])
-def test_replicas_of_grids(pool: RankPool, name: str, axis: str) -> None:
-    model = model_preset("st-dit-tiny", {"temporal": 6})
-    by_rank = pool.run({axis: 2, "dp": 2}, errors_of_rank, name, 2, "1f1b", "contiguous", "", model)
-    for errors in by_rank:
-        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
+TIED = model_preset("causal-transformer-tiny", {"layers": 8, "tied": True})
+OF_MODELS: list[tuple[str, dict[str, int], int, str, Model]] = [
+    ("dsp", {"sp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
+    ("megatron_sp", {"tp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
+    ("single", {"pp": 4}, 8, "interleaved", model_preset("bert-tiny", {"layers": 8})),
+    (
+        "single",
+        {"pp": 4},
+        8,
+        "interleaved",
+        model_preset("causal-transformer-tiny", {"layers": 8, "tied": True}),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [("bert-tiny", {"layers": 8}), ("causal-transformer-tiny", {"layers": 8, "tied": True})],
-)
-def test_interleaved_stages_of_each_model(pool: RankPool, model: str, options: dict[str, Any]) -> None:
-    preset = model_preset(model, options)
-    by_rank = pool.run({"pp": 4}, errors_of_rank, "single", 8, "interleaved", "contiguous", "", preset)
-    for errors in by_rank:
-        assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
+@pytest.mark.parametrize(("name", "sizes", "micro_batches", "schedule", "model"), OF_MODELS)
+def test_other_models(
+    pool: RankPool, name: str, sizes: dict[str, int], micro_batches: int, schedule: str, model: Model
+) -> None:
+    assert_right(pool.run(sizes, errors_of_rank, name, micro_batches, schedule, "contiguous", "", model))
 
 
 @pytest.mark.parametrize(
@@ -235,20 +239,9 @@ def test_between_stages_only_tensor_parallelism_gathers() -> None:
     gathered = [row for row in rows["tensor_parallel"] if row["collective"] == "all_gather"]
     assert gathered
     assert not [row for row in rows["ring_self_attention"] if row["collective"] == "all_gather"]
-    for strategy in rows:
-        sent = [
-            r
-            for r in rows[strategy]
-            if r["collective"] == "send" and r["axis"] == "pp" and r["phase"] == "forward"
-        ]
+    for sent_by in rows.values():
+        sent = [r for r in sent_by if (r["collective"], r["axis"], r["phase"]) == ("send", "pp", "forward")]
         assert sum(row["payload_bytes"] for row in sent) == 4 * LENGTH * 48 * 4 // 4
-
-
-def test_stages_hold_all_layers_once() -> None:
-    model = model_preset("bert-tiny", OPTIONS)
-    names = [n for i in range(4) for n, _ in Bert(model, Strategy(), LENGTH, Stage(i, 4)).named_parameters()]  # type: ignore[arg-type]
-    whole = [n for n, _ in Bert(model, Strategy(), LENGTH, Stage()).named_parameters()]  # type: ignore[arg-type]
-    assert sorted(names) == sorted([*whole, "embeddings.words.weight"])
 
 
 @pytest.mark.parametrize(
@@ -298,13 +291,6 @@ def interleaved_cell(pp: int, virtual_stages: int, strategy: str = "single", **a
 )
 def test_interleaved_stages_send_what_the_closed_form_says(strategy: str, axes: dict[str, int]) -> None:
     assert VirtualEngine().measure(interleaved_cell(2, 2, strategy, **axes)).formula_difference == []
-
-
-@pytest.mark.slow
-def test_virtual_stages_make_the_bubble_smaller() -> None:
-    """By 1 over their number (section 2.2.2), but for what more messages cost."""
-    plain, interleaved = (VirtualEngine().measure(interleaved_cell(2, v)) for v in (1, 4))
-    assert interleaved.breakdown["bubble_s"] < 0.6 * plain.breakdown["bubble_s"]
 
 
 def test_an_interleaved_rank_runs_ahead_by_all_its_forwards_at_most() -> None:

@@ -1,0 +1,168 @@
+"""Attention alone on real ranks: values, all three gradients, bytes, and sizes that strategies refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from spbench.bench.engines.virtual import fake_mesh
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.verification.cases import verify_case
+from spbench.bench.verification.oracle import Case
+from spbench.impls.strategies.all_gather_kv import AllGatherKV
+from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.lasp import Lasp
+from spbench.impls.strategies.lasp2 import Lasp2
+from spbench.impls.strategies.placements import PLACEMENTS
+from spbench.impls.strategies.ring_attention import RingAttention
+from spbench.impls.strategies.ulysses import Ulysses
+from tests.bench.verification import state_faults
+from tests.bench.verification.assertions import assert_green, assert_red
+from tests.bench.verification.attention_model import AttentionModel, formula, metered
+
+CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")
+UNDECAYED = AttentionModel("linear_attention", decay=False)
+THREE_HEADS = AttentionModel("linear_attention", heads=3)
+OF_ULYSSES = [
+    CAUSAL,
+    *(replace(CAUSAL, kv_heads=kv_heads) for kv_heads in (4, 2, 1)),
+    LINEAR,
+    replace(LINEAR, way="left_product"),
+    replace(UNDECAYED, way="quadratic"),
+    AttentionModel("attention"),
+    AttentionModel("attention", masked=True),
+]
+OF_LASP: list[tuple[type[Strategy], dict[str, bool]]] = [
+    (Lasp, {}),
+    (Lasp, {"kernel_fusion": False}),
+    (Lasp, {"state_caching": False}),
+    (Lasp, {"barrier": True}),
+    (Lasp2, {}),
+]
+
+
+def cases() -> Iterator[tuple[type[Strategy], Mapping[str, Any], AttentionModel]]:
+    for model in OF_ULYSSES:
+        yield Ulysses, {}, model
+    for model in (THREE_HEADS, replace(UNDECAYED, heads=2)):
+        for strategy, options in OF_LASP:
+            yield strategy, options, model
+    for cls in (RingAttention, AllGatherKV):
+        for placement in PLACEMENTS:
+            yield cls, {"placement": placement}, replace(CAUSAL, rotary=True)
+            yield cls, {"placement": placement}, replace(CAUSAL, kv_heads=4)
+        yield cls, {}, replace(CAUSAL, kv_heads=1)
+        yield cls, {}, AttentionModel("attention")
+        yield cls, {"placement": "striped"}, AttentionModel("attention")
+        yield cls, {}, AttentionModel("full_attention")
+    yield RingAttention, {}, LINEAR
+    yield RingAttention, {}, UNDECAYED
+
+
+def named(x: Any) -> str:
+    return getattr(x, "name", str(x))
+
+
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 4])
+@pytest.mark.parametrize(
+    ("strategy", "options", "model"), [*cases()], ids=lambda x: getattr(x, "name", str(x))
+)
+def test_all_three_gradients(
+    pool: RankPool, strategy: type[Strategy], options: Mapping[str, Any], model: AttentionModel, n: int
+) -> None:
+    # 2 n: a position or two a rank
+    for dtype, seq_len in (("fp64", 24), ("fp64", 2 * n), ("bf16", 24)):
+        assert_green(pool, Case(strategy, model, "attention", dtype, 3, seq_len, 0, options), n)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("strategy", [RingAttention, AllGatherKV])
+def test_a_middle_rank_of_a_placement(pool: RankPool, strategy: type[Strategy], placement: str) -> None:
+    options = {"placement": placement}
+    assert_green(pool, Case(strategy, replace(CAUSAL, rotary=True), "attention", options=options), 3)
+
+
+@pytest.mark.parametrize("cls", [Lasp, Lasp2])
+def test_chunks_of_several_blocks_and_a_rest(pool: RankPool, cls: type[Strategy]) -> None:
+    assert_green(pool, Case(cls, THREE_HEADS, "attention", "fp64", 1, 3 * 600), 3)
+
+
+@pytest.mark.parametrize("fault", state_faults.ALL)
+def test_planted_faults_of_states_are_red(pool: RankPool, fault: type[Strategy]) -> None:
+    # one position of weak decay is less than bf16 can tell
+    for dtype in ("fp64",) if fault is state_faults.ChunkDecayOffByOne else ("fp64", "bf16"):
+        assert_red(pool, Case(fault, THREE_HEADS, "attention", dtype), 4)
+
+
+@pytest.mark.parametrize("model", OF_ULYSSES, ids=str)
+@pytest.mark.parametrize("heads", [2, 6])
+def test_heads_that_ranks_do_not_divide_are_padded(pool: RankPool, heads: int, model: AttentionModel) -> None:
+    model = replace(model, heads=heads, kv_heads=None if model.kv_heads is None else heads // 2)
+    assert_green(pool, Case(Ulysses, model, "attention", options={"pad_heads": True}), 4)
+    refused = verify_case(pool, Case(Ulysses, model, "attention"), 4)
+    assert (refused.status, "option pad_heads" in refused.reason) == ("unsupported", True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "n", "model", "seq_len", "message"),
+    [
+        (Lasp, 4, LINEAR, 25, "25 is not divisible by 4 ranks; use a sequence length of 24 or 28"),
+        (Lasp, 4, CAUSAL, 24, "lasp has no causal softmax attention"),
+        *(
+            (Ulysses, n, CAUSAL, 840, rf"12 attention heads .* {n} ranks; use {nearest}, or")
+            for n, nearest in ((5, "4 or 6"), (24, "12"), (7, "6 or 12"))
+        ),
+    ],
+)
+def test_sizes_that_are_refused(
+    strategy: type[Strategy], n: int, model: AttentionModel, seq_len: int, message: str
+) -> None:
+    with pytest.raises(Unsupported, match=message):
+        strategy.planned(n).check(model.sites(1, seq_len))
+
+
+def test_masks_of_own_queries_are_refused() -> None:
+    site, _ = AttentionModel("attention").sites(1, 24)
+    rows = type(site)(site.kind, 1, {**site.dims, "mask_rows": 24})
+    with pytest.raises(Unsupported, match="same for all queries; use mask_shape keys"):
+        Ulysses.planned(2).check([rows])
+
+
+@pytest.mark.parametrize("length", [2048, 4194304])
+def test_bytes_of_lasp_do_not_depend_on_the_length(length: int) -> None:
+    """Table 1: B d^2 / h elements a layer forward, d = Z A, here as float32; of a rank in the middle."""
+    model = AttentionModel("linear_attention", heads=16, head_size=128, key_size=128)
+    with fake_mesh({"sp": 64}, 1) as mesh, FakeTensorMode():
+        sent = metered(mesh, Lasp, {}, model, torch.bfloat16, length, batch=1)
+    state = 2048**2 // 16 * 4
+    assert sent == {("forward", "send"): state, ("backward", "send"): state}
+
+
+@pytest.mark.parametrize("n", [2, 4, 12])
+def test_bytes_of_ulysses_are_those_of_the_paper(n: int) -> None:
+    """Section 3.2: 4 messages of M/N forward, M = B L Z A elements, of which (N-1)/N leave the rank."""
+    sent = formula(n, Ulysses, {}, CAUSAL, torch.float32, 24)
+    one_way = 4 * (3 * 24 * 12 * 4) * 4 * (n - 1) / n**2
+    assert sent == {("forward", "all_to_all"): one_way, ("backward", "all_to_all"): one_way}
+
+
+@pytest.mark.parametrize(
+    ("n", "kv_heads", "sent"),
+    [(2, 4, 4), (4, 4, 4), (3, 4, 12), (4, 2, 4), (12, 4, 12), (3, 1, 3), (4, 1, 4)],
+)
+def test_keys_are_sent_with_as_few_heads_as_ranks_allow(n: int, kv_heads: int, sent: int) -> None:
+    """Their own where N divides them, else the least common multiple; q and the output with all 12."""
+    payload = 3 * (24 // n) * 4 * 4
+    entries = Ulysses.planned(n).communication(replace(CAUSAL, kv_heads=kv_heads).sites(3, 24), 4)
+    forward = {t.purpose: (t.count, t.payload_bytes // payload) for t in entries if t.phase == "forward"}
+    assert forward == {"q and the output": (2, 12), "k and v": (2, sent)}
+
+
+def test_every_rank_has_one_role() -> None:
+    for n in range(1, 6):
+        assert sorted(rank for role in Lasp.roles("sp", n) for rank in role) == list(range(n))
