@@ -7,10 +7,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.scenario import compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import as_frame
-from spbench.bench.reproduction.comparisons import compare
 from spbench.plots.convergence import draw
 from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
 from tests.plots.rows import ran, row_of

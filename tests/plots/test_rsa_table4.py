@@ -5,10 +5,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.scenario import compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import as_frame
-from spbench.bench.reproduction.comparisons import compare
 from spbench.plots.rsa import draw_rsa_table4
 from tests.plots.drawn import artists, assert_below_zero, drawn, legend
 from tests.plots.rows import row_of
