@@ -22,14 +22,12 @@ def names_a_file(model: str) -> bool:
 
 
 def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
-    """The fields that count of a config.json, as :func:`counting_fields`.
+    """The fields that count of a config.json, as :func:`counting_fields`. UserError if it cannot be read, is
+    no JSON object, or has something that no model here has.
 
     Args:
         model: path of the file or of the folder that it lies in.
         folder: what a relative path starts from.
-
-    Raises:
-        UserError: it cannot be read, is no JSON object, or has something that no model here has.
     """
     path = folder / Path(model).expanduser()
     path = path / CONFIG if path.is_dir() else path

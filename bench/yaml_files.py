@@ -61,12 +61,10 @@ def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode)
         if key_node.tag == "tag:yaml.org,2002:merge":
             continue
         key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, (dict, list)):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is given twice", key_node.start_mark
-            )
+        is_word = not isinstance(key, (dict, list))
+        if not is_word or key in seen:
+            wrong = f"the key {key!r} is given twice" if is_word else "a key must be a word"
+            raise yaml.constructor.ConstructorError(None, None, wrong, key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
@@ -80,11 +78,8 @@ for _loader in (_Loader, _QuickLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        UserError: the file cannot be read, is not YAML, or holds something else than a mapping.
-    """
+    """The mapping that a YAML file holds; UserError if the file cannot be read, is not YAML, or holds
+    something else than a mapping."""
     return parse_yaml(path, read_file(path))
 
 
@@ -97,14 +92,8 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
-    """The mapping that the content of a YAML file is.
-
-    Args:
-        path: for messages.
-
-    Raises:
-        UserError: it is not YAML in UTF-8, or something else than a mapping.
-    """
+    """The mapping that the content of a YAML file is; UserError, which names ``path``, if it is not YAML in
+    UTF-8, or something else than a mapping."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -142,11 +131,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
-    """The packaged file of that name, or the user's own file where ``name`` is a path.
-
-    Raises:
-        UserError: there is neither; with the names there are.
-    """
+    """The packaged file of that name, or the user's own file where ``name`` is a path; UserError, with
+    the names there are, if there is neither."""
     name, known = fspath(name), packaged(package)
     if name in known:
         return known[name]
@@ -165,11 +151,8 @@ def dotted(path: Path_) -> str:
 
 
 def validate(model: type[ModelT], content: Mapping[str, Any], where: str) -> ModelT:
-    """The content as that model, with no conversions (the text "4" is not the number 4).
-
-    Raises:
-        UserError: ``where``, the key path, what is wrong and how to mend it.
-    """
+    """The content as that model, with no conversions (the text "4" is not the number 4); else
+    UserError with ``where``, the key path, what is wrong and how to mend it."""
     try:
         return model.model_validate(content, strict=True)
     except ValidationError as error:

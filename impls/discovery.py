@@ -110,10 +110,11 @@ def _named_values(
 
 @dataclass(frozen=True)
 class FunctionModules:
-    """The functions that each lie in a module of their own, which is imported when its function is loaded.
+    """The functions in the modules of a package, each imported when it is loaded.
 
     The function NAME is ``function`` in the module NAME of the package, or ``prefix`` NAME with ``_`` for
-    each ``-`` of the name, or an entry point NAME of the group. Modules without such a function do not count.
+    each ``-`` of the name; or it is assigned to ``function`` _ NAME in any module; or an entry point NAME of
+    the group. Modules without such a function do not count.
 
     Attributes:
         package: import name of the package.
@@ -162,23 +163,32 @@ class FunctionModules:
         return found
 
     def summaries(self) -> dict[str, str]:
-        """The first sentences of the docstrings of the functions' modules, likewise."""
-        found = dict.fromkeys(self.names(), "")
+        """The first sentences of the docstrings of the functions' modules, or of those below assignments to
+        ``function`` _ NAME, likewise."""
+        sentences = dict.fromkeys(self.names(), "")
         for place in self._places():
-            first = re.match(r'"""(.*?)(\.\s|\.?"""|\n\n)', _source(place), re.DOTALL)
-            found[place.name] = " ".join(first[1].split()).rstrip(".") if first else ""
-        return found
+            sentence, source = r'"""(.*?)(\.\s|\.?"""|\n\n)', _source(place)
+            below = re.search(rf"^{place.attr} = .*?^{sentence}", source, re.DOTALL | re.MULTILINE)
+            first = below or re.match(sentence, source, re.DOTALL)
+            sentences[place.name] = " ".join(first[1].split()).rstrip(".") if first else ""
+        return sentences
 
     def _places(self) -> list[EntryPoint]:
         here = [
             EntryPoint(
-                path.stem.removeprefix(self.prefix).replace("_", "-" if self.prefix else "_"),
-                f"{self.package}.{path.stem}:{self.function}",
+                named or path.stem.removeprefix(self.prefix).replace("_", "-" if self.prefix else "_"),
+                f"{self.package}.{path.stem}:{self.function}{'_' * bool(named)}{named}",
                 self.group,
             )
             for folder in importlib.import_module(self.package).__path__
             for path in sorted(Path(folder).glob(f"{self.prefix}*.py"))
-            if re.search(rf"^(def {self.function}\(|{self.function} = )", path.read_text(), re.MULTILINE)
+            for named in dict.fromkeys(
+                re.findall(
+                    rf"^(?:def {self.function}\(|{self.function}(?:_(\w+))? = )",
+                    path.read_text(),
+                    re.MULTILINE,
+                )
+            )
         ]
         return [*here, *entry_points(group=self.group)]
 

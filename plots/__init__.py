@@ -1,7 +1,8 @@
 """Figures of result rows.
 
 The figure NAME of a scenario is ``draw(rows, comparison, output) -> list of paths`` in the module NAME of
-this package, or of another distribution in an entry point NAME of the group ``spbench.figures``.
+this package, ``draw_NAME = ...`` in any module of it, or an entry point NAME of the group
+``spbench.figures``.
 """
 
 from spbench.impls.discovery import FunctionModules

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -52,6 +53,11 @@ def logarithmic_axis(ax: Axes, values: Sequence[float], *, marks: bool) -> None:
         ax.axhline(10**foot, color=GREY, linewidth=0.7)
 
 
+def set_ticks_within(axis: Axis, locator: MaxNLocator, first: float, last: float) -> None:
+    """The ticks of a locator from ``first`` to ``last``."""
+    set_ticks(axis, [tick for tick in locator.tick_values(first, last) if first <= tick <= last])
+
+
 def set_ticks(axis: Axis, ticks: Sequence[float], texts: Sequence[str] | None = None) -> None:
     """Ticks at these values alone, with these texts or with the values as text."""
     axis.set_major_locator(FixedLocator(list(ticks)))
@@ -72,15 +78,11 @@ def panels_abreast(ax: Axes) -> int:
 
 def figure_of(ax: Axes) -> Figure:
     """The figure of a panel."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    return figure
+    return cast("Figure", ax.get_figure(root=True))
 
 
 def _spec(ax: Axes) -> SubplotSpec:
-    spec = ax.get_subplotspec()
-    assert spec is not None
-    return spec
+    return cast("SubplotSpec", ax.get_subplotspec())
 
 
 @dataclass(frozen=True)

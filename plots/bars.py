@@ -10,13 +10,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Transform
 
 from spbench.plots.axes import BAND, inches_wide, panels_abreast, set_ticks
 from spbench.plots.grid import Drawn
 from spbench.plots.lines import Value
 from spbench.plots.marks import status_mark
 from spbench.plots.series import Row, strategy
-from spbench.plots.style import GREY, INK, Look, looks, number, strategy_name, tick_texts, tint
+from spbench.plots.style import GREY, INK, Look, method_look, number, strategy_name, tick_texts, tint
 
 #: of the distance between two places, the part that the bars of one place fill; one bar alone is narrower
 _FILLED, _ALONE = 0.86, 0.62
@@ -58,6 +59,13 @@ class Bar:
     color: str = GREY
     at: float = 0.0
 
+    @classmethod
+    def of(cls, value: float | None, look: Look, gid: str, status: str, text: str, at: float) -> Bar:
+        """A bar of one segment, or of none where there is no value, with the text beside a value."""
+        if value is None:
+            return cls([], gid, "", status, look.color, at)
+        return cls([Segment(value, look.color, gid, look.hatch)], gid, text, status, look.color, at)
+
     @property
     def length(self) -> float:
         """Of all segments."""
@@ -95,11 +103,7 @@ def draw_bars(ax: Axes, bars: Sequence[Bar], names: Sequence[str], width: float)
     marks = []
     for bar in bars:
         if not bar.segments:
-            mark = status_mark(bar.status, bar.color)
-            mark.set_transform(ax.get_xaxis_transform())
-            mark.set_data([bar.at], [BAND / 2])
-            mark.set_gid(bar.gid)
-            ax.add_line(mark)
+            _draw_mark(ax, bar, bar.at, BAND / 2, ax.get_xaxis_transform())
             marks.append(status_mark(bar.status))
         foot = 0.0
         for segment in bar.segments:
@@ -137,11 +141,9 @@ def draw_rows(
     width, bars = bar_width(max(map(len, places.values()))), []
     for place, (name, rows) in enumerate(places.items()):
         for at, row in zip(beside(place, len(rows), width), rows, strict=True):
-            look, found = looks([strategy(row)])[strategy(row)], value(row)
             gid = " ".join(f"{quantity} {name} {strategy_name(strategy(row))}".split())
-            segments = [] if found is None else [Segment(found, look.color, gid, look.hatch)]
-            shown = "" if found is None else text(found)
-            bars.append(Bar(segments, gid, shown, row["status"], look.color, at))
+            length, look = value(row), method_look(strategy(row))
+            bars.append(Bar.of(length, look, gid, row["status"], text(length or 0), at))
     return draw_bars(ax, bars, list(places), width)
 
 
@@ -162,11 +164,7 @@ def draw_levels(ax: Axes, bars: Sequence[Bar], names: Sequence[str], reach: floa
     end = max(reach, min(max(lengths, default=1.0), _LONGEST * median(lengths or [1.0]))) or 1.0
     for level, bar in enumerate(bars):
         if not bar.segments:
-            mark = status_mark(bar.status, bar.color)
-            mark.set_transform(ax.get_yaxis_transform())
-            mark.set_data([0.05], [level])
-            mark.set_gid(bar.gid)
-            ax.add_line(mark)
+            _draw_mark(ax, bar, 0.05, level, ax.get_yaxis_transform())
             continue
         left = 0.0
         for segment in bar.segments:
@@ -205,6 +203,13 @@ def draw_levels(ax: Axes, bars: Sequence[Bar], names: Sequence[str], reach: floa
 def levels_inches(levels: int) -> float:
     """The height of a panel of as many levels."""
     return 0.2 + _LEVEL_INCHES * levels
+
+
+def _draw_mark(ax: Axes, bar: Bar, x: float, y: float, transform: Transform) -> None:
+    """Draw the mark of a bar without segments."""
+    mark = status_mark(bar.status, bar.color)
+    mark.set(xdata=[x], ydata=[y], transform=transform, gid=bar.gid)
+    ax.add_line(mark)
 
 
 def _style(segment: Segment) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -60,27 +61,12 @@ def claims_of(comparison: DataFrame) -> list[DrawnClaim]:
     return [_claim(record) for record in comparison.to_dict("records")]
 
 
-def _claim(record: Mapping[object, object]) -> DrawnClaim:
-    def text(name: str) -> str:
-        value = record.get(name)
-        return value if isinstance(value, str) else ""
-
-    def value(name: str) -> float | None:
-        found = record.get(name)
-        return None if found is None or isna(found) else float(found)  # type: ignore[call-overload, arg-type]
-
-    published = value("published")
-    return DrawnClaim(
-        name=text("claim"),
-        published=math.nan if published is None else published,
-        ours=value("reproduced"),
-        relative_error=value("relative_error"),
-        role=text("role"),
-        note=text("note"),
-        variant=text("variant"),
-        numerator=text("numerator"),
-        denominator=text("denominator"),
-    )
+def _claim(record: Mapping[Any, Any]) -> DrawnClaim:
+    values = (record.get(name) for name in ("published", "reproduced", "relative_error"))
+    published, ours, error = (None if isna(value) else float(value) for value in values)
+    texts = (record.get(name) for name in ("claim", "role", "note", "variant", "numerator", "denominator"))
+    name, *others = (text if isinstance(text, str) else "" for text in texts)
+    return DrawnClaim(name, math.nan if published is None else published, ours, error, *others)
 
 
 def claims_panel(claims: Sequence[DrawnClaim]) -> list[list[Panel]]:
@@ -141,11 +127,11 @@ def _wrapped(name: str) -> str:
 
 def _entries(claims: Sequence[DrawnClaim]) -> list[Artist]:
     """Legend entries of the roles other than predictions that the claims have."""
-    found = {claim.role for claim in claims}
+    roles = {claim.role for claim in claims}
     return [
         Line2D([], [], marker="o", color=INK, markerfacecolor=color, linestyle="none", label=label)
         for role, (color, label) in _ROLES.items()
-        if role in found
+        if role in roles
     ]
 
 

@@ -27,7 +27,7 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import GREY, INK, looks, strategy_name
+from spbench.plots.style import GREY, INK, looks, method_look, strategy_name
 
 #: phase -> strength of the strategy's colour; all other phases have the hatch too
 _PHASES = {"forward": 1.0, "backward": 0.6, "gradient_sync": 0.25}
@@ -61,12 +61,12 @@ def deviations(row: Row) -> dict[str, float]:
     """
     if sent_bytes(row, "communication") is None or sent_bytes(row, "formula") is None:
         return {}
-    found = {}
+    differing = {}
     for phase in (None, *_phases_of([row])):
         metered, formula = (sent_bytes(row, source, phase) or 0.0 for source in ("communication", "formula"))
         if not math.isclose(metered, formula, rel_tol=_ROUNDING):
-            found[phase or ""] = metered / formula - 1 if formula else math.inf
-    return found
+            differing[phase or ""] = metered / formula - 1 if formula else math.inf
+    return differing
 
 
 def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
@@ -134,7 +134,7 @@ def _draw_panel(ax: Axes, rows: Sequence[Row], unit: str) -> Drawn:
 
 def _bar(row: Row, at: float, unit: str) -> Bar:
     """The bytes of a row by phase, with the deviation from the closed form if there is one."""
-    look = looks([strategy(row)])[strategy(row)]
+    look = method_look(strategy(row))
     if row["status"] != "ok":
         return Bar([], f"{row['status']} {_name(row)}", "", row["status"], look.color, at)
     segments = [
@@ -155,27 +155,28 @@ def _in_place(rows: Sequence[Row]) -> list[Row]:
     """The rows of one number of GPUs that have a bar, strategies in the order of the legend: one of the
     engines whose bytes are the same, the virtual one if it is among them."""
     virtual_first = sorted(rows, key=lambda row: engine(row) != "virtual")
-    unlike = {(strategy(row), *_bytes_by_phase(row)): row for row in reversed(virtual_first)}
+    unlike = {}
+    for row in reversed(virtual_first):
+        sent = [(phase, sent_bytes(row, "communication", phase)) for phase in _phases_of([row])]
+        unlike[strategy(row), *sent] = row
     order = list(looks(map(strategy, rows)))
     return sorted(unlike.values(), key=lambda row: (order.index(strategy(row)), engine(row) != "virtual"))
 
 
 def _deviation_notes(facet: str, rows: Sequence[Row]) -> Iterator[str]:
     """A sentence for each row that sends other bytes than its closed form, or has none, and why."""
-    named = [(f"{facet}, {_where(row)}", row) for row in rows]
+    named = [
+        (f"{facet}, {strategy_name(strategy(row))} at {gpus(row)} GPUs, {engine(row)}", row) for row in rows
+    ]
     for name, row in named:
-        if found := deviations(row):
-            texts = [f"{off:+.2%} {phase}".replace("_", " ").strip() for phase, off in found.items()]
+        if differing := deviations(row):
+            texts = [f"{off:+.2%} {phase}".replace("_", " ").strip() for phase, off in differing.items()]
             yield f"{name}: {', '.join(texts)}"
     yield from lost_notes(named)
 
 
 def _name(row: Row) -> str:
     return f"{strategy_name(strategy(row))} {gpus(row)} {engine(row)}"
-
-
-def _where(row: Row) -> str:
-    return f"{strategy_name(strategy(row))} at {gpus(row)} GPUs, {engine(row)}"
 
 
 def _unit(rows: Sequence[Row]) -> str:
@@ -194,10 +195,6 @@ def _phases_of(rows: Sequence[Row]) -> list[str]:
     ]
     present = {entry["phase"] for entry in entries if entry["sent_bytes"]}
     return [phase for phase in _PHASES if phase in present] + sorted(present - set(_PHASES))
-
-
-def _bytes_by_phase(row: Row) -> list[tuple[str, float | None]]:
-    return [(phase, sent_bytes(row, "communication", phase)) for phase in _phases_of([row])]
 
 
 def _phase_patch(phase: str) -> Patch:
@@ -231,4 +228,4 @@ def _met(claim: DrawnClaim) -> bool:
     return claim.relative_error is not None and abs(claim.relative_error) < _ROUNDING
 
 
-draw = Drawing(__name__, _grid)
+draw = Drawing("communication", _grid)

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from pandas import DataFrame
 
-from spbench.plots.axes import set_ticks
+from spbench.plots.axes import set_ticks, set_ticks_within
 from spbench.plots.drawing import Drawing
 from spbench.plots.grid import Drawn, Panel, PanelGrid
 from spbench.plots.marks import lost_notes
@@ -34,6 +34,7 @@ _WIDTHS = (4.0, 2.7, 1.6, 0.8)
 _TURN, _TURN_WIDTH = 4.0, 2.0
 _FAINTEST = 1e-9  # smaller deviations are drawn here, as a logarithmic axis has no zero
 _LEAST_TOP = 1e-5  # of that axis
+_DEVIATION = f"Deviation from one\ndevice, relative\n({tick_texts([_FAINTEST])[0]}: or less)"
 _DOTS = "o^svDP"
 
 
@@ -54,28 +55,13 @@ def losses(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
         learned = [row for row in some if _losses(row)]
         for loss in list(_losses(learned[0])[0]) if learned else []:
             if loss != "step":
-                facets.append(_facet(f"{name}: {_NAMES.get(loss, loss)}", _styled(learned), loss))
+                heading, lines = f"{name}: {_NAMES.get(loss, loss)}", _styled(learned)
+                curves = partial(_draw_curves, lines=lines, loss=loss)
+                deviations = partial(_draw_deviations, lines=lines, loss=loss)
+                upper = Panel(curves, heading, "Step", "Loss (nats)", inches=_CURVE_INCHES)
+                lower = Panel(deviations, heading, "Step", _DEVIATION, inches=_DEVIATION_INCHES)
+                facets.append([upper, lower])
     return grid.add(facets, abreast=2)
-
-
-def _facet(name: str, lines: Sequence[_Styled], loss: str) -> list[Panel]:
-    """The curves of one loss above their deviations."""
-    return [
-        Panel(
-            partial(_draw_curves, lines=lines, loss=loss),
-            name,
-            "Step",
-            "Loss (nats)",
-            inches=_CURVE_INCHES,
-        ),
-        Panel(
-            partial(_draw_deviations, lines=lines, loss=loss),
-            name,
-            "Step",
-            f"Deviation from one\ndevice, relative\n({tick_texts([_FAINTEST])[0]}: or less)",
-            inches=_DEVIATION_INCHES,
-        ),
-    ]
 
 
 def reference_of(rows: Sequence[Row]) -> Row | None:
@@ -107,14 +93,14 @@ def _styled(rows: Sequence[Row]) -> list[_Styled]:
     others.sort(key=lambda row: strategy(row) == "single")
     one_precision, split = shared(rows, "precision") is not None, _by_backend(rows)
     of_backend = category_colors(backend(row) for row in rows if strategy(row) in split)
-    found = []
+    styled = []
     for row in [*([reference] if reference is not None else []), *others]:
         control = row is not reference and strategy(row) == "single"
         # a strategy that was run with several backends has a colour for each, none of them a method's
         of_row = of_backend[backend(row)] if strategy(row) in split else method_color(strategy(row))
         label = _label(row, one_precision, strategy(row) in split)
-        found.append(_Styled(row, label, INK if control else of_row, control, row is reference))
-    return found
+        styled.append(_Styled(row, label, INK if control else of_row, control, row is reference))
+    return styled
 
 
 def _draw_curves(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
@@ -138,11 +124,10 @@ def _draw_curves(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
         )
         width = curve["linewidth"]
         entries.append(Line2D([], [], **style | {"linewidth": width}, **dot, markersize=4, label=line.label))
-        values = {at["step"]: at[loss] for at in _losses(line.row)}
+        values = _curve(line.row, loss)
         ax.plot(list(values), list(values.values()), label=line.label, gid=f"{loss} {line.label}", **curve)
-    for axis, (first, last) in ((ax.yaxis, ax.get_ylim()), (ax.xaxis, ax.get_xlim())):
-        ticks = MaxNLocator(7).tick_values(first, last)
-        set_ticks(axis, [tick for tick in ticks if first <= tick <= last])
+    set_ticks_within(ax.yaxis, MaxNLocator(7), *ax.get_ylim())
+    set_ticks_within(ax.xaxis, MaxNLocator(7), *ax.get_xlim())
     return Drawn(entries)
 
 
@@ -154,10 +139,7 @@ def _draw_deviations(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
     for index, line in enumerate(lines):
         if reference is None or line.is_reference:
             continue
-        gaps = _deviations(
-            {at["step"]: at[loss] for at in _losses(line.row)},
-            {at["step"]: at[loss] for at in _losses(reference)},
-        )
+        gaps = _deviations(_curve(line.row, loss), _curve(reference, loss))
         highest = max([highest, *(2 * gap for gap in gaps.values())])
         ax.plot(
             list(gaps),
@@ -176,9 +158,7 @@ def _draw_deviations(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
     powers = range(math.ceil(math.log10(_FAINTEST)), math.floor(math.log10(highest)) + 1)
     set_ticks(ax.yaxis, [10.0**n for n in powers if n % 2 or len(powers) < 6])
     ax.yaxis.set_minor_locator(NullLocator())
-    last = ax.get_xlim()
-    ticks = MaxNLocator(7).tick_values(*last)
-    set_ticks(ax.xaxis, [tick for tick in ticks if last[0] <= tick <= last[1]])
+    set_ticks_within(ax.xaxis, MaxNLocator(7), *ax.get_xlim())
     return Drawn()
 
 
@@ -193,6 +173,11 @@ def _deviations(losses: dict[float, float], reference: dict[float, float]) -> di
 
 def _losses(row: Row) -> list[dict[str, float]]:
     return row["measurement"].get("losses") or [] if row["status"] == "ok" else []
+
+
+def _curve(row: Row, loss: str) -> dict[float, float]:
+    """A loss by step."""
+    return {at["step"]: at[loss] for at in _losses(row)}
 
 
 def _by_backend(rows: Sequence[Row]) -> set[str]:
@@ -213,10 +198,10 @@ def _bounds(comparison: DataFrame) -> list[str]:
     """A sentence for each largest deviation in a comparison table."""
     if comparison.empty or "quantity" not in comparison:
         return []
-    found = comparison[(comparison["quantity"] == "largest_deviation") & comparison["reproduced"].notna()]
-    return [
-        f"{entry['claim']} {entry['reproduced']:.2g} ({entry['note']})" for entry in found.to_dict("records")
-    ]
+    known = comparison[(comparison["quantity"] == "largest_deviation") & comparison["reproduced"].notna()]
+    return [f"{of['claim']} {of['reproduced']:.2g} ({of['note']})" for of in known.to_dict("records")]
 
 
-draw = Drawing(__name__, losses)
+draw = Drawing("convergence", losses)
+draw_lasp_convergence = Drawing("lasp_convergence", losses)
+"""Losses with LASP beside those of one device: LASP (arXiv 2404.02882), convergence table."""

@@ -92,7 +92,7 @@ def _free_boxes(line: Line2D, text: Text, ax: Axes) -> list[Bbox]:
         or (other.get_linestyle() == "None" and other.get_markeredgecolor() == line.get_markeredgecolor())
     ]
     own, others = _drawn(mine, pixels), _drawn([other for other in ax.lines if other not in mine], pixels)
-    found = []
+    free = []
     for x, y in _display(line)[: -1 - _LAST_POINTS : -1]:
         for right, up in _DIRECTIONS:
             left = x + right * _OFFSET_POINTS * pixels + (right - 1) / 2 * extent.width
@@ -101,23 +101,23 @@ def _free_boxes(line: Line2D, text: Text, ax: Axes) -> list[Bbox]:
             inside = bounds.contains(box.x0, box.y0) and bounds.contains(box.x1, box.y1)
             hit = _hit(box.padded(pixels), own) or _hit(box.padded(_OTHERS_POINTS * pixels), others)
             if inside and not hit:
-                found.append(box.padded(_CLEAR_POINTS * pixels / 2))
-    return found
+                free.append(box.padded(_CLEAR_POINTS * pixels / 2))
+    return free
 
 
 def _drawn(lines: Sequence[Line2D], pixels: float) -> _Points:
     """Points on lines and markers, in pixels, so close together that no text fits between."""
-    found = [np.empty((0, 2))]
+    parts = [np.empty((0, 2))]
     for line in lines:
         points = _display(line)
         if line.get_linestyle() != "None":
             for one, other in pairwise(points):
-                found.append(np.linspace(one, other, 2 + int(np.hypot(*(other - one)) / 4)))
+                parts.append(np.linspace(one, other, 2 + int(np.hypot(*(other - one)) / 4)))
         if str(line.get_marker()) not in ("None", ""):
             reach = line.get_markersize() / 2 * pixels
             corners = reach * np.array([[x, y] for x in (-1, 0, 1) for y in (-1, 0, 1)])
-            found.append((points[:, None] + corners[None]).reshape(-1, 2))
-    return np.concatenate(found)
+            parts.append((points[:, None] + corners[None]).reshape(-1, 2))
+    return np.concatenate(parts)
 
 
 def _display(line: Line2D) -> _Points:

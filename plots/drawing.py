@@ -1,4 +1,4 @@
-"""How a module of this folder offers its figure to scenarios: ``draw = Drawing(__name__, grid)``."""
+"""How a module of this folder offers a figure to scenarios: ``draw_NAME = Drawing("NAME", grid)``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _PAGE_HEIGHT_INCHES = 9.5
 @dataclass(frozen=True)
 class Drawing:
     """Draws result rows into the files NAME.png, .svg and .pdf, as wide as a page, and, of figures that are
-    not higher than a page then, NAME_column.png, .svg and .pdf. NAME is the module's name.
+    not higher than a page then, NAME_column.png, .svg and .pdf.
 
     Attributes:
-        module: the ``__name__`` of the figure's module.
+        name: of the figure and its files.
         grid: makes the panels of result rows (as in cells.jsonl) and the comparison table (of
             comparison.csv, may be empty).
     """
 
-    module: str
+    name: str
     grid: Callable[[Sequence[Row], DataFrame], PanelGrid]
 
     def figure(self, rows: Sequence[Row], comparison: DataFrame, width_inches: float = PAGE_INCHES) -> Figure:
@@ -40,7 +40,7 @@ class Drawing:
 
         The same rows and comparison give the same bytes.
         """
-        return save_widths(self.grid(rows, comparison), output, self.module.rpartition(".")[2])
+        return save_widths(self.grid(rows, comparison), output, self.name)
 
 
 def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:

@@ -230,13 +230,13 @@ def _draw_axes(places: Sequence[_Place]) -> None:
 
 def _shared_scales(places: Sequence[_Place]) -> set[Hashable]:
     """The scales whose panels have the same y axis."""
-    found: set[Hashable] = set()
+    same: set[Hashable] = set()
     for scale, some in grouped(places, lambda place: place.panel.scale).items():
         tops = [max(place.drawn.values) for place in some if place.drawn.values]
         fill = some[0].panel.axis != "linear" or not tops or min(tops) >= _LEAST_FILLED * max(tops)
         if scale is not None and fill:
-            found.add(scale)
-    return found
+            same.add(scale)
+    return same
 
 
 def _one_y_axis(place: _Place, other: _Place, shared: set[Hashable]) -> bool:

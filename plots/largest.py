@@ -12,6 +12,7 @@ from pandas import DataFrame
 from spbench.plots.axes import GPUS
 from spbench.plots.bars import Bar, Segment, bar_width, draw_bars
 from spbench.plots.claims import DrawnClaim, claims_of, claims_panel
+from spbench.plots.drawing import Drawing
 from spbench.plots.grid import Drawn, Panel, PanelGrid
 from spbench.plots.lines import (
     Line,
@@ -110,10 +111,15 @@ def _draw_bars(ax: Axes, lines: Sequence[Line], published: Sequence[float]) -> D
     names = ["published"] * len(bars)
     for line in lines:
         for row in line.rows:
-            answer, look = _answer(row), line.look
+            answer = _answer(row)
             gid = f"ours {row['status'] if answer is None else 'largest'} {line.name}"
-            segments = [] if answer is None else [Segment(answer, look.color, gid, look.hatch)]
-            text = "" if answer is None else number(answer)
-            bars.append(Bar(segments, gid, text, row["status"], look.color, len(bars)))
+            bars.append(Bar.of(answer, line.look, gid, row["status"], number(answer or 0), len(bars)))
             names.append("ours" if len(lines) == 1 else line.name)
     return draw_bars(ax, bars, names, bar_width(1))
+
+
+draw_max_batch = Drawing("max_batch", partial(largest, searched=BATCH))
+"""The largest batch that fits by number of GPUs: RSA (arXiv 2105.13120), Figures 3a and 7a."""
+
+draw_max_seqlen = Drawing("max_seqlen", partial(largest, searched=LENGTH))
+"""The largest sequence length that fits by number of GPUs: RSA (arXiv 2105.13120), Figures 5a, 5b and 9."""

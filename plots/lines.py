@@ -31,8 +31,8 @@ def measured(field: str, unit: float = 1) -> Value:
     """The values of a field of the measurement, in units of ``unit``; None for rows that are not ok."""
 
     def value(row: Row) -> float | None:
-        found = row["measurement"].get(field) if row["status"] == "ok" else None
-        return None if found is None else found / unit
+        number = row["measurement"].get(field) if row["status"] == "ok" else None
+        return None if number is None else number / unit
 
     return value
 
@@ -74,13 +74,13 @@ def lines_of(rows: Sequence[Row], along: Along, setting: Callable[[Row], str] = 
     Args:
         setting: what distinguishes a row from others of its strategy; empty where nothing does.
     """
-    rows_of, found = grouped(rows, strategy), []
+    rows_of, lines = grouped(rows, strategy), []
     for name, its_look in looks(rows_of).items():
         for index, (text, some) in enumerate(grouped(rows_of[name], setting).items()):
             label = ", ".join(filter(None, (strategy_name(name), text)))
             dashes = _DASHES[index % len(_DASHES)] if text else "-"
-            found.append(Line(label, its_look, tuple(sorted(some, key=along.at)), dashes))
-    return found
+            lines.append(Line(label, its_look, tuple(sorted(some, key=along.at)), dashes))
+    return lines
 
 
 def lines_by_setting(rows: Sequence[Row], ignored: Sequence[str] = ()) -> list[Line]:
@@ -178,7 +178,7 @@ def draw_lines(
     drawn: list[Line2D] = []
     values: list[float] = []
     for line in lines:
-        points = [(along.at(row), found) for row in line.rows if (found := quantity.value(row)) is not None]
+        points = [(along.at(row), y) for row in line.rows if (y := quantity.value(row)) is not None]
         drawn += ax.plot(
             *_columns(points),
             color=line.look.color,

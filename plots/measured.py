@@ -40,13 +40,11 @@ def _grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     for quantity, name in _QUANTITIES.items():
         some = numbers[numbers["quantity"] == quantity]
         if len(some):
-            panels = ((_draw_values, "Ours"), (_draw_errors, "Ours / measured - 1"))
-            facets.append(
-                [
-                    Panel(partial(draw, some=some, colors=colors), name, "Measured", label)
-                    for draw, label in panels
-                ]
+            draw_ours, draw_errors = (
+                partial(draw, some=some, colors=colors) for draw in (_draw_values, _draw_errors)
             )
+            upper = Panel(draw_ours, name, "Measured", "Ours")
+            facets.append([upper, Panel(draw_errors, name, "Measured", "Ours / measured - 1")])
     missing = len(comparison) - len(numbers)
     notes = [f"{missing} measured numbers have none of ours beside them"] if missing else []
     return PanelGrid("Measured on real machines, and ours", notes).add(facets, abreast=4)
@@ -112,4 +110,4 @@ def _entry(name: str, color: str, marker: str, *, filled: bool) -> Line2D:
     return Line2D([], [], linestyle="none", marker=marker, color=color, markerfacecolor=face, label=name)
 
 
-draw = Drawing(__name__, _grid)
+draw = Drawing("measured", _grid)

@@ -108,12 +108,12 @@ def differing_settings(rows: Sequence[Row], ignored: Sequence[str] = ()) -> Call
 def settings(row: Row) -> dict[str, Any]:
     """The settings of a cell on one level, without the model, the strategy and the sizes of its axis."""
     cell = row["cell"]
-    found = {name: cell.get(name) for name in _FIELDS}
-    found |= {axis: (cell.get("sizes") or {}).get(axis, 1) for axis in ("dp", "pp")}
-    found["mesh"] = " ".join(cell.get("mesh") or ["default"])
+    of_cell = {name: cell.get(name) for name in _FIELDS}
+    of_cell |= {axis: (cell.get("sizes") or {}).get(axis, 1) for axis in ("dp", "pp")}
+    of_cell["mesh"] = " ".join(cell.get("mesh") or ["default"])
     for group in ("model_options", "strategy_options", "training"):
-        found |= cell.get(group) or {}
-    return found
+        of_cell |= cell.get(group) or {}
+    return of_cell
 
 
 def _differing(rows: Sequence[Row], ignored: Sequence[str]) -> list[str]:

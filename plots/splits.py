@@ -1,22 +1,43 @@
-"""Splits of GPUs over the axes of a mesh: their names, and what a GPU sends along each axis."""
+"""Figures of splits of GPUs over the axes of a mesh: memory, bytes by axis and time of the same work, and the
+longest sequence and the largest batch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from spbench.impls.axes import MESH_AXES, in_order
-from spbench.plots.series import Row, settings, strategy
-from spbench.plots.style import TIMES, backend_name, category_colors, short_name
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from pandas import DataFrame
 
+from spbench.impls.axes import MESH_AXES, in_order
+from spbench.plots.axes import length_text
+from spbench.plots.bars import Bar, Segment, draw_levels, fill, levels_inches
+from spbench.plots.claims import claims_of
+from spbench.plots.drawing import Drawing
+from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.largest import BATCH, GIVEN, LENGTH, Searched
+from spbench.plots.marks import lost_notes
+from spbench.plots.series import (
+    Row,
+    by_model,
+    gpus,
+    grouped,
+    model,
+    searches_for,
+    settings,
+    shared,
+    strategy,
+    title,
+)
+from spbench.plots.style import INK, TIMES, backend_name, category_colors, method_color, number, short_name
+
+_GIB = 2**30
 #: of bytes that go over the ranks of several axes at once, as sums of gradients do
 SEVERAL = "several axes at once"
-
-
-def axis_colors() -> dict[str, str]:
-    """The colour of each axis of a mesh, then of SEVERAL."""
-    return category_colors([*MESH_AXES, SEVERAL])
 
 
 def split_names(rows: Sequence[Row]) -> list[str]:
@@ -26,11 +47,8 @@ def split_names(rows: Sequence[Row]) -> list[str]:
     names = [
         ", ".join(filter(None, [_axes(row), short_name(strategy(row)), _micro_batches(row)])) for row in rows
     ]
-    alike: dict[str, list[int]] = {}
-    for at, name in enumerate(names):
-        alike.setdefault(name, []).append(at)
-    for numbers in alike.values():
-        for at, text in zip(numbers, _told_apart([settings(rows[at]) for at in numbers]), strict=True):
+    for alike in grouped(range(len(rows)), lambda at: names[at]).values():
+        for at, text in zip(alike, _told_apart([settings(rows[at]) for at in alike]), strict=True):
             names[at] = ", ".join(filter(None, [names[at], text]))
     return names
 
@@ -68,3 +86,167 @@ def sent_by_axis(row: Row) -> dict[str, float]:
         axis = entry["axis"]
         sent[axis if axis in MESH_AXES else SEVERAL] += entry["sent_bytes"]
     return {axis: sent[axis] for axis in [*MESH_AXES, SEVERAL] if sent[axis]}
+
+
+# -- the same work --------------------------------------------------------------------------------------
+
+
+def _same_work(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A row of panels for each model, cluster, batch and sequence length, with the splits from the fastest
+    to the slowest, then those without a time.
+
+    The comparison is not used: nothing was published.
+    """
+    works = {name: _by_time(some) for name, some in grouped(rows, _work).items()}
+    named = ((f"{name}, {split}", row) for name, some in works.items() for split, row in some.items())
+    grid = _empty_grid(rows, "Splits of the same work", named)
+    used = {axis for row in rows for axis in sent_by_axis(row)}
+    for name, some in works.items():
+        shape: Any = {"scale": name, "inches": levels_inches(len(some))}
+        memory = Panel(partial(_draw_memory, rows=some), name, "Peak memory (GiB)", **shape)
+        sent = Panel(partial(_draw_sent, rows=some, used=used), "", "Sent by a GPU\nin a step (GiB)", **shape)
+        time = Panel(partial(_draw_time, rows=some), "", "Simulated step\ntime (s)", **shape)
+        grid.add([[memory], [sent], [time]])
+    return grid
+
+
+def _empty_grid(rows: Sequence[Row], heading: str, named: Iterable[tuple[str, Row]]) -> PanelGrid:
+    """A grid without panels, with notes of the named rows that have no number."""
+    lost = [row for row in rows if row["status"] != "ok"]
+    return PanelGrid(title(rows, heading), list(lost_notes(named)), lost, page_only=True)
+
+
+def _work(row: Row) -> str:
+    cell = row["cell"]
+    return (
+        f"{model(row)}, batch {cell['batch']}, sequence length {length_text(cell['seq_len'])}, "
+        f"{gpus(row)} GPUs of {cell['cluster']}"
+    )
+
+
+def _by_time(rows: Sequence[Row]) -> dict[str, Row]:
+    """The rows by the names of their splits, the fastest first."""
+    named = zip(split_names(rows), rows, strict=True)
+    return dict(sorted(named, key=lambda entry: _seconds(entry[1]) or float("inf")))
+
+
+def _seconds(row: Row) -> float | None:
+    seconds: float | None = row["measurement"].get("step_time_s") if row["status"] == "ok" else None
+    return seconds
+
+
+def _draw_memory(ax: Axes, rows: Mapping[str, Row]) -> Drawn:
+    """Peaks, those of steps that do not fit too, hatched, and the usable memory of the card as a line."""
+    bars = []
+    for split, row in rows.items():
+        peak, color = row["measurement"].get("peak_memory_bytes"), method_color(strategy(row))
+        gid, unlike = f"memory {split}", ("", 1.0) if row["status"] == "ok" else ("////", 0.35)
+        segments = [] if peak is None else [Segment(peak / _GIB, color, gid, *unlike)]
+        bars.append(Bar(segments, gid, status=row["status"]))
+    limits = [row["measurement"].get("usable_memory_bytes") for row in rows.values()]
+    limit = max((nbytes / _GIB for nbytes in limits if nbytes is not None), default=0.0)
+    draw_levels(ax, bars, list(rows), reach=1.05 * limit)
+    if not limit:
+        return Drawn()
+    ax.axvline(limit, color=INK, linestyle="--", linewidth=0.9, zorder=3, gid="limit")
+    line = Line2D([], [], color=INK, linestyle="--", linewidth=0.9, label="usable memory of the card")
+    return Drawn(published=[line])
+
+
+def _draw_sent(ax: Axes, rows: Mapping[str, Row], used: set[str]) -> Drawn:
+    """Bytes by the axis of the mesh along which they are sent; the legend has the axes in ``used``."""
+    colors, bars = category_colors([*MESH_AXES, SEVERAL]), []
+    for split, row in rows.items():
+        segments = [
+            Segment(nbytes / _GIB, colors[axis], f"sent {axis} {split}")
+            for axis, nbytes in sent_by_axis(row).items()
+        ]
+        bars.append(Bar(segments, f"sent {split}", status=row["status"]))
+    draw_levels(ax, bars, list(rows))
+    return Drawn(methods=[Patch(**fill(color), label=axis) for axis, color in colors.items() if axis in used])
+
+
+def _draw_time(ax: Axes, rows: Mapping[str, Row]) -> Drawn:
+    bars = []
+    for split, row in rows.items():
+        seconds, gid = _seconds(row), f"time {split}"
+        segments = [] if seconds is None else [Segment(seconds, method_color(strategy(row)), gid)]
+        bars.append(Bar(segments, gid, status=row["status"]))
+    return draw_levels(ax, bars, list(rows))
+
+
+# -- the largest that fits --------------------------------------------------------------------------------
+
+
+def _largest(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A row for each model, of a panel for the longest sequence and one for the largest batch, with the
+    splits from the longest sequence to the shortest; a bar's ratio to the baseline, where the comparison has
+    one, stands at its end."""
+    rows = [row for row in rows if any(searches_for(row, searched.field) for searched in (LENGTH, BATCH))]
+    ratios = {claim.numerator: claim.ours for claim in claims_of(comparison)}
+    models = {name: _by_split(some) for name, some in by_model(rows).items()}
+    named = (
+        (f"{name}, {split}", row)
+        for name, some in models.items()
+        for split, of in some.items()
+        for row in of.values()
+    )
+    grid = _empty_grid(rows, "Longest sequence and largest batch by split", named)
+    for name, some in models.items():
+        grid.add([[_largest_panel(name, some, searched, ratios)] for searched in (LENGTH, BATCH)])
+    return grid
+
+
+def _largest_panel(
+    name: str,
+    splits: Mapping[str, Mapping[Searched, Row]],
+    searched: Searched,
+    ratios: Mapping[str, float | None],
+) -> Panel:
+    given = GIVEN[searched]
+    value = shared([of[searched] for of in splits.values() if searched in of], given.field)
+    bars = [
+        _bar(searched, split, of.get(searched), ratios, method_color(strategy(next(iter(of.values())))))
+        for split, of in splits.items()
+    ]
+    return Panel(
+        partial(draw_levels, bars=bars, names=list(splits)),
+        name + (f", {given.name} {value}" if value else ""),
+        f"Largest {searched.name} ({searched.unit})",
+        scale=name,
+        inches=levels_inches(len(bars)),
+    )
+
+
+def _by_split(rows: Sequence[Row]) -> dict[str, dict[Searched, Row]]:
+    """The rows by the names of their splits and what they search for; the longest sequence first."""
+    splits: dict[str, dict[Searched, Row]] = {}
+    for searched in (LENGTH, BATCH):
+        some = [row for row in rows if searches_for(row, searched.field)]
+        for split, row in zip(split_names(some), some, strict=True):
+            splits.setdefault(split, {})[searched] = row
+    return dict(sorted(splits.items(), key=lambda entry: -_answer(entry[1].get(LENGTH))))
+
+
+def _answer(row: Row | None) -> int:
+    return 0 if row is None or row["status"] != "ok" else row["measurement"].get("answer") or 0
+
+
+def _bar(
+    searched: Searched, split: str, row: Row | None, ratios: Mapping[str, float | None], color: str
+) -> Bar:
+    gid, answer = f"{searched.field} {split}", _answer(row)
+    if row is None:
+        return Bar([Segment(0, color, gid)], gid, text=" ")
+    if not answer:
+        return Bar([], gid, status=row["status"])
+    ratio = ratios.get(row["key"])
+    text = number(answer) + (f"  ({number(ratio)}{TIMES})" if ratio is not None else "")
+    return Bar([Segment(answer, color, gid)], gid, text)
+
+
+draw_four_d = Drawing("four_d", _same_work)
+"""Splits of the same work over the axes of a mesh: peak memory, bytes by axis and simulated time of each."""
+
+draw_max_seqlen_4d = Drawing("max_seqlen_4d", _largest)
+"""The longest sequence and the largest batch of each split over the axes of a mesh, beside a baseline's."""

@@ -159,8 +159,8 @@ def tick_texts(values: Sequence[float]) -> list[str]:
     highest, lowest = max(values, default=0), min((v for v in values if v > 0), default=1)
     if highest >= 1e5:
         prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
-        found = [next(((u, p) for u, p in prefixes if abs(v) >= u), (1, "")) for v in values]
-        return [f"{v / unit:.4g}{prefix}" for v, (unit, prefix) in zip(values, found, strict=True)]
+        units = [next(((u, p) for u, p in prefixes if abs(v) >= u), (1, "")) for v in values]
+        return [f"{v / unit:.4g}{prefix}" for v, (unit, prefix) in zip(values, units, strict=True)]
     if lowest < 1e-3:
         return [f"{v:.0e}".replace("e-0", "e-") if v else "0" for v in values]
     return [number(v) for v in values]

@@ -122,10 +122,9 @@ class ScenarioRuns:
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
         from spbench.api import run
-        from spbench.bench.config.scenario import load_scenario
+        from spbench.bench.config.scenario import compare, load_scenario
         from spbench.bench.config.select import Narrowing, declared_cells
         from spbench.bench.published.comparison import write
-        from spbench.bench.reproduction.comparisons import compare
         from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 
         beside = self._beside_the_test(scenario)

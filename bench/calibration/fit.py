@@ -1,9 +1,7 @@
 """Calibration: fit a cluster's few scalars to named published cells, and show what the others say of it.
 
-Each scalar is fitted alone, in the order given, on rows of its own: so that the mean of log(simulated /
-published step time) over them is zero. Step time only falls with an efficiency and only grows with a cost,
-so there is one such value. Where the scalars of later fits move the rows of earlier ones, the fits are gone
-through again until no scalar moves.
+Each scalar is fitted alone on rows of its own, so that the mean of log(simulated / published step time) over
+them is zero; step time is monotonic in it. The fits are repeated until no scalar moves.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ BOUNDS = {
     "parameter_overhead_s": (1e-14, 1e-6),
     "strided_element_s": (1e-14, 1e-6),
 }
-#: rounds of all fits, evaluations of one, and the mean error in log step time at which one has arrived
-_ROUNDS, _EVALUATIONS, _ARRIVED = 30, 100, 1e-10
+#: rounds of all fits, and how near one comes to the logarithm of its scalar
+_ROUNDS, _ARRIVED = 30, 1e-10
 #: relative change of every scalar below which a round was the last
 _SETTLED = 1e-4
 
@@ -48,11 +46,7 @@ class Fit:
 
     @classmethod
     def parse(cls, text: str) -> Fit:
-        """From ``scalar:column=value,column=value``.
-
-        Raises:
-            UserError: not of that form, or an unknown scalar.
-        """
+        """From ``scalar:column=value,column=value``; UserError for another form or scalar."""
         scalar, _, conditions = text.partition(":")
         if scalar not in BOUNDS:
             raise UserError(f"--fit {text}: unknown scalar {scalar!r}{suggestion(scalar, BOUNDS)}")
@@ -105,16 +99,11 @@ def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -
 
 
 def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
-    """The cells of a fit's rows.
-
-    Raises:
-        UserError: there are none, or no such column.
-    """
+    """The cells of a fit's rows; UserError if there are none, or no such column."""
     for column in fit.rows:
         if known and column not in known[0].row.text:
-            raise UserError(
-                f"--fit {fit.scalar}: no column {column!r}{suggestion(column, known[0].row.text)}"
-            )
+            hint = suggestion(column, known[0].row.text)
+            raise UserError(f"--fit {fit.scalar}: no column {column!r}{hint}")
     cells = [k for k in known if all(k.row.text[c] == value for c, value in fit.rows.items())]
     if not cells:
         where = ", ".join(f"{c}={value}" for c, value in fit.rows.items())
@@ -124,10 +113,7 @@ def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
 
 def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = None) -> Calibration:
     """The calibration that the fits give, one after the other; ``without``: as if that cell were not known.
-
-    Raises:
-        UserError: a fit has no rows.
-    """
+    UserError if a fit has no rows."""
     values: dict[str, Any] = {}
     for _ in range(_ROUNDS):
         before = dict(values)
@@ -142,8 +128,8 @@ def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = 
 
 
 def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> float:
-    """Where the mean error is zero, by the Illinois form of regula falsi on logarithms; else the bound that
-    is nearer to it."""
+    """Where the mean error is zero; else the bound that is nearer to it."""
+    from scipy.optimize import brentq
 
     def error(at: float) -> float:
         calibration = Calibration(**{**values, scalar: math.exp(at)})
@@ -153,17 +139,7 @@ def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> flo
     error_a, error_b = error(a), error(b)
     if error_a * error_b > 0:
         return math.exp(a if abs(error_a) < abs(error_b) else b)
-    for _ in range(_EVALUATIONS):
-        if abs(error_b) < _ARRIVED or error_a == error_b:
-            break
-        c = (a * error_b - b * error_a) / (error_b - error_a)
-        error_c = error(c)
-        if error_c * error_b < 0:
-            a, error_a = b, error_b
-        else:
-            error_a /= 2  # the same end twice: take less of the other's error for granted
-        b, error_b = c, error_c
-    return math.exp(b)
+    return math.exp(brentq(error, a, b, xtol=_ARRIVED))
 
 
 @dataclass(frozen=True)
@@ -186,27 +162,16 @@ class Residual:
 def residuals(
     fits: Sequence[Fit], known: Sequence[Known], table: PublishedTable, quantity: str
 ) -> list[Residual]:
-    """Every known cell under the fitted calibration.
-
-    Raises:
-        UserError: a fit has no rows.
-    """
+    """Every known cell under the fitted calibration; UserError if a fit has no rows."""
     calibration = fitted(fits, known)
     shared = [k for fit in fits if len(chosen(fit, known)) > 1 for k in chosen(fit, known)]
     lines = []
     for k in known:
         simulated = k.simulator(calibration).step_time_s
         left_out = math.expm1(k.log_error(fitted(fits, known, without=k))) if k in shared else None
-        lines.append(
-            Residual(
-                label=table.label(k.row, quantity),
-                published_s=k.published_s,
-                simulated_s=simulated,
-                relative_error=simulated / k.published_s - 1,
-                role="calibrated" if k.cell.key in calibration.fitted_on else "held out",
-                left_out=left_out,
-            )
-        )
+        role = "calibrated" if k.cell.key in calibration.fitted_on else "held out"
+        label, error = table.label(k.row, quantity), simulated / k.published_s - 1
+        lines.append(Residual(label, k.published_s, simulated, error, role, left_out))
     return lines
 
 

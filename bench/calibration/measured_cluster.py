@@ -105,10 +105,7 @@ def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
     Matrix products have the best rate of all shapes, memory that of the largest tensors. A link's latency is
     the time of the smallest message, its bandwidth that of the largest one in the time that it takes longer.
     Ranks on one machine's CPUs count as nodes, with the loopback between them, as in the cluster ``local``.
-
-    Args:
-        source: of every rate and limit.
-    """
+    ``source`` is that of every rate and limit."""
     devices_per_node, node_link, network = _links(machine, source)
     return Cluster(
         name=name,

@@ -202,11 +202,8 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """The packaged cluster of that name, or the one in the YAML file at that path, as the file is now.
-
-    Raises:
-        UserError: there is none, or its file is wrong.
-    """
+    """The packaged cluster of that name, or the one in the YAML file at that path, as the file is now;
+    UserError if there is none, or its file is wrong."""
     path = find_file(name, PACKAGE, "cluster")
     return _cluster(path, read_file(path))
 

@@ -85,9 +85,9 @@ def run_cells(
         UserError: nothing is left to run, or the folder cannot be written.
         click.Abort: interrupted; it says how many cells are kept.
     """
+    from spbench.bench.config.scenario import compare
     from spbench.bench.config.select import declared_cells, narrowed_cells
     from spbench.bench.published.comparison import write as write_comparisons
-    from spbench.bench.reproduction.comparisons import compare
     from spbench.bench.sweep.digest import is_current
     from spbench.bench.sweep.results import ResultsFile
     from spbench.bench.sweep.sweep import at_once, sweep, unfinished

@@ -83,12 +83,9 @@ def command(
 
 
 def reproduce(request: Reproduction) -> Iterator[Output]:
-    """Reproduce a paper, or all: the report of each as soon as its cells have run.
-
-    Raises:
-        UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
-            written, or results that the documents may not have (see :func:`check_same_code`).
-    """
+    """Reproduce a paper, or all: the report of each as soon as its cells have run. UserError for an unknown
+    paper, a wrong scenario, a document that lacks a part, a file that cannot be written, or results that
+    :func:`check_same_code` refuses."""
     from spbench.bench.reproduction.document import Pages
     from spbench.bench.reproduction.papers import scenarios_of
     from spbench.bench.reproduction.strategy_traces import STRATEGIES

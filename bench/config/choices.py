@@ -63,14 +63,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
     """The names by which cells call what a user calls ``text``: it itself, unless it is FILE.py, which stands
-    for all strategies or models in that file, or FILE.py:NAME, which stands for one of them.
+    for all strategies or models in that file, or FILE.py:NAME, which stands for one of them. UserError if
+    there is no such file, it cannot be imported, or has nothing of that kind or name.
 
     Args:
         text: of strategies also several around each other, with plus signs between.
         folder: what a relative path starts from.
-
-    Raises:
-        UserError: there is no such file, it cannot be imported, or has nothing of that kind or name.
     """
     if loose_files.SUFFIX not in text:
         return [text]

@@ -47,14 +47,8 @@ def expand(
     variant: str,
     folder: Path,
 ) -> list[Cell]:
-    """The cells of a scenario's groups under one of its variants ("": there are none).
-
-    Args:
-        folder: of the scenario's file, which the paths of models start from.
-
-    Raises:
-        Problem: what is wrong, at its key path in the file.
-    """
+    """The cells of a scenario's groups under one of its variants ("": there are none). ``folder`` is that
+    of the scenario's file, where paths of models start. Raises the first Problem, at its key path."""
     group_of: dict[str, int] = {}
     cells: list[Cell] = []
     counted = 0

@@ -20,11 +20,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 
 def on_device(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
     """The cells on the device that is asked for; those of engines that use no device of this machine stay on
-    the CPU.
-
-    Raises:
-        UserError: CUDA is asked for, and there is none, or no cell could use it.
-    """
+    the CPU. UserError if CUDA is asked for, and there is none, or no cell could use it."""
     real = [engine_property(cell.engine, "on_devices") for cell in cells]
     if asked == "cuda" and cells and not any(real):
         engines = ", ".join(dict.fromkeys(cell.engine for cell in cells))
@@ -37,11 +33,7 @@ def on_device(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
 
 
 def chosen_device(asked: Asked) -> Literal["cpu", "cuda"]:
-    """The device that is asked for.
-
-    Raises:
-        UserError: CUDA is asked for, and there is none.
-    """
+    """The device that is asked for; UserError if CUDA is asked for, and there is none."""
     if asked == "cpu" or (asked == "available" and not _may_have_gpu()):
         return "cpu"
     import torch  # takes seconds, which listings do without
@@ -60,11 +52,8 @@ def _may_have_gpu() -> bool:
 
 
 def playing_rank(cells: Sequence[Cell], rank: int | None) -> list[Cell]:
-    """The cells with the rank that is asked for, which each of them must have.
-
-    Raises:
-        UserError: a cell's engine plays all of its ranks, or there is no such rank.
-    """
+    """The cells with the rank that is asked for, which each of them must have; UserError if a cell's engine
+    plays all of its ranks, or there is no such rank."""
     if rank is None:
         return list(cells)
     for cell in cells:

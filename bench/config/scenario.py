@@ -20,6 +20,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.errors import UserError
 from spbench.bench.published.answer import Answer, Mistake, answer_kinds, wrong_inference
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.published.results import ScenarioResults
 from spbench.bench.published_number import InferredSetting
 from spbench.bench.yaml_files import find_file, read_yaml, validate
 
@@ -61,11 +63,8 @@ def document_model() -> type[Document]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario file, checked.
-
-    Attributes:
-        cells: the declared cells of each variant; a scenario without variants has one, named "".
-    """
+    """A scenario file, checked. ``cells``: the declared cells of each variant; a scenario without variants
+    has one, named ""."""
 
     name: str
     path: Path
@@ -78,11 +77,8 @@ class Scenario:
 
 
 def load_scenario(name: str | PathLike[str]) -> Scenario:
-    """The packaged scenario of that name, or the one in the YAML file at that path.
-
-    Raises:
-        UserError: there is none, or something in it cannot be; names the file, the key and the mend.
-    """
+    """The packaged scenario of that name, or the one in the YAML file at that path; UserError, with
+    file, key and mend, if there is none or something in it cannot be."""
     path = find_file(name, PACKAGE, "scenario")
     document = validate(document_model(), read_yaml(path), str(path))
     if "all" in document.variants:
@@ -107,10 +103,8 @@ def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
     for section, kind in answer_kinds().items():
         for number, answer in enumerate(scenario.answers(kind)):
             if answer.entry_name in found:
-                yield (
-                    [section, number, answer.naming_field],
-                    f"{answer.entry_name!r} is there already; leave one out",
-                )
+                message = f"{answer.entry_name!r} is there already; leave one out"
+                yield [section, number, answer.naming_field], message
             found[answer.entry_name] = answer
             for declared in scenario.cells.values():
                 for path, message in answer.check(declared, folder):
@@ -120,3 +114,13 @@ def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
     for number, inference in enumerate(scenario.document.inferred_from):
         for path, message in wrong_inference(inference, [*found.values()], [*scenario.cells], folder):
             yield ["inferred_from", number, *path], message
+
+
+def compare(
+    scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, dict[str, Any]]
+) -> list[Comparison]:
+    """The published numbers of a scenario beside ours, in each variant, cluster and engine among the declared
+    ``cells``; an answer without any of the ``rows``, by key, stays. UserError for an unreadable file."""
+    results = ScenarioResults(cells, rows, scenario.path.parent, scenario.document.inferred_from)
+    kinds = answer_kinds().values()
+    return [entry for kind in kinds for entry in kind.compare_all(scenario.answers(kind), results)]

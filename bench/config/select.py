@@ -51,11 +51,8 @@ class Narrowing:
 
 
 def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
-    """The scenario's own cells, in the variants and on the clusters and engines that are asked for.
-
-    Raises:
-        UserError: an unknown variant, cluster or engine, or a device that cannot be used.
-    """
+    """The scenario's own cells, in the variants and on the clusters and engines that are asked for; UserError
+    for an unknown variant, cluster or engine, or a device that cannot be used."""
     variants = list(scenario.cells)
     if narrowing.variant == ALL:
         chosen = variants
@@ -83,14 +80,8 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
 def narrowed_cells(
     scenario: Scenario, narrowing: Narrowing, declared: Sequence[Cell] | None = None
 ) -> list[Cell]:
-    """The cells to run.
-
-    Args:
-        declared: those of :func:`declared_cells`, where they are known.
-
-    Raises:
-        UserError: an unknown name, a rank or device that cannot be, or nothing is left; with what there is.
-    """
+    """The cells to run. ``declared``: those of :func:`declared_cells`, where they are known. UserError, with
+    what there is, for an unknown name, a rank or device that cannot be, or if nothing is left."""
     cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
     strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
     models = [name for text in narrowing.models for name in cell_names("model", text)]

@@ -51,14 +51,8 @@ class Answer(StrictModel, ABC):
         return str(getattr(self, self.naming_field))
 
     def numbers(self, folder: Path) -> list[PublishedNumber]:
-        """The published numbers that it compares; none, where a kind compares something else.
-
-        Args:
-            folder: the scenario file's, where published files of its own may be.
-
-        Raises:
-            UserError: they cannot be read.
-        """
+        """The published numbers that it compares; none, where a kind compares something else. ``folder`` is
+        the scenario file's, where published files may be. UserError if they cannot be read."""
         return []
 
     @abstractmethod

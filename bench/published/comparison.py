@@ -109,11 +109,8 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> Path:
 
 
 def write_csv(table: DataFrame, path: Path) -> Path:
-    """Write a table as a CSV file, without its index, whole or not at all; returns the path.
-
-    Raises:
-        UserError: it cannot be written; an earlier one is unchanged.
-    """
+    """Write a table as a CSV file, without its index, whole or not at all; returns the path. UserError if it
+    cannot be written; an earlier one is unchanged."""
     return write_whole(path, table.to_csv(index=False, lineterminator="\n"))
 
 
@@ -121,13 +118,11 @@ def read_records(
     path: Path, needed: Sequence[str] = (), *, any_number: bool = False
 ) -> list[Mapping[str, Any]]:
     """The lines of a file of comparisons, or of `spbench reproduce`; NUMBERS as float, None where none is.
+    UserError if it cannot be read, lacks a column, or has a number that is none.
 
     Args:
         needed: columns that there must be.
         any_number: also those that are not finite.
-
-    Raises:
-        UserError: it cannot be read, lacks a column, or has a number that is none.
     """
     columns, rows = read_csv(path)
     for name in needed:

@@ -56,14 +56,8 @@ class PublishedPlace(StrictModel):
 
 
 def published_rows(file: str, beside: Path) -> tuple[Path, list[str], list[dict[str, str]]]:
-    """The path of a published file, its columns and its rows.
-
-    Args:
-        file: a CSV file in the folder ``beside``, or else one that comes with the package.
-
-    Raises:
-        UserError: there is no such file, or it cannot be read.
-    """
+    """The path of a published file, its columns and its rows. ``file`` is in the folder ``beside``,
+    or else one that comes with the package. UserError if there is no such file, or it cannot be read."""
     folders = [Path(str(files(package))) for package in PACKAGES]
     path = next((at for folder in (beside, *folders) if (at := folder / file).is_file()), None)
     if path is None:
@@ -75,11 +69,8 @@ def published_rows(file: str, beside: Path) -> tuple[Path, list[str], list[dict[
 
 
 def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and rows of a CSV file with a header; what is left out at the end of a row is "".
-
-    Raises:
-        UserError: it cannot be read, two columns have one name, or a row has more cells than the header.
-    """
+    """The columns and rows of a CSV file with a header; what is left out at the end of a row is "". UserError
+    if it cannot be read, two columns have one name, or a row has more cells than the header."""
     try:
         with path.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream, strict=True)

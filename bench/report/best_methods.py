@@ -161,12 +161,12 @@ def _sizes(cell: CellResult) -> tuple[tuple[str, Any], ...]:
 def _by_method(entries: Sequence[_Entry], question: Question) -> dict[str, float]:
     """The best value of each method that has any."""
     better = max if question.bigger else min
-    found: dict[str, float] = {}
+    best: dict[str, float] = {}
     for cell, point in entries:
         value = cell.row["measurement"].get(question.field) if cell.row["status"] == "ok" else None
         if value is not None:
-            found[point["method"]] = better(found.get(point["method"], value), value)
-    return found
+            best[point["method"]] = better(best.get(point["method"], value), value)
+    return best
 
 
 def _value(line: Mapping[str, Any], along: str) -> dict[str, Any]:
@@ -174,9 +174,7 @@ def _value(line: Mapping[str, Any], along: str) -> dict[str, Any]:
     value = line["value"]
     place = line["sequence length"] if along == "seq_len" else line["batch"]
     return {
-        "metric": line["metric"],
-        "model": line["model"],
-        "cluster": line["cluster"],
+        **{name: line[name] for name in ("metric", "model", "cluster", "sizes")},
         "gpus": line["GPUs"],
         "place": place,
         "label": length_text(place) if along == "seq_len" else str(place),
@@ -185,7 +183,6 @@ def _value(line: Mapping[str, Any], along: str) -> dict[str, Any]:
         "ink": "#000" if line["strategy"] and contrast(method_color(line["strategy"])) < _DARK else "#fff",
         "shown": "none" if value is None else f"{number(value)} {line['unit']}",
         "batch": str(line["batch"]),
-        "sizes": line["sizes"],
         "second": line["compared with"],
         "lost": line["out of memory"],
     }
@@ -202,6 +199,16 @@ def _short(value: float) -> str:
 
 def _heat_map(methods: Sequence[str], axis: str) -> alt.LayerChart | alt.FacetChart:
     """Places coloured by their best method, each with its value; crosses where a method ran out of memory."""
+    told = {
+        "method:N": "best method",
+        "shown:N": "value",
+        "gpus:O": "GPUs",
+        "label:N": axis,
+        "batch:N": "batch",
+        "sizes:N": "sizes",
+        "second:N": "compared with",
+        "lost:N": "out of memory",
+    }
     base = alt.Chart().encode(
         x=alt.X(
             "label:O",
@@ -211,31 +218,18 @@ def _heat_map(methods: Sequence[str], axis: str) -> alt.LayerChart | alt.FacetCh
             axis=alt.Axis(labelAngle=0, labelOverlap="greedy"),
         ),
         y=alt.Y("gpus:O", title="GPUs", sort="descending", scale=alt.Scale(paddingInner=0.08)),
-        tooltip=[
-            alt.Tooltip("method:N", title="best method"),
-            alt.Tooltip("shown:N", title="value"),
-            alt.Tooltip("gpus:O", title="GPUs"),
-            alt.Tooltip("label:N", title=axis),
-            alt.Tooltip("batch:N"),
-            alt.Tooltip("sizes:N"),
-            alt.Tooltip("second:N", title="compared with"),
-            alt.Tooltip("lost:N", title="out of memory"),
-        ],
+        tooltip=[alt.Tooltip(field, title=title) for field, title in told.items()],
     )
     color = alt.Color("method:N", scale=method_scale(methods), legend=None)
     ink = alt.Color("ink:N", scale=None)
-    found = base.transform_filter("isValid(datum.method)").mark_rect(cornerRadius=3).encode(color=color)
-    none = base.transform_filter("!isValid(datum.method)").mark_rect(
-        cornerRadius=3, color="#8886", stroke="#888"
-    )
+    best = base.transform_filter("isValid(datum.method)").mark_rect(cornerRadius=3).encode(color=color)
+    none = base.transform_filter("!isValid(datum.method)")
+    none = none.mark_rect(cornerRadius=3, color="#8886", stroke="#888")
     wide = alt.ExprRef("width > 420 ? 1 : 0")
     text = base.mark_text(fontSize=12, fontWeight=600, opacity=wide).encode(text="text:N", color=ink)
-    lost = (
-        base.transform_filter("datum.lost != ''")
-        .mark_point(shape="M-1,-1L1,1M1,-1L-1,1", size=35, strokeWidth=2, yOffset=-11)
-        .encode(color=ink)
-    )
-    return alt.layer(found, none, text, lost).properties(
+    cross: dict[str, Any] = {"shape": "M-1,-1L1,1M1,-1L-1,1", "size": 35, "strokeWidth": 2, "yOffset": -11}
+    lost = base.transform_filter("datum.lost != ''").mark_point(**cross).encode(color=ink)
+    return alt.layer(best, none, text, lost).properties(
         # how many rows there are depends on what readers choose
         width="container",
         usermeta={"rows": {"field": "gpus", "height": 42}},

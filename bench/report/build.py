@@ -97,17 +97,17 @@ def files(gathered: Gathered) -> dict[str, bytes]:
     """The content of every file of the site, by path."""
     pages = list(all_pages(gathered))
     templates, places = environment(), navigation(pages)
-    found = dict(vendored())
-    found |= {f"assets/{path.name}": path.read_bytes() for path in sorted(STATIC.iterdir())}
+    contents = dict(vendored())
+    contents |= {f"assets/{path.name}": path.read_bytes() for path in sorted(STATIC.iterdir())}
     for page in pages:
         rendering = Rendering(templates, page, places)
         made: dict[str, str | bytes] = {page.path: rendering.html(), **rendering.files, **page.files}
-        contents = {path: text.encode() if isinstance(text, str) else text for path, text in made.items()}
+        of_page = {path: text.encode() if isinstance(text, str) else text for path, text in made.items()}
         # two pages may show one figure
-        if twice := [path for path in found.keys() & contents if found[path] != contents[path]]:
+        if twice := [path for path in contents.keys() & of_page if contents[path] != of_page[path]]:
             raise ValueError(f"two pages write {', '.join(sorted(twice))}")
-        found |= contents
-    return found
+        contents |= of_page
+    return contents
 
 
 def vendored() -> Iterator[tuple[str, bytes]]:

@@ -51,9 +51,9 @@ class Gate:
     def counts(self) -> dict[str, int]:
         """Differences by what they are: worse, missing, better, new; and what is ``equal``."""
         assert self.judgement is not None
-        found = Counter(difference.verdict for difference in self.judgement.differences)
-        counted = {verdict: found[verdict] for verdict in ("worse", "missing", "better", "new")}
-        return {**counted, "equal": self.judgement.equal.total()}
+        verdicts = Counter(difference.verdict for difference in self.judgement.differences)
+        counts = {verdict: verdicts[verdict] for verdict in ("worse", "missing", "better", "new")}
+        return {**counts, "equal": self.judgement.equal.total()}
 
     @property
     def lines(self) -> list[Line]:
@@ -69,30 +69,26 @@ def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
 
 
 def _gate(base: Path, new: Path) -> Gate:
-    scenario = base.name
     try:
         before = read_results(base)
-        if not (new / RESULTS_FILE).is_file():
-            how = f"nothing was run here: spbench run --scenario {scenario} --output {new}"
-            return Gate(scenario, base, (_commits(before), []), (_said(before.machines), []), None, how)
-        now = read_results(new, judged=True)
+        was_run = (new / RESULTS_FILE).is_file()
+        now = read_results(new, judged=True) if was_run else None
     except UserError as error:
-        return Gate(scenario, base, ([], []), ([], []), None, str(error))
+        return Gate(base.name, base, ([], []), ([], []), None, str(error))
+    how = "" if was_run else f"nothing was run here: spbench run --scenario {base.name} --output {new}"
     return Gate(
-        scenario,
+        base.name,
         base,
-        (_commits(before), _commits(now)),
-        (_said(before.machines), _said(now.machines)),
-        judge(before, now),
+        (_commits(before), _commits(now) if now else []),
+        (list(filter(None, before.machines)), list(filter(None, now.machines)) if now else []),
+        judge(before, now) if now else None,
+        how,
     )
 
 
 def _commits(results: Results) -> list[str]:
-    return _said(results.commits) or _said([last_change(results.path)[:SHORT_HASH]])
-
-
-def _said(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name]
+    named = list(filter(None, results.commits))
+    return named or list(filter(None, [last_change(results.path)[:SHORT_HASH]]))
 
 
 def _line(difference: Difference) -> Line:

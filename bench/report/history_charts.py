@@ -10,6 +10,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import altair as alt
@@ -33,8 +34,7 @@ _HEIGHT = 170
 def places_of(assessments: Iterable[Assessment]) -> dict[str, int]:
     """The place of each commit among those of the series, by hash, in the order of dates."""
     dates = {p.commit.hash: p.commit.date for a in assessments for p in a.series.points}
-    ordered = sorted(dates, key=lambda found: (dates[found], found))
-    return {found: place for place, found in enumerate(ordered)}
+    return {name: place for place, name in enumerate(sorted(dates, key=lambda name: (dates[name], name)))}
 
 
 def is_notable(assessment: Assessment) -> bool:
@@ -46,12 +46,11 @@ def notable_charts(assessments: Sequence[Assessment]) -> Iterator[Chart]:
     """A chart for each suite and metric of which some series has a step or a target, a panel a series; those
     with a regression that stands or a target that is missed come first."""
     groups: dict[tuple[str, str], list[Assessment]] = defaultdict(list)
-    for found in assessments:
-        if is_notable(found):
-            groups[found.series.suite, found.series.metric.name].append(found)
+    for assessment in filter(is_notable, assessments):
+        groups[assessment.series.suite, assessment.series.metric.name].append(assessment)
     ordered = sorted(groups.items(), key=lambda entry: (not any(a.fails for a in entry[1]), entry[0]))
     for number, ((suite, metric), group) in enumerate(ordered, start=1):
-        group.sort(key=lambda found: not found.fails)
+        group.sort(key=lambda assessment: not assessment.fails)
         shown, unit = group[:MOST_PANELS], group[0].series.unit
         more = f"; {len(group) - len(shown)} more in the table" if len(group) > len(shown) else ""
         places = places_of(a for a in assessments if a.series.suite == suite)
@@ -63,9 +62,7 @@ def notable_charts(assessments: Sequence[Assessment]) -> Iterator[Chart]:
             DataTable(f"steps-{number}-numbers", f"Steps of {metric} in {suite}", step_lines(group)),
             panels=[Panel(label_of(a.series), _panel(a, places)) for a in shown],
             legend=[
-                LegendEntry("regression", "filled", _COLORS["regression"]),
-                LegendEntry("improvement", "filled", _COLORS["improvement"]),
-                LegendEntry("meant", "filled", _COLORS["meant"]),
+                *(LegendEntry(kind, "filled", color) for kind, color in _COLORS.items()),
                 LegendEntry("target", "dashed", _TARGET),
             ],
         )
@@ -76,34 +73,30 @@ def label_of(series: Series) -> str:
     return f"{series.cell} on {series.machine}" if series.machine else series.cell
 
 
-def _said(found: Assessment) -> str:
-    steps = ", ".join(
-        f"{step.verdict} {_size(found.series, step)} in {step.commit_range}" for step in found.steps
-    )
-    return f"{label_of(found.series)}: {steps or 'no step'}"
+def _said(of: Assessment) -> str:
+    steps = (f"{step.verdict} {_size(of.series, step)} in {step.commit_range}" for step in of.steps)
+    return f"{label_of(of.series)}: {', '.join(steps) or 'no step'}"
 
 
 def step_lines(group: Iterable[Assessment]) -> list[Line]:
     """The steps of series as lines of a table; a series with a target alone has a line too."""
     lines = []
-    for found in group:
-        series, stands = found.series, {id(step) for step in found.regressions}
-        target = ", ".join(series.spelled(t.value) for t in found.targets)
+    for of in group:
+        series, stands = of.series, {id(step) for step in of.regressions}
+        target = ", ".join(series.spelled(t.value) for t in of.targets) + " is missed" * bool(of.missed)
         about = {"cell": series.cell, "machine": series.machine, "metric": series.metric.name}
-        missed = f"{target} is missed" if found.missed else target
-        for step in found.steps or [None]:
-            lines.append(about | _step_line(series, step, id(step) in stands) | {"target": missed})
+        for step in of.steps or [None]:
+            lines.append(about | _step_line(series, step, id(step) in stands) | {"target": target})
     return lines
 
 
 def _step_line(series: Series, step: Step | None, stands: bool) -> Line:
     if step is None:
         return dict.fromkeys(("step", "change", "commits", "before", "after", "also changed"), "")
-    kind = "drift" if step.drift else "step"
     word = f"meant: {step.meant}" if step.meant else f"{step.verdict}{', stands' if stands else ''}"
     also = ", ".join(f"{name} {before} to {after}" for name, (before, after) in step.also_changed.items())
     return {
-        "step": f"{word}{' (drift)' if kind == 'drift' else ''}",
+        "step": word + " (drift)" * bool(step.drift),
         "change": _size(series, step),
         "commits": step.commit_range,
         "before": series.spelled(step.before),
@@ -124,7 +117,7 @@ def _size(series: Series, step: Step) -> str:
 
 def others_chart(assessments: Sequence[Assessment]) -> Chart | None:
     """One series at a time of those without a step or a target; None: there is none."""
-    others = [found.series for found in assessments if not is_notable(found)]
+    others = [assessment.series for assessment in assessments if not is_notable(assessment)]
     if not others:
         return None
     places = {
@@ -174,22 +167,15 @@ def _changes(series: Series) -> list[Any]:
     """The points of a series; of an exact one the first, the last, and those that differ from their
     predecessors."""
     points = series.points
-    if not series.exact:
-        return list(points)
-    return [
-        point
-        for place, point in enumerate(points)
-        if place in (0, len(points) - 1) or point.value != points[place - 1].value
-    ]
+    changed = (
+        after for before, after in pairwise(points) if after.value != before.value or after is points[-1]
+    )
+    return [*points[:1], *changed] if series.exact else list(points)
 
 
 # -- a panel ---------------------------------------------------------------------------------------------
 
-_TOOLTIP = [
-    alt.Tooltip("commit:N"),
-    alt.Tooltip("date:N"),
-    alt.Tooltip("shown:N", title="value"),
-]
+_TOOLTIP = [alt.Tooltip("commit:N"), alt.Tooltip("date:N"), alt.Tooltip("shown:N", title="value")]
 
 
 def _point(series: Series, point: Any, places: Mapping[str, int]) -> Line:
@@ -202,46 +188,33 @@ def _point(series: Series, point: Any, places: Mapping[str, int]) -> Line:
     }
 
 
-def _panel(found: Assessment, places: Mapping[str, int]) -> dict[str, Any]:
+def _panel(assessment: Assessment, places: Mapping[str, int]) -> dict[str, Any]:
     """A line over commits; behind it the ranges of its steps, and lines at its targets."""
-    series = found.series
+    series = assessment.series
     days = {point.commit.hash: point.commit.date[:10] for point in series.points}
     x = _x(json.dumps(_names(places, days)), len(places))
-    steps = [_range(series, step, places) for step in found.steps]
+    steps = [_range(series, step, places) for step in assessment.steps]
     points = [_point(series, point, places) for point in series.points]
     layers: list[Any] = []
     if steps:
+        kinds = alt.Scale(domain=[*_COLORS], range=[*_COLORS.values()])
         spans = alt.Chart(alt.Data(values=steps)).encode(
-            x=alt.X("from:Q"), color=alt.Color("kind:N", legend=None, scale=_kinds())
+            x="from:Q", color=alt.Color("kind:N", legend=None, scale=kinds)
         )
-        layers.append(
-            spans.mark_rect(opacity=0.35).encode(
-                x2="to:Q",
-                tooltip=[alt.Tooltip(f"{name}:N") for name in ("kind", "change", "commits", "meant")],
-            )
-        )
-        layers.append(
-            spans.mark_text(dy=-4, baseline="bottom", fontWeight="bold").encode(
-                x="middle:Q", y=alt.value(0), text="change:N"
-            )
-        )
+        ranges = spans.mark_rect(opacity=0.35)
+        sizes = spans.mark_text(dy=-4, baseline="bottom", fontWeight="bold")
+        layers.append(ranges.encode(x2="to:Q", tooltip=["kind:N", "change:N", "commits:N", "meant:N"]))
+        layers.append(sizes.encode(x="middle:Q", y=alt.value(0), text="change:N"))
     line = alt.Chart(alt.Data(values=points)).encode(
         x=x, y=_y(json.dumps(series.metric.name)), tooltip=_TOOLTIP
     )
     layers.append(line.mark_line(interpolate="step-after" if series.exact else "linear", color=_LINE))
     layers.append(line.mark_circle(size=22, color=_LINE, opacity=1))
-    if found.targets:
-        levels = [{"value": target.value, "target": series.spelled(target.value)} for target in found.targets]
-        layers.append(
-            alt.Chart(alt.Data(values=levels))
-            .mark_rule(strokeDash=[5, 4], color=_TARGET, strokeWidth=1.5)
-            .encode(y="value:Q", tooltip=["target:N"])
-        )
+    if assessment.targets:
+        levels = [{"value": of.value, "target": series.spelled(of.value)} for of in assessment.targets]
+        rule = alt.Chart(alt.Data(values=levels)).mark_rule(strokeDash=[5, 4], color=_TARGET, strokeWidth=1.5)
+        layers.append(rule.encode(y="value:Q", tooltip=["target:N"]))
     return alt.layer(*layers).properties(width="container", height=_HEIGHT).to_dict(validate=False)
-
-
-def _kinds() -> alt.Scale:
-    return alt.Scale(domain=[*_COLORS], range=[*_COLORS.values()])
 
 
 def _range(series: Series, step: Step, places: Mapping[str, int]) -> Line:
@@ -269,13 +242,8 @@ def _x(names: str, commits: int | None = None) -> alt.X:
         names: an expression for the list of their names.
         commits: how many there are, if they all are to be on the axis.
     """
-    axis = alt.Axis(
-        labelExpr=f"{names}[datum.value] || ''",
-        tickMinStep=1,
-        tickCount=4,
-        labelFlush=True,
-        labelOverlap=True,
-    )
+    label = f"{names}[datum.value] || ''"
+    axis = alt.Axis(labelExpr=label, tickMinStep=1, tickCount=4, labelFlush=True, labelOverlap=True)
     scale = alt.Scale(nice=False, domain=[0, commits - 1] if commits else alt.Undefined)
     return alt.X("place:Q", title=None, axis=axis, scale=scale)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -71,11 +72,8 @@ def _bar(event: Mapping[str, Any]) -> Drawn:
         "start": _in_ms(event["ts"]),
         "end": _in_ms(event["ts"] + event["dur"]),
         "duration": _in_ms(event["dur"]),
-        "bytes": details.get("bytes"),
-        "flops": details.get("flops"),
         "partners": _partners(rank, details),
-        "source": details.get("source"),
-        "destination": details.get("destination"),
+        **{name: details.get(name) for name in ("bytes", "flops", "source", "destination")},
     }
 
 
@@ -94,9 +92,8 @@ def _partners(rank: int, details: Mapping[str, Any]) -> str:
         return "ranks " + ", ".join(map(str, details["ranks"]))
     if "source" not in details:
         return ""
-    return (
-        f"to rank {details['destination']}" if details["source"] == rank else f"from rank {details['source']}"
-    )
+    to, sender = details["destination"], details["source"]
+    return f"to rank {to}" if sender == rank else f"from rank {sender}"
 
 
 def messages(bars: Sequence[Drawn]) -> Iterator[Drawn]:
@@ -127,13 +124,10 @@ def _shown(bar: Drawn) -> dict[str, Any]:
 
 
 def _alt(bars: Sequence[Drawn], phase: str) -> str:
-    kinds: dict[str, float] = {}
+    kinds: Counter[str] = Counter()
     for bar in bars:
-        if bar["rank"] == 0:
-            kinds[bar["kind"]] = kinds.get(bar["kind"], 0.0) + bar["duration"]
-    parts = ", ".join(
-        f"{kind} {ms:.3g} ms" for kind, ms in sorted(kinds.items(), key=lambda entry: -entry[1])
-    )
+        kinds[bar["kind"]] += bar["duration"] * (bar["rank"] == 0)
+    parts = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in kinds.most_common() if ms)
     return f"Bars over time for the compute and communication streams of each rank, {phase}; rank 0: {parts}."
 
 
@@ -146,7 +140,7 @@ def kind_colors(kinds: Sequence[str]) -> dict[str, str]:
 
 def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) -> dict[str, Any]:
     colors = kind_colors([bar["kind"] for bar in bars])
-    order = alt.Scale(domain=list(rows))
+    color_scale, order = alt.Scale(domain=[*colors], range=[*colors.values()]), alt.Scale(domain=list(rows))
     row = alt.Y("row:N", sort=None, scale=order, title=None, axis=alt.Axis(labelExpr=_LABEL, ticks=False))
     x = alt.X("start:Q", title="ms", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickCount=8))
     zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey]")
@@ -157,9 +151,7 @@ def _spec(bars: Sequence[Drawn], lines: Iterator[Drawn], rows: Sequence[str]) ->
             x=x,
             x2="end:Q",
             y=row,
-            color=alt.Color(
-                "kind:N", legend=None, scale=alt.Scale(domain=[*colors], range=[*colors.values()])
-            ),
+            color=alt.Color("kind:N", legend=None, scale=color_scale),
             fillOpacity=alt.condition(f"datum.kind === '{_WAIT}'", alt.value(0.3), alt.value(1.0)),
             tooltip=[
                 alt.Tooltip("operator:N"),

@@ -3,7 +3,7 @@ peak, time of a layer, verdicts of verification, and the cells of results that u
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 from spbench.bench.report.gathered import CellResult
 from spbench.bench.sweep.results import Row
 from spbench.bench.verification.verdicts import Verdict
+from spbench.plots.series import grouped
 from spbench.plots.style import strategy_name
 
 Line = dict[str, Any]
@@ -67,11 +68,7 @@ def memory_lines(rows: Iterable[Row]) -> list[Line]:
     """What is held at the peak of the rank with the largest, in GiB: a line for each row, the largest first,
     with ``in all`` and a column for each category that any of them holds."""
     held = {row["cell"]["strategy"]: row["measurement"].get("peak_held") or {} for row in rows}
-    categories = [
-        c
-        for c in dict.fromkeys(c for of in held.values() for c in of)
-        if any(of.get(c) for of in held.values())
-    ]
+    categories = list(dict.fromkeys(name for of in held.values() for name, nbytes in of.items() if nbytes))
     ordered = sorted(held.items(), key=lambda entry: -sum(entry[1].values()))
     return [
         {
@@ -102,10 +99,8 @@ def time_lines(trace: Mapping[str, Any]) -> list[Line]:
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> list[Line]:
     """Verdicts by model, part, precision and backend; red ones first, and of several cases the worst."""
-    groups: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
-    for verdict in verdicts:
-        key = tuple(verdict[name] for name in ("strategy", "model", "part", "dtype", "backend"))
-        groups[key].append(verdict)
+    names = ("strategy", "model", "part", "dtype", "backend")
+    groups = grouped(verdicts, lambda verdict: tuple(str(verdict[name]) for name in names))
     lines = [_verdict_line(key, group) for key, group in groups.items()]
     if len({line["strategy"] for line in lines}) == 1:
         lines = [{name: value for name, value in line.items() if name != "strategy"} for line in lines]
@@ -141,10 +136,8 @@ def _of(verdict: Verdict) -> str:
 
 def count_by_status(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """How many are green, red and unsupported."""
-    found = {"green": 0, "red": 0, "unsupported": 0}
-    for verdict in verdicts:
-        found[verdict["status"].lower()] += 1
-    return found
+    counts = Counter(verdict["status"].lower() for verdict in verdicts)
+    return {status: counts[status] for status in ("green", "red", "unsupported")}
 
 
 # -- cells -----------------------------------------------------------------------------------------------
@@ -157,21 +150,12 @@ def uses(strategy: str, cells: Iterable[CellResult]) -> list[CellResult]:
 
 def scenario_lines(cells: Iterable[CellResult]) -> list[Line]:
     """Cells by scenario and name of the strategy: how they ended, and a link to them on the page of cells."""
-    found: dict[tuple[str, str], list[CellResult]] = defaultdict(list)
-    for cell in cells:
-        found[cell.scenario, cell.row["cell"]["strategy"]].append(cell)
+    groups = grouped(cells, lambda cell: (cell.scenario, cell.row["cell"]["strategy"]))
     lines = []
-    for (scenario, strategy), some in sorted(found.items()):
-        statuses: dict[str, int] = defaultdict(int)
-        for cell in some:
-            statuses[cell.row["status"]] += 1
-        lines.append(
-            {
-                "scenario": scenario,
-                "strategy": strategy,
-                "cells": len(some),
-                "of which": ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())),
-                "link": "cells.html#" + urlencode({"scenario": scenario, "strategy": strategy}),
-            }
-        )
+    for (scenario, strategy), some in sorted(groups.items()):
+        about = {"scenario": scenario, "strategy": strategy}
+        statuses = sorted(Counter(cell.row["status"] for cell in some).items())
+        ended = ", ".join(f"{count} {status}" for status, count in statuses)
+        link = f"cells.html#{urlencode(about)}"
+        lines.append({**about, "cells": len(some), "of which": ended, "link": link})
     return lines

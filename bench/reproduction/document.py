@@ -53,40 +53,28 @@ class Pages:
         return cls(SUMMARY_PAGE, DETAILS_FOLDER / f"{paper}.md", first)
 
     def check(self, paper: str, scenarios: Sequence[str]) -> None:
-        """Refuse documents that the parts of a paper cannot be written into.
-
-        Raises:
-            UserError: one cannot be read, a part has no end or another name, or a part is missing.
-        """
+        """Refuse documents that the parts of a paper cannot be written into; UserError if one cannot be read,
+        a part has no end or another name, or a part is missing."""
         check_parts(self.page, paper, [VERDICT])
         check_parts(self.details, paper, scenarios)
         if self.first is not None:
             check_parts(self.first, paper, [VALIDATION])
 
     def rendered(self, findings: Findings) -> dict[Path, str]:
-        """By path, the text of each document with the parts of the findings' paper written anew.
-
-        Raises:
-            UserError: one cannot be read, or nothing was reproduced under the name of one of its parts.
-        """
+        """By path, the text of each document with the parts of the findings' paper written anew; UserError if
+        one cannot be read, or nothing was reproduced under the name of one of its parts."""
         paths = filter(None, (self.page, self.details, self.first))
         return {path: rendered(_read(path), findings, self.details.as_posix()) for path in paths}
 
     def write(self, findings: Findings) -> list[Path]:
         """Write the documents, each whole or not at all, once the text of all is known; returns the paths.
-
-        Raises:
-            UserError: see :meth:`rendered`; or one cannot be written, and is as it was.
-        """
+        UserError as of :meth:`rendered`, or if one cannot be written, which is then as it was."""
         return [write_whole(path, text) for path, text in self.rendered(findings).items()]
 
 
 def check_parts(path: Path, paper: str, names: Sequence[str]) -> None:
-    """Refuse a document that has not one part of the paper under each of these names, and no other.
-
-    Raises:
-        UserError: so it is, or it cannot be read, or a part has no end.
-    """
+    """Refuse a document that has not one part of the paper under each of these names, and no other;
+    UserError also if it cannot be read, or a part has no end."""
     text = _read(path)
     parts = list(_PART.finditer(text))
     if len(_BEGIN.findall(text)) != len(parts):
@@ -101,14 +89,8 @@ def check_parts(path: Path, paper: str, names: Sequence[str]) -> None:
 
 
 def rendered(text: str, findings: Findings, details: str) -> str:
-    """A document with the parts of the findings' paper written anew.
-
-    Args:
-        details: the link from the verdict to the details.
-
-    Raises:
-        UserError: a part has a name under which nothing was reproduced.
-    """
+    """A document with the parts of the findings' paper written anew. ``details`` is the link from the verdict
+    to the details. UserError if a part has a name under which nothing was reproduced."""
 
     def part(match: re.Match[str]) -> str:
         if match["paper"] != findings.paper:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from spbench.bench.config.scenario import Document
 from spbench.bench.errors import UserError, suggestion
@@ -38,11 +38,8 @@ def record_of(scenario: str, entry: Comparison) -> Record:
 
 @dataclass(frozen=True)
 class Findings:
-    """The lines of PAPER.csv and PAPER_runs.csv.
-
-    Attributes:
-        documents: the scenario files by scenario, for titles and for what is written by hand of a scenario.
-    """
+    """The lines of PAPER.csv and PAPER_runs.csv. ``documents``: the scenario files by scenario, for titles
+    and for what is written by hand of a scenario."""
 
     paper: str
     records: Sequence[Record]
@@ -85,11 +82,7 @@ class Findings:
         return [*lines, _verdict_line("all", "", "", rows, "")]
 
     def part(self, name: str) -> str:
-        """What was found of a scenario, in Markdown.
-
-        Raises:
-            UserError: there is no such scenario.
-        """
+        """What was found of a scenario, in Markdown; UserError if there is no such scenario."""
         if name not in self.scenarios:
             raise UserError(f"nothing was reproduced under {name!r}{suggestion(name, self.scenarios)}")
         run = next(run for run in self.runs if run["scenario"] == name)
@@ -138,14 +131,8 @@ def distinct(records: Sequence[Record]) -> list[Record]:
     return kept
 
 
-@dataclass(frozen=True)
-class RoleErrors:
-    """The errors of published numbers of one role.
-
-    Attributes:
-        numbers: how many distinct published numbers.
-        median, worst: of the absolute relative errors; None where no number of ours stands beside any.
-    """
+class RoleErrors(NamedTuple):
+    """The absolute errors of so many distinct ``numbers`` of one role; None where there is none of ours."""
 
     role: str
     numbers: int

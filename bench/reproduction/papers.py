@@ -58,11 +58,7 @@ def papers() -> dict[str, Paper]:
 
 def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
     """A paper, or with "all" every paper that has any, with the packaged scenarios that name it by its name
-    or its source.
-
-    Raises:
-        UserError: there is no such paper, no scenario names it, or a scenario is wrong.
-    """
+    or its source; UserError if there is no such paper, no scenario names it, or a scenario is wrong."""
     known = papers()
     if name not in (*known, ALL):
         raise UserError(f"unknown paper {name!r}{suggestion(name, [*known, ALL])}")

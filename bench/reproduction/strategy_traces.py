@@ -26,11 +26,8 @@ _PROVENANCE = ("commit", "torch")
 
 
 def write_kept(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """Write the rows of both scenarios, and the traces of the cells of :data:`LAYERS` that ran.
-
-    Raises:
-        UserError: a file cannot be written; an earlier one is unchanged.
-    """
+    """Write the rows of both scenarios, and the traces of the cells of :data:`LAYERS` that ran. UserError if
+    a file cannot be written; an earlier one is unchanged."""
     files = [_write_rows(some, folder / name / RESULTS_FILE) for name, some in rows.items()]
     cells = [Cell.model_validate(row["cell"]) for row in rows[LAYERS] if row["status"] in ("ok", "oom")]
     return files + [write_trace(cell, folder) for cell in cells]
@@ -55,11 +52,7 @@ def write_trace(cell: Cell, folder: Path) -> Path:
     """Simulate a step of a cell, and write the trace of all of its ranks, compressed.
 
     ``otherData`` has the cell's key, the step time and what the time of each rank goes to, in seconds.
-
-    Raises:
-        Unsupported: the strategy cannot run the cell.
-        UserError: the file cannot be written.
-    """
+    Unsupported if the strategy cannot run the cell. UserError if the file cannot be written."""
     from spbench.bench.engines.virtual import trace_classes  # which imports torch
     from spbench.bench.simulator.trace_export import trace_events
 

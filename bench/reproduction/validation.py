@@ -34,11 +34,7 @@ def records_by_source(records: Sequence[Record]) -> dict[MeasuredSource, list[Re
 
 def validation_lines(records: Sequence[Record]) -> list[Line]:
     """A line for each source of measurements and quantity, each followed by those of other predictors of the
-    same runs; then predictors on other runs.
-
-    Args:
-        records: of `spbench reproduce measured`.
-    """
+    same runs; then predictors on other runs. ``records`` are of `spbench reproduce measured`."""
     _, _, others = published_rows(PREDICTORS_FILE, Path())
     lines = []
     for source, some in records_by_source(records).items():

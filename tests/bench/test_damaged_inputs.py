@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.cli import exit_code
+from tests.bench.config.test_model_files import TINY
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ", "25"))
 LONGEST_S = 30
@@ -31,65 +32,40 @@ NASTY: list[Any] = [
     *("", "two", "128K", "1M", "-1K", "9999999999999G", "NaN", "../..", "a/b.json", "\x00", "ä\n", "=1+1"),
     *([], {}, [[]], [0], ["sp", "dp"], [1, "x"], {"": 1}, {"a": {"b": []}}, [None], [float("nan")]),
 ]
-SCENARIO: dict[str, Any] = {
-    "title": "Damaged",
-    "defaults": {
-        "model": "bert-tiny",
-        "batch": 4,
-        "seq_len": 512,
-        "cluster": "mine.yaml",
-        "precision": "bf16",
-    },
-    "groups": [
-        {"strategy": "tensor_parallel", "sizes": {"tp": [1, 4], "dp": 1}, "model_options": {"layers": 2}},
-        {"strategy": "ring_self_attention", "sizes": {"sp": 4}, "mesh": ["sp", "dp"], "timeout_s": 60.0},
-        {"model": "config.json", "strategy": "single", "training": {"backend": "zero1", "micro_batches": 2}},
-        {"strategy": "single", "seq_len": None, "search": {"quantity": "seq_len", "step": 4, "limit": 4096}},
-    ],
-    "variants": {"a": {}, "b": {"training": {"moments": "later"}}},
-    "tables": [
-        {
-            "table": "t",
-            "published": {"file": "t.csv"},
-            "cells": {"batch": 4, "strategy": "tensor_parallel"},
-            "match": {"ranks": "parallel"},
-            "where": {"ranks": [1, 4]},
-            "status": "status",
-            "quantities": {"memory": {"field": "peak_memory_bytes", "unit": 1048576, "rank": "last"}},
-        }
-    ],
-    "claims": [
-        {
-            "claim": "c",
-            "published": {"file": "c.csv"},
-            "numerator": {"strategy": "tensor_parallel", "world": 4},
-            "denominator": {"strategy": "tensor_parallel", "sizes": {"tp": 1}},
-            "quantity": "tokens_per_s",
-        }
-    ],
-    "inferred_from": [{"setting": "s", "answers": ["t"], "rows": [{"ranks": 4}], "reason": "r"}],
-}
-CLUSTER: dict[str, Any] = {
-    "extends": "dgx-a100",
-    "about": "ours",
-    "devices_per_node": 8,
-    "device": {
-        "memory_total_bytes": {"value": 2**36, "source": "-"},
-        "overlap_loss": {"value": 0.1, "source": "-"},
-    },
-    "network": {"latency_s": {"value": 1e-6, "source": "-"}, "nics_per_node": 8},
-    "calibration": {"bf16": {"compute_efficiency": 0.5, "fitted_on": []}},
-}
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "vocab_size": 96,
-    "rope_theta": 10000.0,
-}
+SCENARIO: dict[str, Any] = yaml.safe_load("""
+title: Damaged
+defaults: {model: bert-tiny, batch: 4, seq_len: 512, cluster: mine.yaml, precision: bf16}
+groups:
+  - {strategy: tensor_parallel, sizes: {tp: [1, 4], dp: 1}, model_options: {layers: 2}}
+  - {strategy: ring_self_attention, sizes: {sp: 4}, mesh: [sp, dp], timeout_s: 60.0}
+  - {model: config.json, strategy: single, training: {backend: zero1, micro_batches: 2}}
+  - {strategy: single, seq_len: null, search: {quantity: seq_len, step: 4, limit: 4096}}
+variants: {a: {}, b: {training: {moments: later}}}
+tables:
+  - table: t
+    published: {file: t.csv}
+    cells: {batch: 4, strategy: tensor_parallel}
+    match: {ranks: parallel}
+    where: {ranks: [1, 4]}
+    status: status
+    quantities: {memory: {field: peak_memory_bytes, unit: 1048576, rank: last}}
+claims:
+  - claim: c
+    published: {file: c.csv}
+    numerator: {strategy: tensor_parallel, world: 4}
+    denominator: {strategy: tensor_parallel, sizes: {tp: 1}}
+    quantity: tokens_per_s
+inferred_from: [{setting: s, answers: [t], rows: [{ranks: 4}], reason: r}]
+""")
+CLUSTER: dict[str, Any] = yaml.safe_load("""
+extends: dgx-a100
+about: ours
+devices_per_node: 8
+device: {memory_total_bytes: {value: 68719476736, source: "-"}, overlap_loss: {value: 0.1, source: "-"}}
+network: {latency_s: {value: 1.0e-06, source: "-"}, nics_per_node: 8}
+calibration: {bf16: {compute_efficiency: 0.5, fitted_on: []}}
+""")
+CONFIG: dict[str, Any] = {**TINY, "rope_theta": 10000.0}
 TEXTS: dict[str, str] = {
     "s.yaml": yaml.safe_dump(SCENARIO, sort_keys=False),
     "mine.yaml": yaml.safe_dump(CLUSTER, sort_keys=False),
@@ -141,11 +117,7 @@ def damaged_texts(draw: st.DrawFn) -> dict[str, str | bytes]:
     text = TEXTS[name]
     start = draw(st.integers(0, len(text)))
     end = draw(st.integers(start, min(len(text), start + 12)))
-    put_in = draw(
-        st.sampled_from(
-            ["", ",", '"', ":", "nan", "inf", "-1", "\t", "[", "}", "&a *a", "\ufeff", "\x00", "é", "\n"]
-        )
-    )
+    put_in = draw(st.sampled_from([*',":[}\t\n\x00\ufeffé', "", "nan", "inf", "-1", "&a *a"]))
     damaged = text[:start] + put_in + text[end:]
     return {name: damaged.encode("latin-1", "replace") if draw(st.booleans()) else damaged}
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 import pytest
 
-from spbench.impls.discovery import DiscoveryError, named_classes, named_values
+from spbench.impls.discovery import DiscoveryError, FunctionModules, named_classes, named_values
 from spbench.impls.models.model import Model, models
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.registry import strategies
@@ -130,6 +130,18 @@ def test_values_that_cannot_be_used(
     package = install(modules, f"[{group}]\n{entry}\n")
     with pytest.raises(DiscoveryError, match=message):
         named_values(package, "SIZES", int, group if entry else "")
+
+
+def test_a_module_offers_one_function_by_its_name_or_several_by_theirs(install: Install) -> None:
+    several = 'draw_a = abs\n"""The first. More."""\ndraw_b = len\n"""The second."""\n'
+    one = '"""The third."""\n\n\ndef draw(x):\n    """Draws."""\n\n\ndef draw_bars(x): ...\n'
+    functions = FunctionModules(
+        install({"several": several, "one": one, "none": ""}), "", "draw", "", "figures"
+    )
+    assert functions.names() == ["a", "b", "one"]
+    assert functions.summaries() == {"a": "The first", "b": "The second", "one": "The third"}
+    assert functions.docstrings() == {"a": "", "b": "", "one": "Draws."}
+    assert functions.load("b") is len
 
 
 def test_what_the_project_finds() -> None:

@@ -14,6 +14,13 @@ from PIL import Image
 from spbench.plots.drawing import Drawing
 
 
+def drawn(draw: Drawing, rows: Any, comparison: DataFrame | None = None) -> Figure:
+    """The figure of rows, in which no text lies over another."""
+    figure = draw.figure(rows, DataFrame() if comparison is None else comparison)
+    assert_nothing_overlaps(figure)
+    return figure
+
+
 def artists(figure: Figure, gid: str) -> list[Any]:
     """The artists of that id, in all panels."""
     return [artist for ax in figure.axes for artist in ax.get_children() if artist.get_gid() == gid]
@@ -57,12 +64,6 @@ def assert_valid(paths: list[Path], folder: Path, name: str) -> None:
             assert min(image.size) > 60
         assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
         assert pdf.read_bytes().startswith(b"%PDF-")
-
-
-def assert_draws(draw: Drawing, rows: Any, comparison: DataFrame) -> None:
-    """The figure can be drawn of one row, and of none."""
-    for some in (rows[-1:], []):
-        assert_nothing_overlaps(draw.figure(some, comparison))
 
 
 def assert_nothing_overlaps(figure: Figure) -> None:

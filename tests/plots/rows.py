@@ -63,14 +63,14 @@ def table(*entries: dict[str, Any]) -> pd.DataFrame:
 
 def ran(status: str = "ok", measurement: dict[str, Any] | None = None, **cell: Any) -> dict[str, Any]:
     """The row of a cell, with what was measured if it ran through."""
-    made = Cell.model_validate(cell)
-    return {
-        "key": made.key,
-        "cell": made.model_dump(mode="json"),
-        "status": status,
-        "reason": "" if status == "ok" else f"reason of {status}",
-        "measurement": measurement or {} if status == "ok" else {},
-    }
+    return row_of(Cell.model_validate(cell), measurement or {} if status == "ok" else {}, status)
+
+
+def row_of(cell: Cell, measurement: Any, status: str = "ok") -> dict[str, Any]:
+    """The row of a cell, with this measurement whatever the status is."""
+    reason = "" if status == "ok" else f"reason of {status}"
+    of_cell = {"key": cell.key, "cell": cell.model_dump(mode="json")}
+    return {**of_cell, "status": status, "reason": reason, "measurement": measurement}
 
 
 def published(row: dict[str, Any], quantity: str, number: float | None, status: str = "ok") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.plots.drawn import (
     legend,
     points,
 )
-from tests.plots.rows import compared, table
+from tests.plots.rows import compared, row_of, table
 
 Row = dict[str, Any]
 TP, RSA = "tensor parallel", "ring self attention"
@@ -32,15 +32,7 @@ def traced() -> list[Row]:
             settings = {"model": "bert-tiny", "batch": 2, "seq_len": 48, "sizes": {axis: ranks}}
             cell = Cell.model_validate({**settings, "strategy": strategy})
             measured = VirtualEngine().measure(cell)
-            rows.append(
-                {
-                    "key": cell.key,
-                    "cell": cell.model_dump(mode="json"),
-                    "status": measured.status,
-                    "reason": measured.reason,
-                    "measurement": measured.as_dict(),
-                }
-            )
+            rows.append(row_of(cell, measured.as_dict(), measured.status))
     return rows
 
 
@@ -193,7 +185,3 @@ def test_rows_without_bytes_are_marked_and_told(rows: list[Row]) -> None:
         f"bert-tiny, {RSA} at 2 GPUs, virtual: failed (a reason)",
     ]
     assert {"out of memory", "unsupported", "failed"} < set(legend(figure))
-
-
-def test_rows_without_numbers(rows: list[Row]) -> None:
-    drawn([{**row, "status": "failed", "measurement": {}} for row in rows])

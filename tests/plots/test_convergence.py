@@ -7,14 +7,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.scenario import compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import as_frame
-from spbench.bench.reproduction.comparisons import compare
-from spbench.plots import lasp_convergence
 from spbench.plots.convergence import draw
-from tests.plots.drawn import artists, assert_draws, assert_nothing_overlaps, legend, points
-from tests.plots.rows import ran
+from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
+from tests.plots.rows import ran, row_of
 
 Row = dict[str, Any]
 SCENARIO = load_scenario("rsa_convergence")
@@ -25,13 +23,7 @@ RSA = "ring self attention on 4 ranks, fp32"
 def row(cell: Cell) -> Row:
     off = {"ring_self_attention": 1e-4, "tensor_parallel": 1e-7}.get(cell.strategy, 0.0)
     losses = [{"step": step, "mlm": 7 / step * (1 + off * (step - 1)), "order": 0.7} for step in range(1, 40)]
-    return {
-        "key": cell.key,
-        "cell": cell.model_dump(mode="json"),
-        "status": "ok",
-        "reason": "",
-        "measurement": {"losses": losses},
-    }
+    return row_of(cell, {"losses": losses})
 
 
 @pytest.fixture
@@ -106,8 +98,3 @@ def test_many_backends_take_turns_on_the_reference() -> None:
     assert below[1] == (2, pytest.approx(5e-7, rel=0.1))
     assert len(legend(figure)) == len(BACKENDS) + 2
     assert figure.axes[0].get_title() == "tnl-mini: Next-token loss"
-
-
-def test_lasp() -> None:
-    rows = [learned("lasp", "ddp", 1e-7)]
-    assert_draws(lasp_convergence.draw, rows, pd.DataFrame())

@@ -5,15 +5,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from spbench.plots import dsp_communication, dsp_inference, dsp_memory, dsp_scaling, dsp_throughput
-from spbench.plots.drawing import Drawing
-from tests.plots.drawn import (
-    artists,
-    assert_below_zero,
-    assert_nothing_overlaps,
-    legend,
-    points,
-)
+from spbench.plots import dsp
+from tests.plots.drawn import artists, assert_below_zero, drawn, legend, points
 from tests.plots.rows import published, ran, table
 
 Row = dict[str, Any]
@@ -105,14 +98,8 @@ COMPARISON = table(
 )
 
 
-def drawn(draw: Drawing, rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-    assert_nothing_overlaps(figure)
-    return figure
-
-
 def videos(rows: list[Row], comparison: pd.DataFrame) -> Figure:
-    return drawn(dsp_throughput.draw, rows, comparison)
+    return drawn(dsp.draw_dsp_throughput, rows, comparison)
 
 
 def test_a_panel_for_each_video_and_a_line_for_each_cut() -> None:
@@ -132,15 +119,6 @@ def test_a_panel_for_each_video_and_a_line_for_each_cut() -> None:
     assert legend(figure) == ["Ulysses, frames cut", "Ulysses, places cut", "DSP", "published"]
 
 
-def test_published_throughput_is_hollow_and_once_for_both_cuts() -> None:
-    figure = videos(TRAINED, PUBLISHED)
-    (dsp,) = artists(figure, f"published {THROUGHPUT} DSP")
-    assert dsp.axes is figure.axes[0]
-    assert (dsp.get_markerfacecolor(), list(dsp.get_ydata())) == ("none", [2.5] * 3)
-    assert len(artists(figure, f"published {THROUGHPUT} Ulysses, frames cut")) == 1
-    assert not artists(figure, f"published {THROUGHPUT} Ulysses, places cut")
-
-
 def test_cuts_that_are_drawn_one_over_the_other_are_told() -> None:
     assert not artists(videos(CUTS, PUBLISHED), "notes")
     same = [{**row, "measurement": {"samples_per_s": 1.0}} for row in CUTS]
@@ -149,27 +127,20 @@ def test_cuts_that_are_drawn_one_over_the_other_are_told() -> None:
     assert notes.get_text() == f"{names} are alike within 0.1%: 64 frames of 4096 places"
 
 
-def test_every_number_of_gpus_out_of_memory_is_marked() -> None:
-    lost = [at("dsp", n, status="oom") for n in (1, 2)]
-    figure = videos([*lost, at("dsp", 8), at("ulysses", 8, status="unsupported")], pd.DataFrame())
-    assert sorted(mark.get_xdata()[0] for mark in artists(figure, "ours oom DSP")) == [1, 2]
-    assert legend(figure) == ["Ulysses", "DSP", "unsupported", "out of memory"]
-    (notes,) = artists(figure, "notes")
-    assert notes.get_text().endswith("Ulysses: unsupported at 8 GPUs (reason of unsupported)")
-
-
 def test_latency_of_one_device_is_a_marker() -> None:
-    figure = drawn(dsp_inference.draw, FORWARD)
+    figure = drawn(dsp.draw_dsp_inference, FORWARD)
     assert [ax.get_title() for ax in figure.axes] == [f"{n} frames of 4096 places" for n in (64, 128)]
     assert figure.axes[0].get_ylabel() == "Latency of 100 forwards (s)"
-    for single, dsp in zip(*(artists(figure, f"ours latency_s {n}") for n in ("single", "DSP")), strict=True):
+    for single, many in zip(
+        *(artists(figure, f"ours latency_s {n}") for n in ("single", "DSP")), strict=True
+    ):
         assert single.get_xydata().tolist() == [[1, 200]]
-        assert single.get_marker() not in ("", "None", dsp.get_marker())
-        assert dsp.get_xydata().tolist() == [[2, 50], [4, 25], [8, 12.5]]
+        assert single.get_marker() not in ("", "None", many.get_marker())
+        assert many.get_xydata().tolist() == [[2, 50], [4, 25], [8, 12.5]]
 
 
 def test_strong_and_weak_scaling() -> None:
-    figure = drawn(dsp_scaling.draw, SCALED)
+    figure = drawn(dsp.draw_dsp_scaling, SCALED)
     strong, weak, larger, _ = figure.axes
     assert [ax.get_title() for ax in (strong, weak, larger)] == [
         *("st-dit-xl, strong:\n4096K positions", "st-dit-xl, weak:\n128K positions a GPU"),
@@ -188,7 +159,7 @@ def test_strong_and_weak_scaling() -> None:
 
 
 def test_bars_of_memory_are_the_rows() -> None:
-    figure = drawn(dsp_memory.draw, MEMORY)
+    figure = drawn(dsp.draw_dsp_memory, MEMORY)
     ax = figure.axes[0]
     assert ax.get_title() == "st-dit-xl, 128 frames of 4096 places, 8 GPUs"
     assert ax.get_ylabel() == "Peak memory (GiB)"
@@ -208,7 +179,7 @@ def test_bars_of_memory_are_the_rows() -> None:
 
 
 def test_metered_elements_beside_the_exact_formulas() -> None:
-    figure = drawn(dsp_communication.draw, SENT, COMPARISON)
+    figure = drawn(dsp.draw_dsp_communication, SENT, COMPARISON)
     ax = figure.axes[0]
     assert (ax.get_title(), ax.get_xlabel()) == ("st-dit-tiny, 12 frames of 8 places", "Number of GPUs")
     assert points(figure, "ours sent_elements DSP") == [(2, 80), (4, 40)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from matplotlib.patches import Rectangle
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.plots import FIGURES
 from spbench.plots.drawing import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from spbench.plots.style import GREY, method_color, short_name, strategy_name, tint
 from tests.plots.drawn import assert_nothing_overlaps
+from tests.plots.rows import row_of
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -53,15 +54,7 @@ def rows_of(scenario: str) -> list[Row]:
             "losses": [{"step": step, "mlm": 7 / step, "language": 6 / step} for step in range(1, 20)],
         }
         lost = number % 10 == 9
-        rows.append(
-            {
-                "key": cell.key,
-                "cell": cell.model_dump(mode="json"),
-                "status": "oom" if lost else "ok",
-                "reason": "",
-                "measurement": {} if lost else measurement,
-            }
-        )
+        rows.append(row_of(cell, {} if lost else measurement, "oom" if lost else "ok"))
     return rows
 
 
@@ -86,8 +79,9 @@ def comparison_of(rows: list[Row]) -> pd.DataFrame:
 @pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
 def test_text_is_readable_and_colours_are_the_methods(scenario: str, name: str) -> None:
     rows = rows_of(scenario)
-    draw: Drawing = importlib.import_module(f"spbench.plots.{name}").draw
-    assert draw.module.endswith(f".{name}")
+    draw = FIGURES.load(name)
+    assert isinstance(draw, Drawing)
+    assert draw.name == name
     sent = comparison_of(rows) if name in ("dsp_communication", "lasp_communication") else pd.DataFrame()
     grid = draw.grid(rows, sent)
     for width in [PAGE_INCHES, COLUMN_INCHES][: 1 if grid.page_only else 2]:

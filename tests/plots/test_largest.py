@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from spbench.plots import max_batch, max_seqlen
 from spbench.plots.drawing import Drawing
+from spbench.plots.largest import draw_max_batch, draw_max_seqlen
 from spbench.plots.paper import save
 from spbench.plots.style import TIMES
 from tests.plots.drawn import (
@@ -37,7 +37,7 @@ BOUND = compared("rsa-linformer-upper-bound", 114000.0, 131072.0, LINFORMER["key
 def drawn(
     rows: list[dict[str, Any]],
     comparison: pd.DataFrame | None = None,
-    draw: Drawing = max_seqlen.draw,
+    draw: Drawing = draw_max_seqlen,
 ) -> Figure:
     figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
     assert_nothing_overlaps(figure)
@@ -57,7 +57,7 @@ def test_lines_are_the_rows() -> None:
 
 def test_batches() -> None:
     rows = [searched(TP, n, 8 * n, quantity="batch") for n in (4, 8)]
-    figure = drawn([*rows, *ROWS], draw=max_batch.draw)
+    figure = drawn([*rows, *ROWS], draw=draw_max_batch)
     assert points(figure, "ours largest tensor parallel") == [(4, 32), (8, 64)]
     assert not artists(figure, "ours largest ring self attention")
     assert figure.axes[0].get_ylabel() == "Batch (sequences)"
@@ -100,12 +100,6 @@ def test_marks_of_two_strategies_stand_side_by_side() -> None:
     ]
     assert abs(places[0][0] - places[1][0]) > 8
     assert places[0][1] == pytest.approx(places[1][1])
-
-
-def test_nothing_fits_anywhere() -> None:
-    figure = drawn([searched(TP, n, None, "oom") for n in (4, 8)], table(RATIO))
-    assert points(figure, "ours largest tensor parallel") == []
-    assert [mark.get_xdata() for mark in artists(figure, "ours oom tensor parallel")] == [[4], [8]]
 
 
 def test_claims_stand_beside_ours() -> None:
@@ -154,20 +148,6 @@ def test_variants_are_lines_of_their_own() -> None:
     assert len(points(figure, "ours largest tensor parallel, first-steps")) == 3
 
 
-def test_many_strategies_and_sizes() -> None:
-    rows = []
-    for index in range(10):
-        for ranks in (1, 2, 3, 4, 5, 6, 7, 8, 128, 512):
-            row = searched(TP, ranks, None if ranks < index // 3 else 1000 * ranks + index)
-            row["cell"]["strategy"] = f"strategy_{index}"
-            row["status"] = "ok" if row["measurement"] else "oom"
-            rows.append(row)
-    figure = drawn(rows)
-    colors = [artists(figure, f"ours largest strategy {n}")[0].get_color() for n in range(10)]
-    markers = [artists(figure, f"ours largest strategy {n}")[0].get_marker() for n in range(10)]
-    assert len(set(zip(colors, markers, strict=True))) == 10
-
-
 @pytest.mark.parametrize("scenario", ["A scenario", {"title": "A scenario"}])
 def test_the_scenarios_title_stands_above(scenario: object) -> None:
     figure = drawn([{**row, "scenario": scenario} for row in ROWS])
@@ -175,16 +155,11 @@ def test_the_scenarios_title_stands_above(scenario: object) -> None:
     assert text == "A scenario (piz-daint-p100, fp16, first-steps, virtual engine)"
 
 
-def test_files(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    assert_valid(max_seqlen.draw(ROWS, pd.DataFrame(), folder), folder, "max_seqlen")
-
-
 def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> None:
     comparison = table(RATIO, BOUND)
     comparison.to_csv(tmp_path / "comparison.csv", index=False)
     first, second = (
-        save(max_seqlen.draw.figure([*ROWS, LINFORMER], of), tmp_path / folder, "max_seqlen")
+        save(draw_max_seqlen.figure([*ROWS, LINFORMER], of), tmp_path / folder, "max_seqlen")
         for folder, of in (("first", comparison), ("second", pd.read_csv(tmp_path / "comparison.csv")))
     )
     for one, other in zip(first, second, strict=True):
@@ -195,8 +170,19 @@ def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> Non
 def test_drawing_needs_neither_torch_nor_the_harness() -> None:
     code = (
         "import sys\n"
-        "from spbench.plots import communication, max_seqlen, rsa_pipeline, rsa_table4\n"
+        "from spbench.plots import communication, dsp, largest, lasp, rsa, splits\n"
         "print([name for name in ('torch', 'spbench.bench') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_nothing_fits_anywhere() -> None:
+    figure = drawn([searched(TP, n, None, "oom") for n in (4, 8)], table(RATIO))
+    assert points(figure, "ours largest tensor parallel") == []
+    assert [mark.get_xdata() for mark in artists(figure, "ours oom tensor parallel")] == [[4], [8]]
+
+
+def test_files(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert_valid(draw_max_seqlen(ROWS, pd.DataFrame(), folder), folder, "max_seqlen")

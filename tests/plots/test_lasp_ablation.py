@@ -2,12 +2,8 @@
 
 from typing import Any
 
-import pandas as pd
-import pytest
-from matplotlib.figure import Figure
-
-from spbench.plots.lasp_ablation import draw
-from tests.plots.drawn import artists, assert_below_zero, assert_nothing_overlaps, legend
+from spbench.plots.lasp import draw_lasp_ablation
+from tests.plots.drawn import artists, assert_below_zero, drawn, legend
 from tests.plots.rows import ran
 
 Row = dict[str, Any]
@@ -54,14 +50,8 @@ SEARCHES = [
 ]
 
 
-def drawn(rows: list[Row]) -> Figure:
-    figure = draw.figure(rows, pd.DataFrame())
-    assert_nothing_overlaps(figure)
-    return figure
-
-
 def test_bars_are_the_rows() -> None:
-    figure = drawn([*COMBINED, *SEARCHES])
+    figure = drawn(draw_lasp_ablation, [*COMBINED, *SEARCHES])
     memory, throughput, lengths = figure.axes
     assert [ax.get_ylabel() for ax in (memory, throughput)] == ["Peak memory (GiB)", "Tokens per second"]
     assert memory.get_title() == "tnl-1b, 8 GPUs, 64K tokens"
@@ -81,7 +71,7 @@ def test_bars_are_the_rows() -> None:
 
 def test_bars_without_a_number_are_marked_and_told() -> None:
     rows = [combined(True, True), combined(False, True, "failed"), longest("single", 0, status="oom")]
-    figure = drawn([*rows, *SEARCHES[4:]])
+    figure = drawn(draw_lasp_ablation, [*rows, *SEARCHES[4:]])
     (failed,) = artists(figure, "throughput cached LASP")
     (lost,) = artists(figure, "length DDP single")
     for mark in (failed, lost):
@@ -89,8 +79,3 @@ def test_bars_without_a_number_are_marked_and_told() -> None:
     assert legend(figure)[-2:] == ["failed", "out of memory"]
     (notes,) = artists(figure, "notes")
     assert notes.get_text() == "cached: failed (reason of failed)"
-
-
-@pytest.mark.parametrize("rows", [COMBINED, SEARCHES])
-def test_either_half_can_be_missing(rows: list[Row]) -> None:
-    drawn(rows)

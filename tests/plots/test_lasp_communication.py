@@ -3,10 +3,9 @@
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from spbench.plots.lasp_communication import draw
-from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
+from spbench.plots.lasp import draw_lasp_communication
+from tests.plots.drawn import artists, drawn, legend, points
 from tests.plots.rows import ran, table
 
 Row = dict[str, Any]
@@ -51,14 +50,8 @@ COMPARISON = table(
 )
 
 
-def drawn(rows: list[Row], comparison: pd.DataFrame) -> Figure:
-    figure = draw.figure(rows, comparison)
-    assert_nothing_overlaps(figure)
-    return figure
-
-
 def test_lasp_does_not_grow_and_the_formula_is_what_is_metered() -> None:
-    figure = drawn([*RING, *LASP, *SMALL], COMPARISON)
+    figure = drawn(draw_lasp_communication, [*RING, *LASP, *SMALL], COMPARISON)
     (ax,) = figure.axes[:-1]
     assert ax.get_title() == "linear-transformer-0.4b, 8 GPUs"
     assert points(figure, "ours sent_elements LASP") == [(n, STATE) for n in LENGTHS]
@@ -70,28 +63,24 @@ def test_lasp_does_not_grow_and_the_formula_is_what_is_metered() -> None:
 
 
 def test_other_counts_than_the_formulas_are_told() -> None:
-    (notes,) = artists(drawn([*LASP, *SMALL, *RING], COMPARISON), "notes")
+    (notes,) = artists(drawn(draw_lasp_communication, [*LASP, *SMALL, *RING], COMPARISON), "notes")
     assert notes.get_text().splitlines() == [
         "engine virtual: metered as by the formula in 5 of 5 cells",
         "engine distributed: metered as by the formula in 1 of 1 cells",
     ]
     wrong = pd.concat([COMPARISON, table(formula(at("lasp2", 96), "lasp2-wire", 10.0, 20.0))])
-    (notes,) = artists(drawn(LASP, wrong), "notes")
+    (notes,) = artists(drawn(draw_lasp_communication, LASP, wrong), "notes")
     assert "engine virtual: metered as by the formula in 5 of 6 cells" in notes.get_text()
 
 
-def test_rows_that_did_not_run_have_no_number() -> None:
-    lost = table(*(formula(row, "lasp-table1", STATE, None) for row in LASP))
-    figure = drawn(LASP, lost)
-    assert points(figure, "ours sent_elements LASP") == []
-    assert points(figure, "published sent_elements LASP") == [(n, STATE) for n in LENGTHS]
-
-
 def test_what_is_sent_is_known_of_runs_out_of_memory() -> None:
-    figure = drawn([LASP[0], {**LASP[1], "status": "oom"}], COMPARISON)
+    figure = drawn(draw_lasp_communication, [LASP[0], {**LASP[1], "status": "oom"}], COMPARISON)
     assert points(figure, "ours sent_elements LASP") == [(n, STATE) for n in LENGTHS]
     assert [x for x, _ in points(figure, "ours oom LASP")] == [LENGTHS[1]]
 
 
-def test_without_formulas_there_is_nothing_to_draw() -> None:
-    drawn(LASP, pd.DataFrame())
+def test_rows_that_did_not_run_have_no_number() -> None:
+    lost = table(*(formula(row, "lasp-table1", STATE, None) for row in LASP))
+    figure = drawn(draw_lasp_communication, LASP, lost)
+    assert points(figure, "ours sent_elements LASP") == []
+    assert points(figure, "published sent_elements LASP") == [(n, STATE) for n in LENGTHS]

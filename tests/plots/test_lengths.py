@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from spbench.plots import lasp_scalability, lasp_speed
 from spbench.plots.axes import length_text
-from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
+from spbench.plots.lasp import draw_lasp_scalability, draw_lasp_speed
+from tests.plots.drawn import artists, drawn, legend, points
 from tests.plots.rows import published, ran, table
 
 Row = dict[str, Any]
@@ -64,16 +64,11 @@ SPEED_PUBLISHED = table(
 
 
 def scaling(rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    table = pd.DataFrame() if comparison is None else comparison
-    figure = lasp_scalability.draw.figure(rows, table)
-    assert_nothing_overlaps(figure)
-    return figure
+    return drawn(draw_lasp_scalability, rows, comparison)
 
 
 def speed(rows: list[Row], comparison: pd.DataFrame) -> Figure:
-    figure = lasp_speed.draw.figure(rows, comparison)
-    assert_nothing_overlaps(figure)
-    return figure
+    return drawn(draw_lasp_speed, rows, comparison)
 
 
 def test_a_column_for_each_backend_and_a_row_for_each_quantity() -> None:
@@ -89,13 +84,6 @@ def test_a_column_for_each_backend_and_a_row_for_each_quantity() -> None:
     assert list(throughput.get_ydata()) == [16000] * 3
     assert [label.get_text() for label in axes[-1].get_xticklabels()] == ["2K", "4K", "8K"]
     assert legend(figure) == ["8 GPUs", "16 GPUs"]
-
-
-def test_a_single_column_is_laid_out_in_one_row() -> None:
-    figure = scaling([row for row in SCALED if row["cell"]["training"]["backend"] == "ddp"])
-    first, second = figure.axes
-    assert first.get_position().y0 == pytest.approx(second.get_position().y0)
-    assert (first.get_ylabel(), second.get_ylabel()) == ("Peak memory (GiB)", "Tokens per second")
 
 
 def test_published_numbers_are_hollow_and_not_joined() -> None:
@@ -118,9 +106,9 @@ def test_lengths_without_a_number_are_marked_below_the_values() -> None:
         assert [mark.axes for mark in marks] == [memory, throughput]
         assert all(list(mark.get_xdata()) == [16384] for mark in marks)
     for ax in (memory, throughput):
-        drawn = [line for line in ax.lines if str(line.get_gid()).startswith("ours ")]
-        marks = [line for line in drawn if len(line.get_xdata()) == 1]
-        lines = [line for line in drawn if len(line.get_xdata()) > 1]
+        ours = [line for line in ax.lines if str(line.get_gid()).startswith("ours ")]
+        marks = [line for line in ours if len(line.get_xdata()) == 1]
+        lines = [line for line in ours if len(line.get_xdata()) > 1]
         highest = max(ax.transAxes.transform((0, float(mark.get_ydata()[0])))[1] for mark in marks)
         assert highest < min(ax.transData.transform(line.get_xydata())[:, 1].min() for line in lines)
     assert legend(figure) == [
@@ -159,11 +147,12 @@ def test_two_readings_of_one_method_are_two_lines_beside_one_published_marker() 
     assert legend(figure)[:4] == [left, right, "LASP", "published"]
 
 
-def test_a_panel_for_each_model() -> None:
-    larger = [{**row, "cell": {**row["cell"], "model": "tnl-7b"}} for row in SPEED]
-    figure = speed([*larger, *SPEED], SPEED_PUBLISHED)
-    assert [ax.get_title() for ax in figure.axes] == ["tnl-1b", "tnl-7b"]
-
-
 def test_lengths_are_written_as_in_papers() -> None:
     assert [length_text(n) for n in (2048, 4194304, 1000)] == ["2K", "4096K", "1000"]
+
+
+def test_a_single_column_is_laid_out_in_one_row() -> None:
+    figure = scaling([row for row in SCALED if row["cell"]["training"]["backend"] == "ddp"])
+    first, second = figure.axes
+    assert first.get_position().y0 == pytest.approx(second.get_position().y0)
+    assert (first.get_ylabel(), second.get_ylabel()) == ("Peak memory (GiB)", "Tokens per second")

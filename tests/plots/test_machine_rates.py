@@ -55,10 +55,10 @@ def test_each_kind_of_rate_has_a_panel() -> None:
     assert_nothing_overlaps(figure)
 
 
+def test_files(tmp_path: Path) -> None:
+    assert_valid(draw_machine_rates(RATES, "A machine", tmp_path / "here.yaml"), tmp_path, "here")
+
+
 def test_one_rank_has_no_panel_of_collectives() -> None:
     figure = machine_rates(RATES[:6], "A device").draw()
     assert [ax.get_title() for ax in figure.axes] == ["Matrix products", "Attention", "Sum of two tensors"]
-
-
-def test_files(tmp_path: Path) -> None:
-    assert_valid(draw_machine_rates(RATES, "A machine", tmp_path / "here.yaml"), tmp_path, "here")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from pandas import DataFrame
 
 from spbench.plots.measured import draw
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
-from tests.plots.drawn import artists, assert_nothing_overlaps, assert_valid, legend
+from tests.plots.drawn import artists, assert_nothing_overlaps, legend
 
 
 def record(
@@ -62,7 +60,3 @@ def test_sources_have_one_colour_in_all_panels() -> None:
     }
     assert all(len(found) == 1 for found in colours.values())
     assert colours["b200"] != colours["goldens"]
-
-
-def test_the_files_are_written(tmp_path: Path) -> None:
-    assert_valid(draw([], RECORDS, tmp_path), tmp_path, "measured")

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import pandas as pd
-from matplotlib.figure import Figure
-
-from spbench.plots import rsa_pipeline
+from spbench.plots.rsa import draw_rsa_pipeline
 from tests.plots.drawn import (
     artists,
     assert_below_zero,
-    assert_nothing_overlaps,
+    drawn,
     legend,
     points,
 )
@@ -37,14 +34,8 @@ ROWS = [
 ]
 
 
-def drawn(rows: list[Row]) -> Figure:
-    figure = rsa_pipeline.draw.figure(rows, pd.DataFrame())
-    assert_nothing_overlaps(figure)
-    return figure
-
-
 def test_a_column_for_each_model_and_a_row_for_each_quantity() -> None:
-    figure = drawn(ROWS)
+    figure = drawn(draw_rsa_pipeline, ROWS)
     assert [ax.get_title() for ax in figure.axes[:4]] == [
         *["bert-base, sequence length 64", "bert-large, sequence length 64", "", ""]
     ]
@@ -61,7 +52,7 @@ def test_a_column_for_each_model_and_a_row_for_each_quantity() -> None:
 
 
 def test_sizes_that_cannot_be_are_marked_and_told() -> None:
-    figure = drawn(ROWS)
+    figure = drawn(draw_rsa_pipeline, ROWS)
     for name in ("tensor parallel", "ring self attention"):
         marks = artists(figure, f"ours unsupported {name}")
         assert [mark.axes for mark in marks] == [figure.axes[0], figure.axes[2]]
@@ -74,10 +65,3 @@ def test_sizes_that_cannot_be_are_marked_and_told() -> None:
         "bert-base, sequence length 64, tensor parallel: unsupported at 32 GPUs (reason of unsupported)"
         in notes.get_text()
     )
-
-
-def test_no_number_of_a_run_out_of_memory_is_drawn() -> None:
-    figure = drawn([*ROWS[:3], timed(TP, 4, 8, status="oom")])
-    assert [x for x, _ in points(figure, "ours throughput tensor parallel")] == [4, 8, 16]
-    assert [list(mark.get_xdata()) for mark in artists(figure, "ours oom tensor parallel")] == [[32], [32]]
-    assert legend(figure) == ["tensor parallel", "out of memory"]

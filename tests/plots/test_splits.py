@@ -2,16 +2,12 @@
 
 from typing import Any
 
-import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
-from spbench.plots import four_d, max_seqlen_4d
 from spbench.plots.bars import Bar, Segment, draw_levels
-from spbench.plots.drawing import Drawing
 from spbench.plots.grid import Panel, PanelGrid
-from spbench.plots.splits import SEVERAL, sent_by_axis, split_names
-from tests.plots.drawn import artists, assert_nothing_overlaps, legend
+from spbench.plots.splits import SEVERAL, draw_four_d, draw_max_seqlen_4d, sent_by_axis, split_names
+from tests.plots.drawn import artists, drawn, legend
 from tests.plots.rows import compared, ran, table
 
 Row = dict[str, Any]
@@ -54,12 +50,6 @@ ROWS = [
 ]
 
 
-def drawn(draw: Drawing, rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-    assert_nothing_overlaps(figure)
-    return figure
-
-
 # -- names and bytes of splits ---------------------------------------------------------------------------
 
 
@@ -86,11 +76,6 @@ def test_settings_tell_rows_apart_that_are_split_alike() -> None:
     ]
 
 
-def test_micro_batches_stand_in_a_name() -> None:
-    rows = [timed(RSA, {"sp": 8}, 1, 1, training={"micro_batches": n}) for n in (1, 4)]
-    assert split_names(rows) == ["sp 8, RSA", "sp 8, RSA, 4 micro-batches"]
-
-
 def test_bytes_over_several_axes_are_one_kind() -> None:
     row = timed(RSA, {"sp": 4}, 1, 1, communication=sent(tp_sp=1.0, sp=2.0, dp_sp=3.0, tp=0.0, dp=5.0))
     assert sent_by_axis(row) == {"dp": 5 * GIB, "sp": 2 * GIB, SEVERAL: 4 * GIB}
@@ -112,7 +97,7 @@ def test_a_bar_much_longer_than_others_is_cut_and_says_so() -> None:
 
 
 def test_panels_are_works_and_levels_the_splits_by_time() -> None:
-    figure = drawn(four_d.draw, ROWS)
+    figure = drawn(draw_four_d, ROWS)
     memory, bytes_, time, other, *_ = figure.axes
     assert "batch 64, sequence length 2K, 64 GPUs of piz-daint-p100" in memory.get_title("left")
     assert "batch 16" in other.get_title("left")
@@ -129,7 +114,7 @@ def test_panels_are_works_and_levels_the_splits_by_time() -> None:
 
 
 def test_bytes_are_stacked_by_axis() -> None:
-    figure = drawn(four_d.draw, ROWS)
+    figure = drawn(draw_four_d, ROWS)
     found = [artists(figure, f"sent {axis} {COMPOSED}")[0] for axis in ("tp", "sp", SEVERAL)]
     assert [(bar.get_x(), bar.get_width()) for bar in found] == [(0, 2.5), (2.5, 10.0), (12.5, 0.5)] or [
         (bar.get_x(), round(bar.get_x() + bar.get_width(), 9)) for bar in found
@@ -138,7 +123,7 @@ def test_bytes_are_stacked_by_axis() -> None:
 
 
 def test_a_split_that_does_not_fit_reaches_past_the_cards_memory_and_has_no_time() -> None:
-    figure = drawn(four_d.draw, ROWS)
+    figure = drawn(draw_four_d, ROWS)
     limit, _ = artists(figure, "limit")
     assert list(limit.get_xdata()) == [15, 15]
     (needed,) = artists(figure, "memory tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA")
@@ -147,14 +132,6 @@ def test_a_split_that_does_not_fit_reaches_past_the_cards_memory_and_has_no_time
     (mark,) = artists(figure, "time tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA")
     assert mark.get_marker() == "x"
     assert "out of memory" in legend(figure)
-
-
-def test_a_refused_split_has_a_note() -> None:
-    refused = ran("unsupported", model="bert-large", strategy=RSA, sizes={"sp": 5}, batch=64, seq_len=2048)
-    figure = drawn(four_d.draw, [*ROWS, refused])
-    assert "unsupported" in legend(figure)
-    (note,) = artists(figure, "notes")
-    assert "reason of unsupported" in note.get_text()
 
 
 # -- max_seqlen_4d ---------------------------------------------------------------------------------------
@@ -180,7 +157,7 @@ RATIOS = table(
 
 
 def test_the_longest_split_stands_first_with_its_ratio() -> None:
-    figure = drawn(max_seqlen_4d.draw, SEARCHES, RATIOS)
+    figure = drawn(draw_max_seqlen_4d, SEARCHES, RATIOS)
     length, batch = figure.axes[:2]
     labels = [label.get_text() for label in length.get_yticklabels()]
     assert labels == [
@@ -195,3 +172,16 @@ def test_the_longest_split_stands_first_with_its_ratio() -> None:
     assert batch.get_title() == "bert-large, sequence length 512"
     (mark,) = artists(figure, "seq_len tp 16 \N{MULTIPLICATION SIGN} sp 4, TP + RSA")
     assert mark.get_marker() == "x"
+
+
+def test_micro_batches_stand_in_a_name() -> None:
+    rows = [timed(RSA, {"sp": 8}, 1, 1, training={"micro_batches": n}) for n in (1, 4)]
+    assert split_names(rows) == ["sp 8, RSA", "sp 8, RSA, 4 micro-batches"]
+
+
+def test_a_refused_split_has_a_note() -> None:
+    refused = ran("unsupported", model="bert-large", strategy=RSA, sizes={"sp": 5}, batch=64, seq_len=2048)
+    figure = drawn(draw_four_d, [*ROWS, refused])
+    assert "unsupported" in legend(figure)
+    (note,) = artists(figure, "notes")
+    assert "reason of unsupported" in note.get_text()

@@ -119,12 +119,8 @@ def _entry(
 
 
 def evaluate(formula: str, letters: Mapping[str, float]) -> float:
-    """The value of sums, products, quotients and powers of numbers and letters, in floating point.
-
-    Raises:
-        UserError: something else stands in the formula, a letter has no value, or the result is no finite
-            number.
-    """
+    """The value of sums, products, quotients and powers of numbers and letters, in floating point; UserError
+    if something else stands in the formula, a letter has no value, or the result is no finite number."""
 
     def value(node: ast.AST) -> float:
         match node:

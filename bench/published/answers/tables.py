@@ -24,8 +24,7 @@ A row may be one of several measurements of a cell, and its numbers those of a r
                        rank: last, step: first, as: peak_memory_gib}
           peak_by_rank: {field: peak_memory_bytes, unit: 1048576, rank: each}     # {"0": 11.5, "1": 10.25}
 
-Fields are those of :mod:`spbench.bench.published.selector`; an option is written with its section, as
-``model_options.layers``.
+Fields are those of :mod:`spbench.bench.published.selector`.
 """
 
 from __future__ import annotations
@@ -151,12 +150,8 @@ class PublishedTable(Answer):
                 yield path, f"{self.published.file} has no column {column!r}{suggestion(column, columns)}"
         fields = [(["match", column], field) for column, field in self.match.items()]
         fields += [(["cells", field], field) for field in self.cells]
-        fields += [
-            (["settings", column, word, field], field)
-            for column, words in self.settings.items()
-            for word, given in words.items()
-            for field in given
-        ]
+        for column, words in self.settings.items():
+            fields += [(["settings", column, word, f], f) for word, given in words.items() for f in given]
         for path, field in fields:
             if field not in FIELDS and not is_option(field):
                 yield path, f"unknown field {field!r}{suggestion(field, FIELDS)}"

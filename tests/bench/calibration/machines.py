@@ -10,18 +10,10 @@ LARGE_BYTES = 4096
 
 def message(operation: str, ranks: int, small_s: float, large_s: float) -> list[RatePoint]:
     """A small and a large message."""
+    factor = bus_factor(operation, ranks)
     return [
-        RatePoint(
-            operation,
-            f"{nbytes} B",
-            nbytes,
-            "fp32",
-            ranks,
-            [seconds],
-            nbytes=nbytes,
-            bus_factor=bus_factor(operation, ranks),
-        )
-        for nbytes, seconds in ((64, small_s), (LARGE_BYTES, large_s))
+        RatePoint(operation, f"{n} B", n, "fp32", ranks, [seconds], nbytes=n, bus_factor=factor)
+        for n, seconds in ((64, small_s), (LARGE_BYTES, large_s))
     ]
 
 

@@ -220,8 +220,9 @@ def own_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, text in files.items():
             (place / name).write_text(text)
     git(folder, "init", "--quiet", "--initial-branch", "main", "..")
-    for text in ("100", "101"):
+    for day, text in enumerate(("100", "101"), start=1):
         (folder / "my.yaml").write_text(text)
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"2026-01-0{day}T00:00:00+00:00")  # a history goes by dates
         git(folder, "add", ".")
         git(folder, "commit", "--quiet", "-m", text)
     monkeypatch.chdir(folder)

@@ -10,10 +10,8 @@ import pytest
 from spbench.bench.commands.execution import draw_records
 from spbench.bench.commands.reproduce import RUNS
 from spbench.bench.config.scenario import load_scenario
-from spbench.bench.errors import UserError
-from spbench.bench.provenance import check_same_code
 from spbench.bench.published.comparison import read_records
-from spbench.bench.reproduction.document import Pages, check_parts
+from spbench.bench.reproduction.document import Pages
 from spbench.bench.reproduction.findings import RECORDS, Findings
 from tests.bench.commands.conftest import Run
 from tests.bench.commands.test_cli import sweep_here
@@ -57,6 +55,7 @@ of another paper
 <!-- end -->
 more by hand
 """
+ADD = "add <!-- spbench reproduce rsa: {} --> and <!-- end -->"
 DETAILS = """# Details
 <!-- spbench reproduce rsa: small -->
 old
@@ -82,10 +81,10 @@ def made_by(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
     monkeypatch.setattr("spbench.bench.sweep.sweep.provenance", lambda: {"torch": "2", "commit": commit})
 
 
-def write_documents(page: str = PAGE, details: str = DETAILS) -> None:
-    Path("REPRODUCE.md").write_text(page)
+def write_documents() -> None:
+    Path("REPRODUCE.md").write_text(PAGE)
     Path("results/reproduction").mkdir(parents=True, exist_ok=True)
-    Path("results/reproduction/rsa.md").write_text(details)
+    Path("results/reproduction/rsa.md").write_text(DETAILS)
 
 
 def lines_of(path: str) -> list[dict[str, str]]:
@@ -98,64 +97,47 @@ def test_every_published_number_has_a_line(spbench: Run) -> None:
     assert code == 0
     found = lines_of("results/reproduction/rsa.csv")
     assert tuple(found[0]) == RECORDS
-    assert RECORDS[:10] == (
-        *("table", "cell", "strategy", "quantity", "published", "reproduced", "relative_error"),
-        *("status_published", "status_reproduced", "role"),
-    )
-    assert [(r["table"], r["quantity"], r["published"], r["reproduced"]) for r in found] == [
-        ("rsa-max-seqlen-base", "ratio", "3.0", "4.0"),
-        ("rsa-linformer-upper-bound", "max_seq_len", "114000.0", "4000.0"),
-        ("t1", "memory_mb", "1000.0", "1024.0"),
-        ("t1", "memory_mb", "", "1024.0"),
-        ("t1", "memory_mb", "2048.0", "1024.0"),
-        ("t1", "length", "2200.0", "2000.0"),
-        ("t1", "length", "", "4000.0"),
-        ("t1", "length", "8000.0", "8000.0"),
-    ]
-    assert [r["role"] for r in found] == ["predicted", "inferred"] + ["predicted"] * 5 + ["inferred"]
-    assert [(r["status_published"], r["status_reproduced"]) for r in found] == [
-        *[("", "")] * 2,
-        *[("ok", "ok"), ("oom", "ok"), ("ok", "ok")] * 2,
+    shown = (*RECORDS[:1], *RECORDS[3:6], *("role", "status_published", "status_reproduced"))
+    assert [",".join(record[name] for name in shown) for record in found] == [
+        "rsa-max-seqlen-base,ratio,3.0,4.0,predicted,,",
+        "rsa-linformer-upper-bound,max_seq_len,114000.0,4000.0,inferred,,",
+        "t1,memory_mb,1000.0,1024.0,predicted,ok,ok",
+        "t1,memory_mb,,1024.0,predicted,oom,ok",
+        "t1,memory_mb,2048.0,1024.0,predicted,ok,ok",
+        "t1,length,2200.0,2000.0,predicted,ok,ok",
+        "t1,length,,4000.0,predicted,oom,ok",
+        "t1,length,8000.0,8000.0,inferred,ok,ok",
     ]
     assert {(r["scenario"], r["variant"]) for r in found} == {("small", "first")}
     assert re.fullmatch(r"bert-tiny/ring\S* / bert-tiny/tensor\S*", found[0]["cell"])
-    assert [r["source"] for r in found[:3]] == [
-        "rsa_claims.csv:rsa-max-seqlen-base:published",
-        "rsa_claims.csv:rsa-linformer-upper-bound:published",
-        "t1.csv:1:memory_mb",
-    ]
+    assert found[0]["source"] == "rsa_claims.csv:rsa-max-seqlen-base:published"
+    assert found[2]["source"] == "t1.csv:1:memory_mb"
     (run,) = lines_of("results/reproduction/rsa_runs.csv")
     assert (tuple(run), run["cells"], run["ok"], run["failed"]) == (RUNS, "5", "5", "0")
     assert "small: claims" in out
     # an error for each role: of the two lengths, one decided a setting
-    assert (
-        "t1, memory_mb (first): 2 predicted, median error 26.2%, worst 50.0%; status right in 2 of 3" in out
-    )
-    assert (
-        "t1, length (first): 1 predicted, median error 9.1%, worst 9.1%; 1 inferred, median error 0.0%, "
-        "worst 0.0%; status right in 2 of 3"
-    ) in out
-    assert "published oom, ours ok" in out
+    for line in (
+        "t1, memory_mb (first): 2 predicted, median error 26.2%, worst 50.0%; status right in 2 of 3",
+        "t1, length (first): 1 predicted, median error 9.1%, worst 9.1%; 1 inferred, median error 0.0%, ",
+        "published oom, ours ok",
+    ):
+        assert line in out
     assert out.splitlines()[-2:] == ["results/reproduction/rsa.csv", "results/reproduction/rsa_runs.csv"]
 
 
 def test_numbers_that_no_paper_gives_are_ours_alone(spbench: Run) -> None:
     Path("t1.csv").write_text(PUBLISHED.replace(",,,oom", ",,,unstated"))
-    Path("small.yaml").write_text(
-        SMALL + "  - table: t2\n"
-        "    published: {file: t1.csv}\n"
-        "    match: {ranks: world, how: strategy}\n"
-        "    where: {ranks: [4]}\n"
-        "    status: status\n"
-        "    quantities: {length: {field: answer}}\n"
-    )
+    other = TABLE.partition("tables:\n")[2].replace("t1\n", "t2\n", 1) + "    where: {ranks: [4]}\n"
+    Path("small.yaml").write_text(SMALL + other)
     _, out, _ = spbench("reproduce", "rsa")
     # not among the statuses that agree or differ
     assert (
         "t1, memory_mb (first): 2 predicted, median error 26.2%, worst 50.0%; status right in 2 of 2" in out
     )
     assert "t2, length (first): no published number at hand" in out
-    (ours,) = [r for r in lines_of("results/reproduction/rsa.csv") if r["table"] == "t2"]
+    (ours,) = [
+        r for r in lines_of("results/reproduction/rsa.csv") if (r["table"], r["quantity"]) == ("t2", "length")
+    ]
     assert (ours["published"], ours["reproduced"], ours["role"]) == ("", "4000.0", "predicted")
     assert ours["status_published"] == "unstated"
 
@@ -167,9 +149,7 @@ def test_it_goes_on_where_it_was(spbench: Run) -> None:
     assert "running" not in spbench("reproduce", "rsa")[2]
     assert Path("results/reproduction/rsa.csv").read_bytes() == first
     assert "running 5" in spbench("reproduce", "rsa", "--fresh")[2]
-    assert (
-        "10 cells, 5 of them kept from before; running 5" in spbench("reproduce", "rsa", "--all-variants")[2]
-    )
+    assert "10 cells, 5 of them kept from before" in spbench("reproduce", "rsa", "--all-variants")[2]
     assert {r["variant"] for r in lines_of("results/reproduction/rsa.csv")} == {"first", "steady"}
 
 
@@ -186,8 +166,7 @@ def test_formats(spbench: Run) -> None:
     assert out == Path("results/reproduction/rsa.csv").read_text()
     assert "results/reproduction/rsa.csv" in err
     content = json.loads(spbench("reproduce", "rsa", "--format", "json")[1])
-    assert (content["paper"], len(content["records"])) == ("rsa", 8)
-    assert content["records"][3]["published"] is None
+    assert (content["paper"], len(content["records"]), content["records"][3]["published"]) == ("rsa", 8, None)
 
 
 def test_failed_cells_are_exit_code_1(spbench: Run) -> None:
@@ -213,14 +192,9 @@ def test_the_text_is_what_the_files_give(spbench: Run) -> None:
     assert f"| {link} | claims | first | 2 | {claims} |  | Two ranks: we do not know why. |\n" in page
     memory = "2 predicted, median error 26.2%, worst 50.0%"
     assert f"|  | t1: memory_mb | first | 2 | {memory} | 2 of 3 |  |\n" in page
-    documents = {"small": load_scenario("small.yaml").document}
-    files = (Path("results/reproduction", name) for name in ("rsa.csv", "rsa_runs.csv"))
-    records, runs = map(read_records, files)
-    found = Findings("rsa", records, runs, documents)
-    assert Pages.of("rsa").rendered(found) == {
-        Path("REPRODUCE.md"): page,
-        Path("results/reproduction/rsa.md"): details,
-    }
+    records, runs = (read_records(Path("results/reproduction", f"rsa{kind}.csv")) for kind in ("", "_runs"))
+    found = Findings("rsa", records, runs, {"small": load_scenario("small.yaml").document})
+    assert [*Pages.of("rsa").rendered(found).values()] == [page, details]
 
 
 def test_a_number_that_is_compared_several_times_counts_once(spbench: Run) -> None:
@@ -228,14 +202,11 @@ def test_a_number_that_is_compared_several_times_counts_once(spbench: Run) -> No
     spbench("reproduce", "rsa", "--write", "--all-variants")
     page = Path("REPRODUCE.md").read_text()
     lines = [line.split(" | ") for line in page.splitlines() if " | claims | " in line or "t1: " in line]
-    assert [(line[1], line[2], line[3]) for line in lines] == [
-        *[("claims", "first", "2"), ("t1: memory_mb", "first", "2"), ("t1: length", "first", "2")],
-        *[("claims", "steady", "2"), ("t1: memory_mb", "steady", "2"), ("t1: length", "steady", "2")],
-    ] or sorted((line[1], line[2], line[3]) for line in lines) == sorted(
+    assert sorted((line[1], line[2], line[3]) for line in lines) == [
         (what, variant, "2")
-        for what in ("claims", "t1: memory_mb", "t1: length")
+        for what in ("claims", "t1: length", "t1: memory_mb")
         for variant in ("first", "steady")
-    )
+    ]
     # of both variants, and of the first only
     whole = "| **all of the paper** |  |  | 6 | 4 predicted, "
     assert whole in page
@@ -245,8 +216,6 @@ def test_a_number_that_is_compared_several_times_counts_once(spbench: Run) -> No
 
 def test_documents_are_written_whole_or_not_at_all(spbench: Run) -> None:
     write_documents()
-    with files_of_at_most(700):  # room for the cells, none for the page
-        pass
     spbench("reproduce", "rsa")
     Path("REPRODUCE.md").write_text(long := PAGE + "by hand\n" * 2000)
     size = max(path.stat().st_size for path in Path("results").rglob("*") if path.is_file())
@@ -272,82 +241,47 @@ def test_numbers_of_changed_code_are_not_written(spbench: Run, monkeypatch: pyte
     assert spbench("reproduce", "rsa")[0] == 0  # to look at, it is good enough
 
 
-def test_numbers_of_several_commits_are_not_written(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_documents()
-    spbench("run", "--scenario", "small.yaml", "--world-size", "8")
-    made_by(monkeypatch, "def")
-    code, _, err = spbench("reproduce", "rsa", "--write")
-    assert code == 2
-    assert re.fullmatch(
-        "spbench: small: rows were made by commit (abc|def), those of small by (abc|def), "
-        "so that nothing is written; run again with --fresh",
-        err.splitlines()[-1],
-    )
-    assert Path("REPRODUCE.md").read_text() == PAGE
-    assert spbench("reproduce", "rsa", "--write", "--fresh")[0] == 0
-    assert Path("REPRODUCE.md").read_text() != PAGE
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("rsaa", "unknown paper 'rsaa'; did you mean 'rsa'?"),
+        ("lasp", "no scenario answers to lasp yet"),
+        ("", "Missing argument 'PAPER'"),
+        ("rsa --output small.yaml", "cannot write results to small.yaml/runs"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_runs(spbench: Run, arguments: str, message: str) -> None:
+    refuses(spbench, arguments, message)
 
 
-def test_scenarios_of_one_paper_must_be_of_one_commit() -> None:
-    rows = {name: [{"provenance": {"commit": commit}}] for name, commit in (("a", "1"), ("b", "2"))}
-    with pytest.raises(UserError, match=r"^b: rows were made by commit 2, those of a by 1,"):
-        check_same_code(rows)
-    # an installed package is no checkout: its rows are of one unknown state
-    check_same_code({"a": [{"provenance": {"commit": None}}, {}]})
-
-
-WRONG = [
-    (("reproduce", "rsaa"), {}, "unknown paper 'rsaa'; did you mean 'rsa'?"),
-    (("reproduce", "lasp"), {}, "no scenario answers to lasp yet"),
-    (("reproduce",), {}, "Missing argument 'PAPER'"),
-    (
-        ("reproduce", "rsa", "--write"),
-        {"details": "nothing"},
-        "rsa.md has no part for small: add <!-- spbench reproduce rsa: small --> and <!-- end -->",
-    ),
-    (
-        ("reproduce", "rsa", "--write"),
-        {"page": "nothing"},
-        "REPRODUCE.md has no part for verdict: add <!-- spbench reproduce rsa: verdict --> and <!-- end -->",
-    ),
-    (
-        ("reproduce", "rsa", "--write"),
-        {"details": DETAILS.replace("rsa: small", "rsa: smal")},
-        "rsa.md: it can have no part 'smal' of rsa; did you mean 'small'?",
-    ),
-    (
-        ("reproduce", "rsa", "--write"),
-        {"details": DETAILS.replace("\n<!-- end -->", "")},
-        "a part begins that does not end",
-    ),
-    (("reproduce", "rsa", "--output", "small.yaml"), {}, "cannot write results to small.yaml/runs"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "documents", "message"), WRONG, ids=[wrong[-1] for wrong in WRONG])
-def test_mistakes_are_one_line_before_anything_runs(
-    spbench: Run, arguments: tuple[str, ...], documents: dict[str, str], message: str
-) -> None:
-    write_documents(**documents)
-    code, out, err = spbench(*arguments)
+def refuses(spbench: Run, arguments: str, message: str) -> None:
+    code, out, err = spbench("reproduce", *arguments.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert not Path("results/runs").exists()
 
 
-@pytest.mark.parametrize("missing", ["REPRODUCE.md", "results/reproduction/rsa.md"])
-def test_no_document_to_write_into(spbench: Run, missing: str) -> None:
+@pytest.mark.parametrize(
+    ("document", "text", "message"),
+    [
+        ("REPRODUCE.md", None, "cannot read REPRODUCE.md: No such file or directory"),
+        ("results/reproduction/rsa.md", None, "cannot read results/reproduction/rsa.md: No such file"),
+        ("results/reproduction/rsa.md", "nothing", f"rsa.md has no part for small: {ADD.format('small')}"),
+        ("REPRODUCE.md", "nothing", f"REPRODUCE.md has no part for verdict: {ADD.format('verdict')}"),
+        (
+            "results/reproduction/rsa.md",
+            DETAILS.replace("rsa: small", "rsa: smal"),
+            "rsa.md: it can have no part 'smal' of rsa; did you mean 'small'?",
+        ),
+        ("results/reproduction/rsa.md", DETAILS.replace("\n<!-- end -->", ""), "begins that does not end"),
+    ],
+)
+def test_documents_that_cannot_be_written_into(
+    spbench: Run, document: str, text: str | None, message: str
+) -> None:
     write_documents()
-    Path(missing).unlink()
-    error = spbench("reproduce", "rsa", "--write")[2]
-    assert error == f"spbench: cannot read {missing}: No such file or directory\n"
-
-
-def test_a_document_without_a_part_is_refused(tmp_path: Path) -> None:
-    (path := tmp_path / "t.md").write_text(DETAILS)
-    check_parts(path, "rsa", ["small"])
-    with pytest.raises(UserError, match="has no part for large, larger"):
-        check_parts(path, "rsa", ["small", "large", "larger"])
+    Path(document).unlink() if text is None else Path(document).write_text(text)
+    refuses(spbench, "rsa --write", message)
 
 
 def test_a_figure_of_all_numbers_is_drawn_where_plots_has_one_of_the_papers_name(

@@ -12,15 +12,11 @@ from spbench.bench.config.select import UNSET, Narrowing, differing_settings, na
 from spbench.bench.errors import UserError
 from spbench.bench.published.selector import Selector
 
+RING: dict[str, Any] = {"strategy": "ring_self_attention", "sizes": {"sp": 4}}
 GROUPS: list[dict[str, Any]] = [
-    {
-        "strategy": "ring_self_attention",
-        "sizes": {"dp": 2, "sp": [2, 4]},
-        "mesh": [["dp", "sp"], ["sp", "dp"]],
-    },
+    {**RING, "sizes": {"dp": 2, "sp": [2, 4]}, "mesh": [["dp", "sp"], ["sp", "dp"]]},
     {"strategy": "tensor_parallel", "sizes": {"dp": 2, "tp": 2}, "mesh": ["tp", "dp"]},
 ]
-RING = {"strategy": "ring_self_attention", "sizes": {"sp": 4}}
 
 
 def scenario(folder: Path, groups: list[dict[str, Any]], **sections: Any) -> Scenario:
@@ -90,52 +86,29 @@ def test_a_selector_names_the_order(tmp_path: Path, given: dict[str, Any], selec
     assert [cell.mesh_text for cell in Selector.model_validate(given).select(cells)] == selected
 
 
-CLAIM = {
-    "claim": "rsa-max-seqlen-base",
-    "published": {"file": "rsa_claims.csv"},
-    "numerator": {"mesh": ["spp"]},
-}
+USED = "the strategy ring_self_attention does not use the axis cp; write sizes: {sp: 2}"
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("group", "message"),
     [
-        (
-            {"groups": [{**RING, "sizes": {"cp": 2}}]},
-            "groups[0].sizes.cp: 2: the strategy ring_self_attention does not use the axis cp; "
-            "write sizes: {sp: 2}",
-        ),
-        (
-            {"groups": [{**RING, "mesh": ["sp", "pd"]}]},
-            "groups[0].mesh: unknown axis 'pd'; the axes are dp, pp, cp, tp, sp",
-        ),
-        (
-            {"groups": [RING], "defaults": {"mesh": ["sp", "dp", "sp"]}},
-            "defaults.mesh: the axis sp is there 2 times; name it once",
-        ),
-        (
-            {"groups": [{**RING, "mesh": ["dp"]}]},
-            "groups[0].mesh: leaves out the axis sp, which has 4 ranks; add it",
-        ),
-        ({"groups": [{**RING, "mesh": "sp"}]}, "groups[0].mesh: must be a valid list, not 'sp'"),
-        ({"groups": [{**RING, "mesh": []}]}, "groups[0].mesh: is an empty list"),
-        ({"groups": [{**RING, "mesh": [["sp"], ["xp"]]}]}, "groups[0].mesh: unknown axis 'xp'"),
-        (
-            {"groups": [{**RING, "mesh": [["sp"], ["dp", "sp"]]}]},
-            "groups[0]: the cell bert-tiny/ring_self_attention/sp4/",
-        ),
-        ({"groups": [RING], "claims": [CLAIM]}, "claims[0].numerator.mesh: unknown axis 'spp'"),
+        ({"sizes": {"cp": 2}}, f"groups[0].sizes.cp: 2: {USED}"),
+        ({"mesh": ["sp", "pd"]}, "groups[0].mesh: unknown axis 'pd'; the axes are dp, pp, cp, tp, sp"),
+        ({"mesh": ["sp", "dp", "sp"]}, "groups[0].mesh: the axis sp is there 2 times; name it once"),
+        ({"mesh": ["dp"]}, "groups[0].mesh: leaves out the axis sp, which has 4 ranks; add it"),
+        ({"mesh": "sp"}, "groups[0].mesh: must be a valid list, not 'sp'"),
+        ({"mesh": []}, "groups[0].mesh: is an empty list"),
+        ({"mesh": [["sp"], ["xp"]]}, "groups[0].mesh: unknown axis 'xp'"),
+        ({"mesh": [["sp"], ["dp", "sp"]]}, "groups[0]: the cell bert-tiny/ring_self_attention/sp4/"),
     ],
 )
-def test_mistakes_are_one_line_with_file_and_key(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_mistakes_are_one_line_with_file_and_key(tmp_path: Path, group: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
-        scenario(tmp_path, **changes)
+        scenario(tmp_path, [RING | group])
     assert str(caught.value).startswith(f"{tmp_path / 'mesh.yaml'}: {message}")
 
 
-@pytest.mark.parametrize("strategy", ["tensor_parallel", "lasp", "dsp", "single"])
-def test_no_strategy_uses_the_second_axis_of_sequences_yet(tmp_path: Path, strategy: str) -> None:
-    with pytest.raises(UserError, match=f"the strategy {strategy} does not use the axis cp; "):
-        scenario(tmp_path, [{"strategy": strategy, "sizes": {"cp": 2}}])
+def test_a_selector_with_an_unknown_axis_is_refused(tmp_path: Path) -> None:
+    claim = {"claim": "c", "published": {"file": "c.csv"}, "numerator": {"mesh": ["spp"]}}
+    with pytest.raises(UserError, match=r"claims\[0\]\.numerator\.mesh: unknown axis 'spp'"):
+        scenario(tmp_path, [RING], claims=[claim])

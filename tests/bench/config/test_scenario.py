@@ -88,132 +88,61 @@ def test_packaged_scenarios_and_clusters_are_valid() -> None:
     assert {"local", "piz-daint-p100"} <= set(cluster_names())
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"grups": []}, "grups: unknown key; did you mean 'groups'?"),
-    ({"groups__0__btach": 4}, "groups[0].btach: unknown key; did you mean 'batch'?"),
-    (
-        {"defaults__training__moment": "kept"},
-        "defaults.training.moment: unknown key; did you mean 'moments'?",
-    ),
-    (
-        {"variants__first__training__moments": "latr"},
-        "variants.first.training.moments: must be 'kept' or 'later'",
-    ),
-    (
-        {"defaults__training__backend": "zero4"},
-        "defaults.training.backend: unknown backend 'zero4'; did you mean 'zero",
-    ),
-    (
-        {"groups__1__training": {"gradients": "fresh"}},
-        "groups[1].training.gradients: must be 'contiguous' or 'stale', not 'fresh'",
-    ),
-    (  # an option of another backend
-        {"groups__1__training": {"backend": "zero3", "gradients": "stale"}},
-        "groups[1].training.gradients: unknown key",
-    ),
-    (
-        {"groups__1__strategy": "ring_attention", "groups__1__strategy_options": {"placement": "spiral"}},
-        "groups[1].strategy_options: placement is one of contiguous, striped, zigzag, not 'spiral'",
-    ),
-    ({"groups__1__batch": "64"}, "groups[1].batch: must be a valid integer, not '64'"),
-    ({"defaults__batch": True}, "defaults.batch: must be a valid integer, not True"),
-    ({"defaults__batch": -64}, "defaults.batch: must be greater than 0, not -64"),
-    ({"groups__1__sizes__sp": [4, -8]}, "groups[1].sizes.sp: must be greater than 0, not -8"),
-    ({"groups__1__sizes__sp": []}, "groups[1].sizes.sp: is an empty list"),
-    ({"groups__1__sizes": 4}, "groups[1].sizes: must be a mapping of keys, not 4"),
-    ({"groups__1__sizes__xp": 4}, "groups[1].sizes.xp: unknown key"),
-    (
-        {"groups__1__sizes__tp": 4},
-        "groups[1].sizes.tp: 4: the strategy ring_self_attention does not use the axis tp",
-    ),
-    ({"groups__1__sizes__dp": 0}, "groups[1].sizes.dp: must be greater than 0, not 0"),
-    ({"groups__1__sizes__pp": "two"}, "groups[1].sizes.pp: must be a valid integer, not 'two'"),
-    (
-        {"groups__0__strategy": "tensor_paralel"},
-        "unknown strategy 'tensor_paralel'; did you mean 'tensor_parallel'?",
-    ),
-    ({"defaults__model": "bert-bse"}, "defaults.model: unknown model 'bert-bse'; did you mean 'bert-base'?"),
-    ({"defaults__cluster": "piz-daint"}, "defaults.cluster: unknown cluster 'piz-daint'; did you mean"),
-    (
-        {"defaults__engine": "real"},
-        "defaults.engine: unknown engine 'real' (known: distributed, emulated, virtual)",
-    ),
-    ({"defaults__precision": "fp8"}, "defaults.precision: must be"),
-    (
-        {"groups__1__model_options__layer": 3},
-        "groups[1].model_options.layer: unknown option; did you mean 'layers'?",
-    ),
-    (
-        {"groups__1__model_options__layers": "3"},
-        "groups[1].model_options.layers: must be a valid integer, not '3'",
-    ),
-    ({"groups__1__model_options__layers": -3}, "groups[1].model_options.layers: must be at least 1, not -3"),
-    ({"groups__1__model_options__heads": 0}, "groups[1].model_options.heads: must be at least 1, not 0"),
-    (
-        {"groups__1__model_options__heads": []},
-        "groups[1].model_options.heads: must be a valid integer, not []",
-    ),
-    ({"groups__1__model_options__layers": 10**9}, "groups[1].model_options.layers: must be at most 4096"),
-    (
-        {"groups__1__model_options__dropout": float("nan")},
-        "groups[1].model_options.dropout: must be a finite",
-    ),
-    ({"groups__1__sizes__sp": 10**9}, "groups[1].sizes.sp: must be less than or equal to 131072"),
-    ({"groups__1__sizes__dp": 2**16}, "groups[1].sizes: dp65536xsp4 are 262144 ranks; there can be 131072"),
-    ({"defaults__batch": 10**15}, "defaults.batch: must be less than or equal to 68719476736"),
-    ({"defaults__batch": list(range(1, 100_001))}, "groups[0]: there are more than 100000 cells; leave out"),
-    ({"defaults__timeout_s": float("inf")}, "defaults.timeout_s: must be a finite number, not inf"),
-    ({"defaults__search__limit": "12Q"}, "defaults.search.limit: must be a valid integer, not '12Q'"),
-    (
-        {"groups__1__model_options__heads": 7},
-        "groups[1].model_options: hidden 48 is not divisible by heads 7",
-    ),
-    (
-        {"groups__1__strategy_options__pad_vocabulary": True},
-        "groups[1].strategy_options.pad_vocabulary: unknown option; did you mean",
-    ),
-    (
-        {"groups__0__strategy_options__pad": True},
-        "groups[0].strategy_options.pad: unknown option (known: loss)",
-    ),
-    (
-        {"groups__0__training": {"cublas_workspace": "4096:8"}},
-        "groups[0].training.cublas_workspace: '4096:8' is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT",
-    ),
-    ({"groups__1__seq_len": 512}, "groups[1].seq_len: is what the search is to find"),
-    ({"defaults__search": None}, "groups[0].seq_len: is missing; give it, or a search for it"),
-    ({"defaults__search__quantity": "length"}, "defaults.search.quantity: unknown quantity 'length'"),
-    ({"groups__1__variant": "x"}, "groups[1].variant: unknown key; variants have a section of their own"),
-    ({"groups__0__sizes__tp": [2, 2]}, "is declared twice here; leave one out"),
-    ({"variants__all": {}}, "variants.all: 'all' stands for every variant"),
-    ({"groups": []}, "groups: is empty; give at least one"),
-    ({"groups": 3}, "groups: must be a valid list, not 3"),
-    ({"claims__0__numerator__world": 9}, "claims[0].numerator: no group declares a cell with"),
-    ({"claims__0__numerator__world": None}, "claims[0].numerator: selects 3 cells, such as"),
-    (
-        {"claims__0__quantity": "answr"},
-        "claims[0].quantity: unknown quantity 'answr'; did you mean 'answer'?",
-    ),
-    ({"claims__0__role": "predicted"}, "claims[0].role: unknown key (known: claim, published, numerator,"),
-    (
-        {"inferred_from__0__answers": ["rsa-max-seqlen"]},
-        "answers[0]: no answer is called 'rsa-max-seqlen'; did you mean 'rsa-max-seqlen-base'?",
-    ),
-    ({"inferred_from__0__answers": []}, "inferred_from[0].answers: is empty; give at least one"),
-    (
-        {"inferred_from__0__quantities": ["ratio"]},
-        "inferred_from[0].quantities[0]: rsa-linformer-upper-bound has",
-    ),
-    (
-        {"inferred_from__0__rows": [{"model": "gpt"}]},
-        "inferred_from[0].rows[0]: no row of rsa-linformer-upper",
-    ),
-    ({"inferred_from__0__variants": ["frist"]}, "unknown variant 'frist'; did you mean 'first'?"),
-    ({"inferred_from__0__reasn": "x"}, "inferred_from[0].reasn: unknown key; did you mean 'reason'?"),
-    ({"claims__1__claim": "rsa-max-seqlen-base"}, "is there already; leave one out"),
-    ({"claims__0__claim": "rsa-max-seqlen-bas"}, "claims[0].published: "),
-    ({"claims__0__published__file": "rsa_claim.csv"}, "cannot read published file rsa_claim.csv"),
-    ({"claims__0__published__column": "publishd"}, "no column 'publishd'; did you mean 'published'?"),
+#: a key path, a wrong value of it, and what is said of that key
+WRONG: list[tuple[str, Any, str]] = [
+    ("grups", [], "unknown key; did you mean 'groups'?"),
+    ("groups", [], "is empty; give at least one"),
+    ("groups[0].btach", 4, "unknown key; did you mean 'batch'?"),
+    ("groups[1].variant", "x", "unknown key; variants have a section of their own"),
+    ("variants.all", {}, "'all' stands for every variant"),
+    ("variants.first.training.moments", "latr", "must be 'kept' or 'later'"),
+    ("defaults.training.moment", "kept", "unknown key; did you mean 'moments'?"),
+    ("defaults.training.backend", "zero4", "unknown backend 'zero4'; did you mean 'zero"),
+    ("groups[0].training.cublas_workspace", "4096:8", "'4096:8' is no CUBLAS_WORKSPACE_CONFIG: write pairs"),
+    ("groups[1].training.gradients", "fresh", "must be 'contiguous' or 'stale', not 'fresh'"),
+    ("defaults.model", "bert-bse", "unknown model 'bert-bse'; did you mean 'bert-base'?"),
+    ("groups[0].strategy", "tensor_paralel", "unknown strategy 'tensor_paralel'; did you mean 'tensor_"),
+    ("defaults.cluster", "piz-daint", "unknown cluster 'piz-daint'; did you mean"),
+    ("defaults.engine", "real", "unknown engine 'real' (known: distributed, emulated, virtual)"),
+    ("defaults.precision", "fp8", "must be"),
+    ("defaults.search.quantity", "length", "unknown quantity 'length'"),
+    ("groups[1].seq_len", 512, "is what the search is to find"),
+    ("defaults.timeout_s", float("inf"), "must be a finite number, not inf"),
+    ("groups[1].batch", "64", "must be a valid integer, not '64'"),
+    ("defaults.batch", True, "must be a valid integer, not True"),
+    ("defaults.batch", -64, "must be greater than 0, not -64"),
+    ("defaults.batch", 10**15, "must be less than or equal to 68719476736"),
+    ("groups[1].sizes", 4, "must be a mapping of keys, not 4"),
+    ("groups[1].sizes.sp", [], "is an empty list"),
+    ("groups[1].sizes.sp", 10**9, "must be less than or equal to 131072"),
+    ("groups[1].sizes.tp", 4, "4: the strategy ring_self_attention does not use the axis tp"),
+    ("groups[1].model_options.layer", 3, "unknown option; did you mean 'layers'?"),
+    ("groups[1].model_options.layers", "3", "must be a valid integer, not '3'"),
+    ("groups[1].model_options.layers", -3, "must be at least 1, not -3"),
+    ("groups[1].model_options.layers", 10**9, "must be at most 4096"),
+    ("groups[1].model_options.dropout", float("nan"), "must be a finite"),
+    ("groups[0].strategy_options.pad", True, "unknown option (known: loss)"),
+    ("claims[0].quantity", "answr", "unknown quantity 'answr'; did you mean 'answer'?"),
+    ("claims[0].role", "predicted", "unknown key (known: claim, published, numerator,"),
+]
+#: what is said of another key than the one that is wrong, or of several
+WRONG_ELSEWHERE: list[tuple[str, Any, str]] = [
+    ("groups[1].training", {"backend": "zero3", "gradients": "stale"}, "training.gradients: unknown key"),
+    ("groups[1].sizes.dp", 2**16, "groups[1].sizes: dp65536xsp4 are 262144 ranks; there can be 131072"),
+    ("groups[1].model_options.heads", 7, "groups[1].model_options: hidden 48 is not divisible by heads 7"),
+    ("defaults.batch", [*range(1, 100_001)], "groups[0]: there are more than 100000 cells; leave out"),
+    ("defaults.search", None, "groups[0].seq_len: is missing; give it, or a search for it"),
+    ("groups[0].sizes.tp", [2, 2], "is declared twice here; leave one out"),
+    ("claims[0].numerator.world", 9, "claims[0].numerator: no group declares a cell with"),
+    ("claims[0].numerator.world", None, "claims[0].numerator: selects 3 cells, such as"),
+    ("claims[1].claim", "rsa-max-seqlen-base", "is there already; leave one out"),
+    ("claims[0].claim", "rsa-max-seqlen-bas", "claims[0].published: "),
+    ("claims[0].published.file", "rsa_claim.csv", "cannot read published file rsa_claim.csv"),
+    ("claims[0].published.column", "publishd", "no column 'publishd'; did you mean 'published'?"),
+    ("inferred_from[0].answers", ["rsa-max-seqlen"], "answers[0]: no answer is called 'rsa-max-seqlen'; did"),
+    ("inferred_from[0].quantities", ["ratio"], "quantities[0]: rsa-linformer-upper-bound has"),
+    ("inferred_from[0].rows", [{"model": "gpt"}], "inferred_from[0].rows[0]: no row of rsa-linformer-upper"),
+    ("inferred_from[0].variants", ["frist"], "unknown variant 'frist'; did you mean 'first'?"),
 ]
 
 
@@ -228,15 +157,24 @@ def test_an_option_of_the_backend_is_part_of_a_cells_key_where_it_is_not_the_def
     assert stale.training.backend_options == {"gradients": "stale"}
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_content_is_one_line_with_file_and_key(tmp_path: Path, changes: Any, message: str) -> None:
-    path = write(tmp_path, changed(**changes))
-    with pytest.raises(UserError) as caught:
-        load_scenario(path)
-    text = str(caught.value)
-    assert text.startswith(f"{path}: ")
-    assert message in text
-    assert "\n" not in text
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [*((path, value, f"{path}: {message}") for path, value, message in WRONG), *WRONG_ELSEWHERE],
+)
+def test_wrong_content_is_one_line_with_file_and_key(
+    tmp_path: Path, path: str, value: Any, message: str
+) -> None:
+    file = write(tmp_path, changed(**{path.replace("[", "__").replace("]", "").replace(".", "__"): value}))
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        load_scenario(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert message in str(caught.value)
+
+
+def test_options_of_a_strategy_are_checked(tmp_path: Path) -> None:
+    text = changed(groups__1__strategy="ring_attention", groups__1__strategy_options={"placement": "spiral"})
+    with pytest.raises(UserError, match="strategy_options: placement is one of contiguous, striped, zigzag"):
+        load_scenario(write(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -250,10 +188,9 @@ def test_wrong_content_is_one_line_with_file_and_key(tmp_path: Path, changes: An
         ("1: 2\n", "a key must be a word"),
         ("title: x\n", "groups: is missing"),
         ("title: !!python/object:os.system x\n", "malformed YAML"),
-        pytest.param(
-            "title: " + 100_000 * "[", "malformed YAML: maximum recursion depth exceeded", id="deep nesting"
-        ),
+        ("title: " + 100_000 * "[", "malformed YAML: maximum recursion depth exceeded"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
@@ -264,15 +201,15 @@ def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no scenario file"):
-        load_scenario(str(tmp_path / "absent.yaml"))
-    with pytest.raises(UserError, match="Is a directory"):
-        load_scenario(str(tmp_path))
-    (tmp_path / "binary.yaml").write_bytes(b"title: \xff\xfe")
-    with pytest.raises(UserError, match="not a text file in UTF-8"):
-        load_scenario(str(tmp_path / "binary.yaml"))
-    with pytest.raises(UserError, match=r"unknown scenario 'max_seqln'"):
-        load_scenario("max_seqln")
+    (binary := tmp_path / "binary.yaml").write_bytes(b"title: \xff\xfe")
+    for path, message in (
+        (tmp_path / "absent.yaml", "no scenario file"),
+        (tmp_path, "Is a directory"),
+        (binary, "not a text file in UTF-8"),
+        (Path("max_seqln"), "unknown scenario 'max_seqln'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_scenario(path)
 
 
 def test_narrowing_chooses(scenario: Scenario) -> None:
@@ -294,23 +231,20 @@ def test_narrowing_replaces_cluster_and_engine(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize(
-    ("narrowing", "message"),
+    ("asked", "wanted", "message"),
     [
-        (Narrowing(strategies=["tensor"]), "unknown strategy 'tensor'"),
-        (
-            Narrowing(strategies=["single"]),
-            "has no cell with strategy single; it has: tensor_parallel, ring_self",
-        ),
-        (Narrowing(models=["bert-base"]), "has no cell with model bert-base; it has: bert-tiny"),
-        (Narrowing(clusters=["daint"]), "unknown cluster 'daint'"),
-        (Narrowing(engines=["cuda"]), "unknown engine 'cuda'"),
-        (Narrowing(variant="frist"), "no variant 'frist'; did you mean 'first'?"),
-        (Narrowing(world_sizes=[0]), "must be at least 1"),
+        ("strategies", ["tensor"], "unknown strategy 'tensor'"),
+        ("strategies", ["single"], "has no cell with strategy single; it has: tensor_parallel, ring_self"),
+        ("models", ["bert-base"], "has no cell with model bert-base; it has: bert-tiny"),
+        ("clusters", ["daint"], "unknown cluster 'daint'"),
+        ("engines", ["cuda"], "unknown engine 'cuda'"),
+        ("variant", "frist", "no variant 'frist'; did you mean 'first'?"),
+        ("world_sizes", [0], "must be at least 1"),
     ],
 )
-def test_narrowing_that_leaves_nothing(scenario: Scenario, narrowing: Narrowing, message: str) -> None:
+def test_narrowing_that_leaves_nothing(scenario: Scenario, asked: str, wanted: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
-        narrowed_cells(scenario, narrowing)
+        narrowed_cells(scenario, Narrowing(**{asked: wanted}))
     assert message in str(caught.value)
 
 
@@ -325,13 +259,15 @@ def test_single_device_has_no_other_size(tmp_path: Path) -> None:
 
 
 def test_clusters_of_ones_own(tmp_path: Path) -> None:
-    figure = {"value": 10, "source": "made up"}
-    device = {"name": "d", "memory_total_bytes": figure, "memory_context_bytes": figure}
-    content: dict[str, Any] = {
-        "about": "a test",
-        "device": {**device, "memory_bandwidth_bytes_per_s": {"value": 1.0, "source": "s"}},
-        "network": {key: {"value": None, "source": "s"} for key in ("latency_s", "bandwidth_bytes_per_s")},
-    }
+    content: dict[str, Any] = yaml.safe_load("""
+about: a test
+device:
+  name: d
+  memory_total_bytes: {value: 10, source: made up}
+  memory_context_bytes: {value: 10, source: made up}
+  memory_bandwidth_bytes_per_s: {value: 1.0, source: s}
+network: {latency_s: {value: null, source: s}, bandwidth_bytes_per_s: {value: null, source: s}}
+""")
     path = write(tmp_path, yaml.safe_dump(content), "mine.yaml")
     with pytest.raises(UserError, match="leaves nothing of memory_total_bytes"):
         load_cluster(path)
@@ -346,18 +282,11 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_cluster_extends_another(tmp_path: Path) -> None:
-    own = {
-        "extends": "dgx-a100",
-        "about": "a test",
-        "network": {"nics_per_node": 1},
-        "calibration": {"bf16": {"compute_efficiency": 0.5, "fitted_on": ["a"]}},
-    }
+    own = {"extends": "dgx-a100", "about": "a test", "network": {"nics_per_node": 1}}
     mine, base = load_cluster(write(tmp_path, yaml.safe_dump(own), "mine.yaml")), load_cluster("dgx-a100")
     assert (mine.network.nics_per_node, base.network.nics_per_node) == (1, 8)
-    assert (mine.network.bandwidth_bytes_per_s, mine.device) == (
-        base.network.bandwidth_bytes_per_s,
-        base.device,
-    )
+    assert mine.network.bandwidth_bytes_per_s == base.network.bandwidth_bytes_per_s
+    assert mine.device == base.device
     own["extends"] = "dgx-a10"
     with pytest.raises(UserError, match=r"extends: unknown cluster 'dgx-a10'; did you mean 'dgx-a100'"):
         load_cluster(write(tmp_path, yaml.safe_dump(own), "again.yaml"))

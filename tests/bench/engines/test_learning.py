@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell, Learning
-from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.scenario import compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines import distributed
 from spbench.bench.engines.learning import learning_rate, losses_of_rank
 from spbench.bench.published.answers.curves import deviations, final
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
 from spbench.bench.published.comparison import as_frame, write
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.workers.worker import measure

@@ -9,13 +9,12 @@ import pytest
 import yaml
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.comparison import Comparison
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.reproduction.findings import Findings, distinct, record_of
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 
 #: two runs of one cell in two containers, and one on another machine; bytes, a JSON object by rank, seconds
 PUBLISHED = """case,golden,peak_first,peak_last,by_rank,iter_s
@@ -23,53 +22,27 @@ tp2_pp2,dev_a100,1073741824,2147483648,"{""0"": 1024, ""3"": 2048.0}",0.5
 tp2_pp2,lts_a100,1181116006,2147483648,,0.6
 tp4_pp1,dev_a100,,4294967296,,
 """
-CONTENT: dict[str, Any] = {
-    "title": "Measured",
-    "defaults": {
-        "model": "bert-tiny",
-        "strategy": "tensor_parallel",
-        "mesh": ["pp", "dp", "tp"],
-        "batch": 4,
-        "seq_len": 512,
-    },
-    "groups": [{"sizes": {"tp": 2, "pp": 2}}, {"sizes": {"tp": 4}}],
-    "tables": [
-        {
-            "table": "goldens",
-            "published": {"file": "goldens.csv"},
-            "match": {"golden": "cluster"},
-            "names": {"golden": {"dev_a100": "local", "lts_a100": "local"}},
-            "settings": {"case": {"tp2_pp2": {"tp": 2, "pp": 2}, "tp4_pp1": {"tp": 4, "pp": 1}}},
-            "named_by": ["case", "golden"],
-            "repeated": True,
-            "quantities": {
-                "peak_first": {
-                    "field": "peak_memory_bytes",
-                    "unit": GIB,
-                    "published_unit": 1,
-                    "rank": "last",
-                    "step": "first",
-                    "as": "peak_memory_gib",
-                },
-                "peak_last": {
-                    "field": "peak_memory_bytes",
-                    "unit": GIB,
-                    "published_unit": 1,
-                    "rank": "last",
-                    "step": "last",
-                    "as": "peak_memory_gib",
-                },
-                "by_rank": {
-                    "field": "reserved_memory_bytes",
-                    "unit": GIB,
-                    "published_unit": MIB,
-                    "rank": "each",
-                },
-                "iter_s": {"field": "step_time_s", "unit": 0.001, "published_unit": 1, "as": "step_time_ms"},
-            },
-        }
-    ],
-}
+CONTENT: dict[str, Any] = yaml.safe_load("""
+title: Measured
+defaults: {model: bert-tiny, strategy: tensor_parallel, mesh: [pp, dp, tp], batch: 4, seq_len: 512}
+groups:
+  - sizes: {tp: 2, pp: 2}
+  - sizes: {tp: 4}
+tables:
+  - table: goldens
+    published: {file: goldens.csv}
+    match: {golden: cluster}
+    names: {golden: {dev_a100: local, lts_a100: local}}
+    settings: {case: {tp2_pp2: {tp: 2, pp: 2}, tp4_pp1: {tp: 4, pp: 1}}}
+    named_by: [case, golden]
+    repeated: true
+    quantities:
+      peak_first: &last {field: peak_memory_bytes, unit: 1073741824, published_unit: 1, rank: last,
+                         step: first, as: peak_memory_gib}
+      peak_last: {<<: *last, step: last}
+      by_rank: {field: reserved_memory_bytes, unit: 1073741824, published_unit: 1048576, rank: each}
+      iter_s: {field: step_time_s, unit: 0.001, published_unit: 1, as: step_time_ms}
+""")
 
 
 def entry(rank: int, ranks: int, stage: int, step: int, gib: float) -> dict[str, Any]:
@@ -119,25 +92,16 @@ def test_a_number_is_of_its_rank_and_step(tmp_path: Path) -> None:
 
 def test_rows_can_be_told_apart_by_their_micro_batches(tmp_path: Path) -> None:
     """The cells have micro-batches as a number, 2 of a replica's 8 / 2 samples."""
-    published = "ranks,micro_batch,step_ms\n2,2,100\n2,4,200\n"
-    content = {
-        **CONTENT,
-        "defaults": CONTENT["defaults"] | {"batch": 8},
-        "groups": [
-            {"sizes": {"dp": 2}, "training": {"micro_batches": 2}},
-            {"sizes": {"dp": 2}, "training": {"micro_batches": 1}},
-        ],
-        "tables": [
-            {
-                "table": "t",
-                "published": {"file": "t.csv"},
-                "match": {"ranks": "world", "micro_batch": "micro_batch"},
-                "named_by": ["micro_batch"],
-                "quantities": {"step_ms": {"field": "step_time_s", "unit": 0.001, "note": "slow"}},
-            }
-        ],
-    }
-    (tmp_path / "t.csv").write_text(published)
+    table = """
+table: t
+published: {file: t.csv}
+match: {ranks: world, micro_batch: micro_batch}
+named_by: [micro_batch]
+quantities: {step_ms: {field: step_time_s, unit: 0.001, note: slow}}
+"""
+    content = CONTENT | {"defaults": CONTENT["defaults"] | {"batch": 8}, "tables": [yaml.safe_load(table)]}
+    content["groups"] = [{"sizes": {"dp": 2}, "training": {"micro_batches": n}} for n in (2, 1)]
+    (tmp_path / "t.csv").write_text("ranks,micro_batch,step_ms\n2,2,100\n2,4,200\n")
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     scenario = load_scenario(str(tmp_path / "s.yaml"))
     found = compared(scenario, step_time_s=0.15)
@@ -188,32 +152,20 @@ def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("key", "value", "message"),
     [
-        ({"repeated": False}, "rows 1 and 2 both speak of bert-tiny/tensor_parallel/"),
-        ({"settings": {"case": {"tp2_pp2": {"tpp": 2}}}}, "settings.case.tp2_pp2.tpp: unknown field 'tpp'"),
-        ({"settings": {}}, "is 2 cells, such as "),
-        ({"named_by": ["gold"]}, "named_by: goldens.csv has no column 'gold'; did you mean 'golden'?"),
-        ({"table": "a: b"}, "table: "),
-        (
-            {"quantities": {"by_rank": {"field": "peak_memory_bytes"}}},
-            "quantities.by_rank: row 1 of goldens.csv has no number there",
-        ),
-        (
-            {"quantities": {"case": {"field": "peak_memory_bytes", "rank": "each"}}},
-            "quantities.case: row 1 of goldens.csv has no number there but 'tp2_pp2'",
-        ),
-        (
-            {"quantities": {"iter_s": {"field": "step_time_s", "rank": "last"}}},
-            "quantities.iter_s.field: unknown quantity 'step_time_s'",
-        ),
-        (
-            {"quantities": {"peak_last": {"field": "peak_memory_bytes", "rank": "first"}}},
-            "quantities.peak_last.rank",
-        ),
+        ("repeated", False, "rows 1 and 2 both speak of bert-tiny/tensor_parallel/"),
+        ("settings", {"case": {"tp2_pp2": {"tpp": 2}}}, "settings.case.tp2_pp2.tpp: unknown field 'tpp'"),
+        ("settings", {}, "is 2 cells, such as "),
+        ("named_by", ["gold"], "named_by: goldens.csv has no column 'gold'; did you mean 'golden'?"),
+        ("table", "a: b", "table: "),
+        ("quantities", {"by_rank": {"field": "peak_memory_bytes"}}, "by_rank: row 1 of goldens.csv has no"),
+        ("quantities", {"case": {"field": "allocated_bytes", "rank": "each"}}, "number there but 'tp2_pp2'"),
+        ("quantities", {"iter_s": {"field": "step_time_s", "rank": "last"}}, "quantity 'step_time_s'"),
+        ("quantities", {"peak_last": {"field": "peak_memory_bytes", "rank": "first"}}, "peak_last.rank"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, key: str, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
-        loaded(tmp_path, **changes)
+        loaded(tmp_path, **{key: value})
     assert message in str(caught.value)

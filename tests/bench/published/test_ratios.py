@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.workers.worker import measure
@@ -52,13 +51,6 @@ def test_micro_batches_tell_alike_splits_apart(tmp_path: Path) -> None:
     kept = {each.key: as_row(each, measure(answer, each)) for each in (cell, parted)}
     (entry,) = (each for each in compare(loaded, [parted], kept) if each.numerator == parted.key)
     assert entry.claim == "over-four: ring_self_attention sp4, 4 micro-batches"
-
-
-def test_each_variant_has_its_own(tmp_path: Path) -> None:
-    loaded = scenario(tmp_path)
-    cells = declared_cells(loaded, Narrowing(variant="all"))
-    found = compare(loaded, cells, {cell.key: as_row(cell, measure(answer, cell)) for cell in cells})
-    assert [entry.variant for entry in found] == ["first"] * 3 + ["steady"] * 3
 
 
 def test_without_an_answer_there_is_a_reason(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ import pytest
 import yaml
 
 from spbench.bench.clusters.cluster import cluster_names, load_cluster
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.answers.tables import PublishedTable
 from spbench.bench.published.comparison import Comparison
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.yaml_files import packaged
 
 PUBLISHED = """ranks,memory,speed,longest
@@ -19,23 +18,19 @@ PUBLISHED = """ranks,memory,speed,longest
 2,3,150,1024
 4,4,200,2048
 """
-SCENARIO: dict[str, Any] = {
-    "title": "Roles",
-    "defaults": {"model": "bert-tiny", "batch": 4, "seq_len": 512, "strategy": "tensor_parallel"},
-    "groups": [{"sizes": {"tp": [1, 2, 4]}}],
-    "tables": [
-        {
-            "table": "t",
-            "published": {"file": "t.csv"},
-            "match": {"ranks": "world"},
-            "quantities": {
-                "memory": {"field": "peak_memory_bytes"},
-                "speed": {"field": "tokens_per_s"},
-                "longest": {"field": "answer"},
-            },
-        }
-    ],
-}
+SCENARIO: dict[str, Any] = yaml.safe_load("""
+title: Roles
+defaults: {model: bert-tiny, batch: 4, seq_len: 512, strategy: tensor_parallel}
+groups: [{sizes: {tp: [1, 2, 4]}}]
+tables:
+  - table: t
+    published: {file: t.csv}
+    match: {ranks: world}
+    quantities:
+      memory: {field: peak_memory_bytes}
+      speed: {field: tokens_per_s}
+      longest: {field: answer}
+""")
 
 
 def inferred(**changes: Any) -> dict[str, Any]:
@@ -79,10 +74,8 @@ def test_calibrated_follows_from_what_the_scalars_were_fitted_on(tmp_path: Path)
     # scalars of another precision do not time this cell
     assert roles(loaded(tmp_path, {"calibration": {"fp16": fitted}})) == NOTHING
     # the same cell with any other setting is another cell
-    variants = {"a": {}, "b": {}}
-    assert (
-        roles(loaded(tmp_path, {"calibration": {"bf16": fitted}}, variants=variants))["speed"] == ["pred"] * 6
-    )
+    variants = loaded(tmp_path, {"calibration": {"bf16": fitted}}, variants={"a": {}, "b": {}})
+    assert roles(variants)["speed"] == ["pred"] * 6
 
 
 def test_figures_that_were_fitted_count_too(tmp_path: Path) -> None:
@@ -135,13 +128,8 @@ def test_calibrated_has_precedence_over_inferred(tmp_path: Path) -> None:
 def test_a_ratio_is_calibrated_if_one_of_its_cells_is(tmp_path: Path) -> None:
     key = loaded(tmp_path).cells[""][0].key
     (tmp_path / "c.csv").write_text("claim,published\nr,2\n")
-    claim = {
-        "claim": "r",
-        "published": {"file": "c.csv"},
-        "numerator": {"world": 2},
-        "denominator": {"world": 1},
-        "quantity": "tokens_per_s",
-    }
+    claim: dict[str, Any] = {"claim": "r", "published": {"file": "c.csv"}, "quantity": "tokens_per_s"}
+    claim |= {"numerator": {"world": 2}, "denominator": {"world": 1}}
     cluster = {"calibration": {"bf16": {"compute_efficiency": 0.5, "fitted_on": [key]}}}
     scenario = loaded(tmp_path, cluster, claims=[claim])
     assert compare(scenario, scenario.cells[""], {})[0].role == "calibrated"
@@ -187,12 +175,8 @@ def test_the_cells_that_packaged_clusters_were_fitted_on_are_the_calibrated_ones
     found = set()
     for name in packaged("spbench.scenarios"):
         scenario = load_scenario(name)
-        found |= {
-            c.cell
-            for cells in scenario.cells.values()
-            for c in compare(scenario, cells, {})
-            if c.role == "calibrated"
-        }
+        for cells in scenario.cells.values():
+            found |= {c.cell for c in compare(scenario, cells, {}) if c.role == "calibrated"}
     assert found == fitted
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.config.scenario import Scenario, load_scenario
+from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import read_records
-from spbench.bench.reproduction.comparisons import compare
 from spbench.bench.reproduction.document import Pages
 from spbench.bench.reproduction.findings import Findings, markdown
 from spbench.bench.reproduction.papers import papers, scenarios_of
@@ -18,6 +17,7 @@ from spbench.bench.yaml_files import packaged
 ROOT = Path(__file__).parents[3]
 PAPERS = [*papers()]
 KEY = ("table", "cell", "quantity", "variant")
+SAME = ("published", "role", "source")
 
 
 def test_tables_are_safe_markdown() -> None:
@@ -65,6 +65,7 @@ def test_the_committed_texts_are_what_the_committed_files_give(
     """`spbench reproduce PAPER --write` makes all of them; one committed without another is found out."""
     monkeypatch.chdir(ROOT)
     found, documents = findings(paper), Pages.of(paper)
+    assert (documents.first is not None) == (paper == "measured")
     documents.check(paper, found.scenarios)
     for path, text in documents.rendered(found).items():
         assert path.read_text() == text, path
@@ -94,8 +95,4 @@ def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> 
         for entry in compare(scenario, declared_cells(scenario, Narrowing()), {}):
             if entry.quantity != "sent_bytes" and entry.role != "curve":
                 line = mine[entry.table or entry.claim, entry.cell, entry.quantity, entry.variant]
-                assert (line["published"], line["role"], line["source"]) == (
-                    entry.published,
-                    entry.role,
-                    entry.source,
-                )
+                assert [line[name] for name in SAME] == [getattr(entry, name) for name in SAME]

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.published.comparison import read_records
 from spbench.bench.published.files import published_rows
-from spbench.bench.reproduction.document import FIRST_PAGE, VALIDATION, Pages, check_parts
 from spbench.bench.reproduction.papers import MEASURED, measured_sources, papers
 from spbench.bench.reproduction.validation import PREDICTORS_FILE, predictor_errors, validation_lines
 
@@ -90,17 +88,3 @@ def test_every_file_of_measurements_has_its_source() -> None:
         about = readme.partition(f"## {source.file}")[2].partition("\n## ")[0]
         assert [name for name in columns if name not in about] == []
     assert MEASURED in papers()
-
-
-def test_the_first_page_has_the_table_of_the_committed_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert Pages.of(MEASURED).first == FIRST_PAGE
-    assert Pages.of("rsa").first is None
-    check_parts(FIRST_PAGE, MEASURED, [VALIDATION])
-    records = read_records(Path("results", "reproduction", "measured.csv"))
-    part = FIRST_PAGE.read_text().partition(f"<!-- spbench reproduce {MEASURED}: {VALIDATION} -->\n")[2]
-    shown = part.partition("<!-- end -->")[0].splitlines()[2:]
-    lines = validation_lines(records)
-    assert len(shown) == len(lines)
-    for text, line in zip(shown, lines, strict=True):
-        assert all(str(value) in text for value in line.values()), line

@@ -1,5 +1,4 @@
-"""What fused kernels and kept states are worth, and the longest sequence that fits: LASP
-(arXiv 2404.02882), ablations."""
+"""Figures of LASP (arXiv 2404.02882) and LASP-2 (arXiv 2502.07563): over the length, and ablations."""
 
 from __future__ import annotations
 
@@ -7,28 +6,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from pandas import DataFrame
 
-from spbench.plots.axes import length_text
+from spbench.plots.axes import LENGTHS, length_text
 from spbench.plots.bars import draw_rows, method_patches
 from spbench.plots.drawing import Drawing
 from spbench.plots.grid import Drawn, Panel, PanelGrid
-from spbench.plots.lines import PlottedQuantity, measured
+from spbench.plots.lines import TOKENS_PER_SECOND, Line, PlottedQuantity, line_grid, lines_of, measured
 from spbench.plots.marks import lost_notes
+from spbench.plots.sent_elements import sent_elements
 from spbench.plots.series import (
     Row,
     backend,
+    by_model,
     gpu_counts,
+    gpus,
     grouped,
+    model,
     option,
     searches_for,
     shared,
     strategy,
     title,
 )
-from spbench.plots.style import backend_name, looks, strategy_name
+from spbench.plots.style import MARKERS, Look, backend_name, looks, strategy_name
 
+_MEMORY = PlottedQuantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
+#: how a baseline computes linear attention -> its name; the strategies of LASP have a single way
+_WAYS = {"left_product": "left product", "chunked": "right product"}
+_ONE_WAY = ("lasp", "lasp2")
 _OPTIONS = ("kernel_fusion", "state_caching")
 
 #: (kernels are fused, states are cached) -> the name of the combination, in the order of the bars
@@ -38,14 +47,47 @@ _COMBINATIONS = {
     (False, True): "cached",
     (False, False): "neither",
 }
-_QUANTITIES = (
-    PlottedQuantity("memory", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30)),
+_ABLATED = (
+    replace(_MEMORY, column="memory"),
     PlottedQuantity("throughput", "Tokens per second", measured("tokens_per_s")),
 )
 _LENGTH = PlottedQuantity("length", "Longest sequence\n(K tokens, K = 1024)", measured("answer", 1024))
 
 
-def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+def _scalability(rows: Sequence[Row], comparison: DataFrame, default_title: str) -> PanelGrid:
+    """A column for each model and data-parallel backend, the backends in the order of the rows; a line for
+    each number of GPUs, from dark to light."""
+    counts = gpu_counts(rows)
+    # without the light end of the colour map
+    colors = [to_hex(mpl.colormaps["viridis"](0.75 * at / len(counts))) for at in range(len(counts))]
+    look = {n: Look(colors[at], MARKERS[at % len(MARKERS)]) for at, n in enumerate(counts)}
+    facets = {}
+    for name, of_model in by_model(rows).items():
+        for of, some in grouped(of_model, backend).items():
+            facets[f"{name}, {backend_name(of)}"] = [
+                Line(f"{count} GPUs", look[count], tuple(sorted(of_count, key=LENGTHS.at)))
+                for count, of_count in sorted(grouped(some, gpus).items())
+            ]
+    return line_grid(rows, facets, (_MEMORY, TOKENS_PER_SECOND), comparison, default_title)
+
+
+def _speed(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A panel for each model, a line for each strategy and way to compute linear attention."""
+    facets = {
+        name: lines_of(some, LENGTHS, partial(_way, first_cluster=some[0]["cell"]["cluster"]))
+        for name, some in by_model(rows).items()
+    }
+    return line_grid(rows, facets, [TOKENS_PER_SECOND], comparison, "Throughput by sequence length")
+
+
+def _way(row: Row, first_cluster: str) -> str:
+    """How the row's strategy computes linear attention, and its cluster if it is not the first one."""
+    way, cluster = str(option(row, "model_options", "linear_attention", "chunked")), row["cell"]["cluster"]
+    texts = ["" if strategy(row) in _ONE_WAY else _WAYS.get(way, way)]
+    return ", ".join(filter(None, [*texts, cluster if cluster != first_cluster else ""]))
+
+
+def _ablation(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """Memory and throughput of each combination; below them the longest sequences.
 
     Rows that neither set one of LASP's options nor search for the length are left out; the comparison is
@@ -58,7 +100,7 @@ def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
         title(rows, "Kernel fusion, state caching and memory"), list(_notes(combined, searches)), lost
     )
     if combined:
-        grid.add([[_combinations(combined, quantity)] for quantity in _QUANTITIES], abreast=2)
+        grid.add([[_combinations(combined, quantity)] for quantity in _ABLATED], abreast=2)
     if searches:
         grid.add([[_lengths(searches)]])
     return grid
@@ -86,16 +128,14 @@ def _lengths(rows: Sequence[Row]) -> Panel:
     }
 
     def draw_panel(ax: Axes) -> Drawn:
-        drawn = draw_rows(ax, ways, _LENGTH.value, _LENGTH.column, _length_text)
+        drawn = draw_rows(
+            ax, ways, _LENGTH.value, _LENGTH.column, lambda value: length_text(int(1024 * value))
+        )
         look = looks(methods)
         return replace(drawn, methods=method_patches({name: look[name] for name in methods}, _method))
 
     heading = f"{_shared_title(rows)}: longest sequence that fits"
     return Panel(draw_panel, heading, y_label=_LENGTH.axis_label, axis="linear")
-
-
-def _length_text(value: float) -> str:
-    return length_text(int(1024 * value))
 
 
 def _saving(row: Row) -> str:
@@ -121,4 +161,25 @@ def _notes(combined: Sequence[Row], searches: Sequence[Row]) -> Iterator[str]:
     return lost_notes(named)
 
 
-draw = Drawing(__name__, _grid)
+draw_lasp_scalability = Drawing(
+    "lasp_scalability", partial(_scalability, default_title="Memory and throughput of LASP")
+)
+"""Memory and throughput by sequence length and GPUs: LASP (arXiv 2404.02882), scalability figures."""
+
+draw_lasp2_scalability = Drawing(
+    "lasp2_scalability", partial(_scalability, default_title="Memory and throughput of LASP-2")
+)
+"""Memory and throughput by sequence length and GPUs: LASP-2 (arXiv 2502.07563)."""
+
+draw_lasp_speed = Drawing("lasp_speed", _speed)
+"""Throughput by sequence length of each method: LASP (arXiv 2404.02882), speed figure."""
+
+draw_lasp_communication = Drawing(
+    "lasp_communication",
+    partial(sent_elements, along=LENGTHS, facet=lambda row: f"{model(row)}, {gpus(row)} GPUs"),
+)
+"""What a GPU sends for a layer of linear attention by sequence length: LASP (arXiv 2404.02882), Table 1."""
+
+draw_lasp_ablation = Drawing("lasp_ablation", _ablation)
+"""What fused kernels and kept states are worth, and the longest sequence that fits: LASP
+(arXiv 2404.02882), ablations."""

@@ -1,0 +1,178 @@
+"""Figures of DSP (arXiv 2403.10266): throughput, latency, scaling, memory and communication of videos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+
+from matplotlib.axes import Axes
+from pandas import DataFrame
+
+from spbench.plots.axes import GPUS, LENGTHS, length_text
+from spbench.plots.bars import draw_rows, method_patches
+from spbench.plots.drawing import Drawing
+from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.lines import (
+    TOKENS_PER_SECOND,
+    Line,
+    PlottedQuantity,
+    Value,
+    line_grid,
+    lines_of,
+    measured,
+)
+from spbench.plots.marks import lost_notes
+from spbench.plots.sent_elements import sent_elements
+from spbench.plots.series import (
+    Row,
+    by_model,
+    gpu_counts,
+    gpus,
+    grouped,
+    model,
+    option,
+    shared,
+    strategy,
+    title,
+)
+from spbench.plots.style import looks, strategy_name
+
+#: forwards of a generation, as the scenario of the inference has it
+_STEPS = 100
+_LATENCY = PlottedQuantity(
+    "latency_s", f"Latency of {_STEPS} forwards (s)", measured("step_time_s", 1 / _STEPS), logarithmic=True
+)
+_THROUGHPUT = PlottedQuantity("throughput_samples_per_s", "Samples per second", measured("samples_per_s"))
+#: the dim of the grid that a method splits throughout -> its name
+_SPLITS = {0: "frames cut", 1: "places cut"}
+#: relative difference that cannot be seen
+_ALIKE = 1e-3
+
+
+def _video(row: Row) -> str:
+    """The shape of a row's video in the latent space: frames, and places of each."""
+    positions, frames = LENGTHS.at(row), option(row, "model_options", "temporal")
+    if not frames:
+        return f"{positions} latent positions"
+    return f"{frames} frames of {positions // frames} places"
+
+
+def _by_video(
+    rows: Sequence[Row], comparison: DataFrame, quantity: PlottedQuantity, default_title: str
+) -> PanelGrid:
+    """A panel for each model, cluster and video, shorter ones first; a line for each strategy and dim that it
+    splits."""
+    differing = [name for name in ("model", "cluster") if shared(rows, name) is None]
+    in_order = sorted(rows, key=lambda row: (model(row), LENGTHS.at(row)))
+    of_video = grouped(
+        in_order, lambda row: ", ".join([*(str(row["cell"].get(n)) for n in differing), _video(row)])
+    )
+    facets = {name: lines_of(some, GPUS, _split) for name, some in of_video.items()}
+    remarks = list(_one_over_the_other(facets, quantity.value))
+    return line_grid(rows, facets, [quantity], comparison, default_title, GPUS, remarks)
+
+
+def _split(row: Row) -> str:
+    dim = option(row, "strategy_options", "grid_dim")
+    return "" if dim is None else _SPLITS.get(dim, f"dim {dim} cut")
+
+
+def _one_over_the_other(panels: Mapping[str, Sequence[Line]], value: Value) -> Iterator[str]:
+    """A sentence for each two lines of one look that lie on each other, with the panels where they do."""
+    where: dict[str, list[str]] = {}
+    for name, lines in panels.items():
+        for line, other in combinations(lines, 2):
+            values, others = ({gpus(row): value(row) for row in of.rows} for of in (line, other))
+            alike = line.look == other.look and values.keys() == others.keys()
+            if alike and all(_alike(values[count], others[count]) for count in values):
+                where.setdefault(f"{line.name} and {other.name}", []).append(name)
+    for names, those in where.items():
+        yield f"{names} are alike within {_ALIKE:.1%}: {', '.join(those)}"
+
+
+def _alike(value: float | None, other: float | None) -> bool:
+    return value == other if value is None or other is None else abs(value - other) <= _ALIKE * other
+
+
+def _scaling(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """Panels of strong and of weak scaling of each model, the model that was run most widely first.
+
+    Strong scaling is a length that was run on several numbers of GPUs, weak scaling lengths in proportion
+    to these; a row may be in both. Lengths are positions of the latent video.
+    """
+    panels: dict[str, list[Row]] = {}
+    for name, some in sorted(by_model(rows).items(), key=lambda of: -len(gpu_counts(of[1]))):
+        for length, strong in sorted(grouped(some, LENGTHS.at).items()):
+            panels[f"{name}, strong:\n{length_text(length)} positions"] = strong
+        for load, weak in sorted(grouped(some, lambda row: LENGTHS.at(row) // gpus(row)).items()):
+            # of strong scaling one number of GPUs has this load too; a strategy must have several lengths
+            growing = [
+                row
+                for mine in grouped(weak, strategy).values()
+                if len(set(map(LENGTHS.at, mine))) > 1
+                for row in mine
+            ]
+            if growing:
+                panels[f"{name}, weak:\n{length_text(load)} positions a GPU"] = growing
+    several = {name: some for name, some in panels.items() if len(gpu_counts(some)) > 1} or panels
+    facets = {name: lines_of(some, GPUS) for name, some in several.items()}
+    return line_grid(rows, facets, [TOKENS_PER_SECOND], comparison, "Throughput by number of GPUs", GPUS)
+
+
+def _memory(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A panel for each model, video and number of GPUs; bars by method, without recomputation and with.
+
+    The comparison is not used: nothing was read off the paper's figure.
+    """
+    facets = grouped(rows, lambda row: f"{model(row)}, {_video(row)}, {gpus(row)} GPUs")
+    notes = lost_notes(
+        (f"{name}, {strategy_name(strategy(row))}, {_setting(row)}", row)
+        for name, some in facets.items()
+        for row in some
+    )
+    panels = [
+        [Panel(partial(_draw_memory, rows=some), name, y_label="Peak memory (GiB)", axis="linear")]
+        for name, some in facets.items()
+    ]
+    return PanelGrid(title(rows, "Peak memory by method"), list(notes)).add(panels, abreast=1)
+
+
+def _draw_memory(ax: Axes, rows: Sequence[Row]) -> Drawn:
+    look = looks(map(strategy, rows))
+    in_order = sorted(rows, key=lambda row: (_setting(row), list(look).index(strategy(row))))
+    drawn = draw_rows(ax, grouped(in_order, _setting), measured("peak_memory_bytes", 2**30), "memory")
+    return replace(drawn, methods=method_patches(look))
+
+
+def _setting(row: Row) -> str:
+    recomputes = option(row, "model_options", "checkpointing", False)
+    return "recomputed in backward" if recomputes else "kept for backward"
+
+
+def _communication(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A panel for each model and video, smaller ones first."""
+    in_order = sorted(rows, key=LENGTHS.at)
+    return sent_elements(in_order, comparison, GPUS, lambda row: f"{model(row)}, {_video(row)}")
+
+
+draw_dsp_throughput = Drawing(
+    "dsp_throughput",
+    partial(_by_video, quantity=_THROUGHPUT, default_title="Throughput by number of GPUs"),
+)
+"""Throughput of training by number of GPUs and video: DSP (arXiv 2403.10266), version 1, Figure 3."""
+
+draw_dsp_inference = Drawing(
+    "dsp_inference", partial(_by_video, quantity=_LATENCY, default_title="Latency by number of GPUs")
+)
+"""Latency of generating a video by number of GPUs: DSP (arXiv 2403.10266), inference."""
+
+draw_dsp_scaling = Drawing("dsp_scaling", _scaling)
+"""Throughput to 128 GPUs, of one length and of one that grows with them: DSP (arXiv 2403.10266), scaling."""
+
+draw_dsp_memory = Drawing("dsp_memory", _memory)
+"""Peak memory of training by method, with and without recomputation: DSP (arXiv 2403.10266), memory."""
+
+draw_dsp_communication = Drawing("dsp_communication", _communication)
+"""What a GPU sends for a layer of ST-DiT by number of GPUs: DSP (arXiv 2403.10266), communication table."""
