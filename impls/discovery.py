@@ -167,11 +167,9 @@ class FunctionModules:
         ``function`` _ NAME, likewise."""
         sentences = dict.fromkeys(self.names(), "")
         for place in self._places():
-            assigned = place.attr.startswith(f"{self.function}_")
-            before = rf"^{place.attr} = .*?^" if assigned else r"\A"
-            first = re.search(
-                before + r'"""(.*?)(\.\s|\.?"""|\n\n)', _source(place), re.DOTALL | re.MULTILINE
-            )
+            sentence, source = r'"""(.*?)(\.\s|\.?"""|\n\n)', _source(place)
+            below = re.search(rf"^{place.attr} = .*?^{sentence}", source, re.DOTALL | re.MULTILINE)
+            first = below or re.match(sentence, source, re.DOTALL)
             sentences[place.name] = " ".join(first[1].split()).rstrip(".") if first else ""
         return sentences
 

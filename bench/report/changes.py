@@ -50,8 +50,8 @@ def changes(gathered: Gathered) -> Iterator[Changes]:
             yield Changes("history", "", 0, 0, 0, 0, "regressions.html#history", problem=str(error))
 
 
-def _since_baselines(found: Sequence[Gate]) -> Changes:
-    judged = [gate for gate in found if gate.judgement is not None]
+def _since_baselines(baselines: Sequence[Gate]) -> Changes:
+    judged = [gate for gate in baselines if gate.judgement is not None]
     totals = [gate.counts for gate in judged]
     sums = {name: sum(of[name] for of in totals) for name in ("worse", "missing", "better", "new", "equal")}
     days = sorted({day for gate in judged for day in gate.days})
@@ -61,9 +61,11 @@ def _since_baselines(found: Sequence[Gate]) -> Changes:
         for line in gate.lines
         if line["verdict"] in ("worse", "missing")
     ]
-    problem = "" if judged else "nothing was run beside the baselines" if found else "there is no baseline"
+    problem = (
+        "" if judged else "nothing was run beside the baselines" if baselines else "there is no baseline"
+    )
     return Changes(
-        f"{len(judged)} of {len(found)} baselines",
+        f"{len(judged)} of {len(baselines)} baselines",
         " and ".join(dict.fromkeys([*days[:1], *days[-1:]])),
         sum(sums.values()),
         sums["worse"] + sums["missing"],
@@ -94,19 +96,16 @@ def _in_history(assessments: Sequence[Assessment]) -> Changes:
     ]
     worse = [one for one, step in steps if step.verdict == "regression"]
     new: list[Assessment] = [one for one in now if len(one.series.points) == 1] if before else []
+    beside = f" beside {before.short[:7]}" if before else ", the first"
+    link = "regressions.html#history"
     return Changes(
-        f"commit {newest.short[:7]} beside {before.short[:7]}"
-        if before
-        else f"commit {newest.short[:7]}, the first",
+        f"commit {newest.short[:7]}{beside}",
         before.date[:10] if before else "",
         len(now),
         len(worse),
         len(steps) - len(worse),
         len(new),
-        "regressions.html#history",
-        [
-            (f"{_short(one.series.cell)}: {one.series.metric.name}", "regressions.html#history")
-            for one in worse
-        ][:_LISTED],
+        link,
+        [(f"{_short(one.series.cell)}: {one.series.metric.name}", link) for one in worse[:_LISTED]],
         sum(len(one.regressions) for one in assessments),
     )

@@ -49,7 +49,7 @@ def quantity_text(field: str, unit: float) -> str:
 
 def point_of(cell: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a cell on one level, hashable, with ``model``, ``method`` and ``gpus``."""
-    found = {
+    of_cell = {
         "model": cell["model"],
         "method": cell["strategy"],
         "gpus": math.prod((cell.get("sizes") or {}).values()),
@@ -57,7 +57,7 @@ def point_of(cell: Mapping[str, Any]) -> dict[str, Any]:
         "batch": cell.get("batch"),
         **settings({"cell": cell}),
     }
-    return {name: value if isinstance(value, Hashable) else str(value) for name, value in found.items()}
+    return {name: value if isinstance(value, Hashable) else str(value) for name, value in of_cell.items()}
 
 
 def labels(points: Sequence[Point], extra: Sequence[str] = ()) -> list[str]:
@@ -153,7 +153,7 @@ def _searches(gathered: Gathered, scenario: Scenario, compared: Collection[str])
     Args:
         compared: the keys of cells that a published table has, which are left out.
     """
-    found: dict[str, list[Record]] = {}
+    answers: dict[str, list[Record]] = {}
     for cell in gathered.cells:
         row, search = cell.row, cell.row["cell"].get("search")
         if cell.scenario == scenario.name and search and row["key"] not in compared:
@@ -167,8 +167,8 @@ def _searches(gathered: Gathered, scenario: Scenario, compared: Collection[str])
                 "status_reproduced": row["status"],
                 "note": row["reason"],
             }
-            found.setdefault(search["quantity"], []).append(record)
-    return found
+            answers.setdefault(search["quantity"], []).append(record)
+    return answers
 
 
 def _losses(gathered: Gathered, scenario: Scenario) -> Iterator[DataTable]:

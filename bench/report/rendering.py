@@ -27,19 +27,21 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 def environment() -> Environment:
     """The templates of this room; what they print is escaped."""
-    found = Environment(
+    templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["number"] = shown
-    found.filters["percent"] = lambda part: f"{part:.1%}"
-    found.filters["code_spans"] = code_spans
-    found.filters["raw_json"] = script_json
-    found.filters["dated"] = dated
-    return found
+    templates.filters |= {
+        "number": shown,
+        "percent": lambda part: f"{part:.1%}",
+        "code_spans": code_spans,
+        "raw_json": script_json,
+        "dated": dated,
+    }
+    return templates
 
 
 class Rendering:

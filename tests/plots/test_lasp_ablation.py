@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spbench.plots.lasp_ablation import draw
+from spbench.plots.lasp import draw_lasp_ablation
 from tests.plots.drawn import artists, assert_below_zero, drawn, legend
 from tests.plots.rows import ran
 
@@ -51,7 +51,7 @@ SEARCHES = [
 
 
 def test_bars_are_the_rows() -> None:
-    figure = drawn(draw, [*COMBINED, *SEARCHES])
+    figure = drawn(draw_lasp_ablation, [*COMBINED, *SEARCHES])
     memory, throughput, lengths = figure.axes
     assert [ax.get_ylabel() for ax in (memory, throughput)] == ["Peak memory (GiB)", "Tokens per second"]
     assert memory.get_title() == "tnl-1b, 8 GPUs, 64K tokens"
@@ -71,7 +71,7 @@ def test_bars_are_the_rows() -> None:
 
 def test_bars_without_a_number_are_marked_and_told() -> None:
     rows = [combined(True, True), combined(False, True, "failed"), longest("single", 0, status="oom")]
-    figure = drawn(draw, [*rows, *SEARCHES[4:]])
+    figure = drawn(draw_lasp_ablation, [*rows, *SEARCHES[4:]])
     (failed,) = artists(figure, "throughput cached LASP")
     (lost,) = artists(figure, "length DDP single")
     for mark in (failed, lost):

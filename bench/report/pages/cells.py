@@ -48,8 +48,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 def _choices(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """The values of each column that readers choose by."""
-    found = {name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in _CHOSEN}
-    return {name: values for name, values in found.items() if len(values) > 1}
+    choices = {name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in _CHOSEN}
+    return {name: values for name, values in choices.items() if len(values) > 1}
 
 
 def _details(cell: CellResult) -> dict[str, Any]:

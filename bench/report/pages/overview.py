@@ -21,17 +21,11 @@ from spbench.bench.reproduction.validation import QUANTITY_NAMES, records_by_sou
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """index.html."""
-    titles = [
-        (
-            "best",
-            "The best method by sequence length and GPUs, of those measured alike",
-            BY_LENGTH,
-            "seq_len",
-        ),
-        ("longest", "The method with the longest sequence that fits, by batch and GPUs", BY_BATCH, "batch"),
-    ]
+    best = "The best method by sequence length and GPUs, of those measured alike"
+    longest = "The method with the longest sequence that fits, by batch and GPUs"
     heat_maps = [
-        best_chart(name, text, gathered.cells, questions, along) for name, text, questions, along in titles
+        best_chart("best", best, gathered.cells, BY_LENGTH, "seq_len"),
+        best_chart("longest", longest, gathered.cells, BY_BATCH, "batch"),
     ]
     measured = [
         record
@@ -80,10 +74,8 @@ def _sentence(paper: PaperResults) -> dict[str, Any]:
 
 def _named(values: Iterator[str | None]) -> str:
     """The values with how often they occur, the most frequent first; without counts if there is one."""
-    found = Counter(value for value in values if value)
-    if len(found) == 1:
-        return next(iter(found))
-    return ", ".join(f"{name}: {count} cells" for name, count in found.most_common())
+    counted = Counter(filter(None, values)).most_common()
+    return counted[0][0] if len(counted) == 1 else ", ".join(f"{name}: {n} cells" for name, n in counted)
 
 
 def _by_role(gathered: Gathered) -> DataTable:

@@ -15,18 +15,18 @@ from spbench.bench.report.page import DataTable, Page
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """regressions.html."""
-    found = list(gates(gathered.baseline, gathered.results / "runs"))
-    tables = {gate.scenario: _differences(gate) for gate in found if gate.lines}
+    all_gates = list(gates(gathered.baseline, gathered.results / "runs"))
+    tables = {gate.scenario: _differences(gate) for gate in all_gates if gate.lines}
     yield Page(
         "regressions.html",
         "Regressions",
         "regressions.html",
         {
-            "gates": found,
+            "gates": all_gates,
             "tables": tables,
             "results": str(gathered.results),
-            "judged": [gate for gate in found if gate.judgement is not None],
-            "worse": [gate for gate in found if gate.judgement is not None and gate.judgement.fails],
+            "judged": [gate for gate in all_gates if gate.judgement is not None],
+            "worse": [gate for gate in all_gates if gate.judgement is not None and gate.judgement.fails],
             **_history(gathered),
         },
         order=80,
@@ -68,10 +68,10 @@ def _history(gathered: Gathered) -> dict[str, Any]:
 
 
 def _counts(assessments: Sequence[Assessment]) -> dict[str, int]:
-    steps = [step for found in assessments for step in found.steps]
+    steps = [step for of in assessments for step in of.steps]
     return {
-        "standing": sum(len(found.regressions) for found in assessments),
-        "missed": sum(len(found.missed) for found in assessments),
+        "standing": sum(len(of.regressions) for of in assessments),
+        "missed": sum(len(of.missed) for of in assessments),
         "steps": len(steps),
         "meant": sum(bool(step.meant) for step in steps),
     }
