@@ -189,8 +189,9 @@ def _products(machine: Machine, precision: str, source: str) -> Any:
 
 
 def _measured(point: RatePoint) -> MeasuredRate:
-    values = {name: getattr(point, name) for name in MeasuredRate.model_fields}
-    return MeasuredRate(**{n: _rounded(v) if isinstance(v, float) else v for n, v in values.items()})
+    values: dict[str, Any] = {name: getattr(point, name) for name in MeasuredRate.model_fields}
+    values |= {name: _rounded(value) for name, value in values.items() if isinstance(value, float)}
+    return MeasuredRate(**values)
 
 
 def measured_cluster(world: int, precision: str = "fp32") -> Cluster:
