@@ -27,8 +27,8 @@ class LegacyOptions(Options):
 
 
 class LegacyDistributedDataParallel(Backend):
-    """Two all-reduces after backward: over the strategy's ranks, of the gradients that each of them holds a
-    part of, and then over the replicas, of all gradients."""
+    """Two all-reduces after backward: one over the strategy's ranks, of gradients that are partial sums on
+    each of them, and then one over the replicas, of all gradients."""
 
     name = "legacy_ddp"
     counts_backwards = False

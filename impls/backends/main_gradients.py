@@ -25,8 +25,8 @@ from spbench.impls.collectives import (
 )
 from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
 
-#: Megatron-Core divides by the ranks of the group here, in a pass over the bucket that takes its time. Losses
-#: here are shares of one sum over all ranks already, so the pass is by 1
+#: Megatron-Core divides by the ranks of the group here, in a pass over the bucket, which takes time.
+#: Losses here are shares of one sum over all ranks, so the same pass multiplies by 1
 GRADIENT_SCALE = 1.0
 
 

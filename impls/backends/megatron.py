@@ -89,7 +89,7 @@ class MegatronOptions(Options):
         return self.bucket_size or max(LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA * around.replicas)
 
     def sharding(self, ranks: int) -> Sharding | None:
-        """Of a buffer over so many ranks."""
+        """How a buffer is shared out over so many ranks; None: it is not."""
         return Sharding(ranks, self.pad_buckets_for_high_nccl_busbw) if self.distributed_optimizer else None
 
 
@@ -245,7 +245,7 @@ class Megatron(Backend):
 
 
 def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> Counter[tuple[str, ...]]:
-    """Elements of buffers with their padding, by the strategy's axes that they are summed over."""
+    """Elements of the padded buffers, by the axes of the strategy over which they are summed."""
     module, sizes = step.build(), {summed.axes: summed.size for summed in step.summed}
     tied = step.around.tied(module)
     padded: Counter[tuple[str, ...]] = Counter()
@@ -258,6 +258,6 @@ def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> Counter[tup
 
 
 def _of(chunk: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of the parameters that are a chunk's."""
+    """The parameters that belong to the chunk."""
     own = set(chunk.parameters())
     return [p for p in parameters if p in own]

@@ -111,7 +111,7 @@ class PaddedVocabulary:
     def vocabulary_sites(
         self, batch: int, seq_len: int, rows: int, stage: Stage, *, tied: bool
     ) -> Iterator[Site]:
-        """What the ends of the model, or of a pipeline stage of it, ask of a strategy for one batch.
+        """What embedding, head and loss of the model or of a pipeline stage ask of a strategy for one batch.
 
         Args:
             rows: of the padded word embedding.

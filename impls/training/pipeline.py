@@ -109,8 +109,8 @@ class Pipeline:
         receive_forward: bool = False,
         receive_backward: bool = False,
     ) -> Tensor | None:
-        """Exchange with the neighbouring stages what there is to exchange; returns what was received, as it
-        was sent. The first stage has none before it and the last none after it: then there is nothing."""
+        """Send to and receive from the neighbouring stages; returns what was received, in the form in which
+        it was sent. The first stage has no neighbour before it and the last none after it."""
         here, stage, strategy = self.stage.index, self.stage, self.of_stage.strategy
         sends = []
         if send_forward is not None and not stage.last:
@@ -127,7 +127,7 @@ class Pipeline:
 
 
 def summed(losses: Sequence[Tensor], micro_batches: Sequence[Inputs]) -> Tensor:
-    """The sum of scalars; zero, on the device of the inputs, of none."""
+    """The sum of scalars; without any, zero on the device of the inputs."""
     if losses:
         return torch.stack(list(losses)).sum()
     return torch.zeros((), device=next(iter(micro_batches[0].values())).device)

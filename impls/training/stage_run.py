@@ -30,7 +30,7 @@ class StageRun:
         self.dtype, self.frees_sent = dtype, frees_sent
 
     def forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
-        """The loss, a scalar, or ``hidden`` for the next stage, from that of the stage before."""
+        """The scalar loss on the last stage, else ``hidden``; x: ``hidden`` of the stage before."""
         outputs = self.module(inputs) if x is None else self.module(inputs, x)
         result: Tensor = outputs["loss" if self.stage.last else "hidden"]
         return result

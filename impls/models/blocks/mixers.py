@@ -204,7 +204,7 @@ class LinearAttention:
         return 4 if self.gated else 3
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        """As those of :class:`SoftmaxAttention`."""
+        """Counts of the layer's parameters, as :class:`SoftmaxAttention` has them."""
         angles = model.hidden if self.lrpe else 0
         return {"split": (self.projections + 1) * model.hidden**2 + angles}
 
