@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from os import PathLike, fspath
 from pathlib import Path
@@ -115,8 +116,9 @@ def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
     return loaded
 
 
-def packaged(package: str) -> dict[str, Path]:
-    """The YAML files that are data of a package, by their names."""
+@cache
+def packaged(package: str) -> Mapping[str, Path]:
+    """The YAML files that are data of a package, by their names; listed once in a process."""
     folder = Path(str(files(package)))
     return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES}
 

@@ -1,7 +1,6 @@
 """Rates of one device: matrix products, attention, memory, and what a call costs.
 
-All ranks measure at once, each with the threads that the engine gives it. So what ranks share (cores, caches,
-memory) is in the rates: four ranks on two cores get about half a core each.
+All ranks measure at once, so what they share (cores, caches, memory) is in the rates.
 """
 
 from __future__ import annotations

@@ -189,11 +189,9 @@ def _products(machine: Machine, precision: str, source: str) -> Any:
 
 
 def _measured(point: RatePoint) -> MeasuredRate:
-    def value(name: str) -> Any:
-        number = getattr(point, name)
-        return _rounded(number) if isinstance(number, float) else number
-
-    return MeasuredRate(**{name: value(name) for name in MeasuredRate.model_fields})
+    values: dict[str, Any] = {name: getattr(point, name) for name in MeasuredRate.model_fields}
+    values |= {name: _rounded(value) for name, value in values.items() if isinstance(value, float)}
+    return MeasuredRate(**values)
 
 
 def measured_cluster(world: int, precision: str = "fp32") -> Cluster:
@@ -212,9 +210,7 @@ def cluster_yaml(cluster: Cluster, heading: str) -> str:
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
     text = comment + yaml.safe_dump(plain, sort_keys=False, width=110, allow_unicode=True)
     rates = [rate.model_dump(mode="json", exclude_none=True) for rate in cluster.measured]
-    lines = [
-        yaml.safe_dump([rate], sort_keys=False, default_flow_style=True, width=1000)[1:-2] for rate in rates
-    ]
+    lines = [yaml.safe_dump(r, sort_keys=False, default_flow_style=True, width=1000).strip() for r in rates]
     return "\n".join([text + "\nmeasured:", *(f"  - {line}" for line in lines)]) + "\n"
 
 

@@ -8,10 +8,10 @@ command that was interrupted goes on where it was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -86,7 +86,7 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
     """Reproduce a paper, or all: the report of each as soon as its cells have run. UserError for an unknown
     paper, a wrong scenario, a document that lacks a part, a file that cannot be written, or results that
     :func:`check_same_code` refuses."""
-    from spbench.bench.reproduction.document import Pages
+    from spbench.bench.reproduction.document import check_documents
     from spbench.bench.reproduction.papers import scenarios_of
     from spbench.bench.reproduction.strategy_traces import STRATEGIES
     from spbench.bench.run_cell import run_cell
@@ -94,7 +94,7 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
 
     papers = [] if request.paper == STRATEGIES else scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
-        Pages.of(paper.name).check(paper.name, [s.name for s in scenarios])
+        check_documents(paper.name, [s.name for s in scenarios])
     with Crew(run_cell) as crew, opened_executor(request.executor) as executor:
         for paper, scenarios in papers:
             yield _run(request, paper, scenarios, crew, executor)
@@ -109,9 +109,12 @@ def _run(
     crew: Crew,
     executor: Executor | None,
 ) -> Output:
+    from pandas import DataFrame
+
     from spbench.bench.config.select import ALL, Narrowing
     from spbench.bench.provenance import check_same_code
-    from spbench.bench.reproduction.document import Pages
+    from spbench.bench.published.comparison import write_csv
+    from spbench.bench.reproduction.document import write_documents
     from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
 
     all_ran: dict[str, Ran] = {}
@@ -138,11 +141,11 @@ def _run(
     documents = {scenario.name: scenario.document for scenario in scenarios}
     findings = Findings(paper.name, records, runs, documents)
     tables = [
-        _written(records, RECORDS, request.output / f"{paper.name}.csv"),
-        _written(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
+        write_csv(DataFrame(lines, columns=list(columns)), request.output / f"{paper.name}{kind}.csv")
+        for kind, lines, columns in (("", records, RECORDS), ("_runs", runs, RUNS))
     ]
     if request.write:
-        tables += Pages.of(paper.name).write(findings)
+        tables += write_documents(findings)
     drawn, figure_failed = draw_records(paper.name, records, request.output / "figures")
     return _report(paper, scenarios, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
@@ -155,10 +158,8 @@ def _run_strategies(request: Reproduction, crew: Crew, executor: Executor | None
 
     ran = {}
     for scenario in map(load_scenario, (SIDE_BY_SIDE, LAYERS)):
-        folder = request.runs(scenario)
-        ran[scenario.name] = run_cells(
-            scenario, Narrowing(), folder, request.jobs, request.fresh, crew, executor
-        )
+        asked = request.runs(scenario), request.jobs, request.fresh
+        ran[scenario.name] = run_cells(scenario, Narrowing(), *asked, crew, executor)
     files = write_kept({name: one.rows for name, one in ran.items()}, request.output / STRATEGIES)
     code = max(int(one.failed()) for one in ran.values())
     lines = [{"file": str(path)} for path in files]
@@ -174,15 +175,6 @@ def run_record(scenario: str, ran: Ran) -> dict[str, str]:
     versions = (" ".join(sorted({str(by[n]) for by in made if by.get(n)})) for n in ("torch", "commit"))
     numbers = (len(ran.rows), *(counts[s] for s in ("ok", "oom", "unsupported")), failed, seconds)
     return dict(zip(RUNS, (scenario, *map(str, numbers), *versions), strict=True))
-
-
-def _written(lines: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> Path:
-    """Write a CSV file whole or not at all, and return its path; UserError if it cannot be written."""
-    from pandas import DataFrame
-
-    from spbench.bench.published.comparison import write_csv
-
-    return write_csv(DataFrame([dict(line) for line in lines], columns=list(columns)), path)
 
 
 def _report(

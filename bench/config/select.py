@@ -1,10 +1,8 @@
 """Narrowing: which of a scenario's cells a user wants, and on what they are to run.
 
 ``strategies``, ``models``, ``world_sizes`` and ``where`` choose among the declared cells. ``clusters`` and
-``engines`` replace what the scenario names, since it mostly names one; so does a strategy or a model in a
-Python file of the user's. A world size that none of the chosen cells has is made: for each of them, once,
-with the ranks that its other axes leave along the last of its strategy's axes (the sequence of
-"tensor_parallel+ring_attention").
+``engines`` replace what the scenario names; so does a strategy or a model in a Python file of the user's. A
+world size that no chosen cell has is made of each, along the last of its strategy's axes.
 """
 
 from __future__ import annotations
@@ -97,10 +95,8 @@ def narrowed_cells(
             made = [cell for name in others for cell in _with_other(cells, field, name)]
             cells = [cell for cell in cells if getattr(cell, field) in values] + made
         if not cells:
-            raise UserError(
-                f"scenario {scenario.name} has no cell with {field} {' or '.join(values)}; "
-                f"it has: {', '.join(has)}"
-            )
+            wanted = f"{field} {' or '.join(values)}; it has: {', '.join(has)}"
+            raise UserError(f"scenario {scenario.name} has no cell with {wanted}")
     if narrowing.world_sizes:
         cells = [cell for size in narrowing.world_sizes for cell in _of_size(cells, size)]
         if not cells:
@@ -152,10 +148,8 @@ def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[
         has = [of_cell.get(name, UNSET) for of_cell in settings]
         cells = [cell for cell, value in zip(cells, has, strict=True) if value in values]
         if not cells:
-            raise UserError(
-                f"no cell that is left has {name} {' or '.join(values)}; "
-                f"they have: {', '.join(dict.fromkeys(has))}"
-            )
+            there = ", ".join(dict.fromkeys(has))
+            raise UserError(f"no cell that is left has {name} {' or '.join(values)}; they have: {there}")
     return cells
 
 
@@ -177,13 +171,10 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
                     f"use {max(1, size // around) * around}"
                 )
             sizes = cell.sizes.model_copy(update={axes[-1]: size // around})
-            made.append(cell.model_copy(update={"sizes": sizes, "mesh": _with_axis(cell.mesh, axes[-1])}))
+            # an axis that the order leaves out varies fastest, as in the default order
+            mesh = cell.mesh if cell.mesh is None or axes[-1] in cell.mesh else [*cell.mesh, axes[-1]]
+            made.append(cell.model_copy(update={"sizes": sizes, "mesh": mesh}))
     return made
-
-
-def _with_axis(mesh: list[str] | None, axis: str) -> list[str] | None:
-    """The order of a mesh with an axis; one that it leaves out varies fastest, as in the default order."""
-    return mesh if mesh is None or axis in mesh else [*mesh, axis]
 
 
 def _known(kind: str, names: Iterable[str], known: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """Answers: published numbers that a scenario sets beside its own, in a section of its file for each kind.
 
-Every kind does the same: it selects cells, takes a field of what was measured of them, and sets it beside a
-published number. The kinds are the modules of :mod:`spbench.bench.published.answers`, found by being there.
+The kinds are the modules of :mod:`spbench.bench.published.answers`, found by being there.
 """
 
 from __future__ import annotations

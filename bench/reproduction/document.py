@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from spbench.bench.atomic_write import write_whole
@@ -32,65 +31,50 @@ _PART = re.compile(
 _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Pages:
-    """The documents on a paper.
-
-    Attributes:
-        page: has the verdict.
-        details: has a part for each scenario.
-        first: has the table of errors by who measured; None for papers.
-    """
-
-    page: Path
-    details: Path
-    first: Path | None = None
-
-    @classmethod
-    def of(cls, paper: str) -> Pages:
-        """The documents of a paper, below the working directory."""
-        first = FIRST_PAGE if paper == MEASURED else None
-        return cls(SUMMARY_PAGE, DETAILS_FOLDER / f"{paper}.md", first)
-
-    def check(self, paper: str, scenarios: Sequence[str]) -> None:
-        """Refuse documents that the parts of a paper cannot be written into; UserError if one cannot be read,
-        a part has no end or another name, or a part is missing."""
-        check_parts(self.page, paper, [VERDICT])
-        check_parts(self.details, paper, scenarios)
-        if self.first is not None:
-            check_parts(self.first, paper, [VALIDATION])
-
-    def rendered(self, findings: Findings) -> dict[Path, str]:
-        """By path, the text of each document with the parts of the findings' paper written anew; UserError if
-        one cannot be read, or nothing was reproduced under the name of one of its parts."""
-        paths = filter(None, (self.page, self.details, self.first))
-        return {path: rendered(_read(path), findings, self.details.as_posix()) for path in paths}
-
-    def write(self, findings: Findings) -> list[Path]:
-        """Write the documents, each whole or not at all, once the text of all is known; returns the paths.
-        UserError as of :meth:`rendered`, or if one cannot be written, which is then as it was."""
-        return [write_whole(path, text) for path, text in self.rendered(findings).items()]
+def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, Sequence[str]]:
+    """The documents on a paper, below the working directory, with the names of their generated parts."""
+    documents = {SUMMARY_PAGE: [VERDICT], _details(paper): scenarios}
+    return documents | {FIRST_PAGE: [VALIDATION]} if paper == MEASURED else documents
 
 
-def check_parts(path: Path, paper: str, names: Sequence[str]) -> None:
-    """Refuse a document that has not one part of the paper under each of these names, and no other;
-    UserError also if it cannot be read, or a part has no end."""
-    text = _read(path)
-    parts = list(_PART.finditer(text))
-    if len(_BEGIN.findall(text)) != len(parts):
-        raise UserError(f"{path}: a part begins that does not end with <!-- end -->, or has no PAPER: NAME")
-    there = [part["name"] for part in parts if part["paper"] == paper]
-    for name in there:
-        if name not in names:
-            raise UserError(f"{path}: it can have no part {name!r} of {paper}{suggestion(name, names)}")
-    if missing := [name for name in names if name not in there]:
-        marker = f"<!-- spbench reproduce {paper}: {missing[0]} -->"
-        raise UserError(f"{path} has no part for {', '.join(missing)}: add {marker} and <!-- end --> to it")
+def _details(paper: str) -> Path:
+    return DETAILS_FOLDER / f"{paper}.md"
 
 
-def rendered(text: str, findings: Findings, details: str) -> str:
-    """A document with the parts of the findings' paper written anew. ``details`` is the link from the verdict
-    to the details. UserError if a part has a name under which nothing was reproduced."""
+def check_documents(paper: str, scenarios: Sequence[str]) -> None:
+    """Refuse documents that have not one part of the paper under each of their names, and no other; UserError
+    also if one cannot be read, or a part has no end."""
+    for path, names in parts_of(paper, scenarios).items():
+        text = _read(path)
+        parts = list(_PART.finditer(text))
+        if len(_BEGIN.findall(text)) != len(parts):
+            what = "a part begins that does not end with <!-- end -->, or has no PAPER: NAME"
+            raise UserError(f"{path}: {what}")
+        there = [part["name"] for part in parts if part["paper"] == paper]
+        for name in there:
+            if name not in names:
+                raise UserError(f"{path}: it can have no part {name!r} of {paper}{suggestion(name, names)}")
+        if missing := [name for name in names if name not in there]:
+            add = f"add <!-- spbench reproduce {paper}: {missing[0]} --> and <!-- end --> to it"
+            raise UserError(f"{path} has no part for {', '.join(missing)}: {add}")
+
+
+def rendered_documents(findings: Findings) -> dict[Path, str]:
+    """By path, the text of each document with the parts of the findings' paper written anew; UserError if one
+    cannot be read, or nothing was reproduced under the name of one of its parts."""
+    details = _details(findings.paper).as_posix()
+    paths = parts_of(findings.paper, findings.scenarios)
+    return {path: _rendered(_read(path), findings, details) for path in paths}
+
+
+def write_documents(findings: Findings) -> list[Path]:
+    """Write the documents, each whole or not at all, once the text of all is known; returns the paths.
+    UserError as of :func:`rendered_documents`, or if one cannot be written, which is then as it was."""
+    return [write_whole(path, text) for path, text in rendered_documents(findings).items()]
+
+
+def _rendered(text: str, findings: Findings, details: str) -> str:
+    """A document with the parts of the findings' paper written anew; the verdict links to ``details``."""
 
     def part(match: re.Match[str]) -> str:
         if match["paper"] != findings.paper:

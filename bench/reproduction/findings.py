@@ -1,7 +1,6 @@
 """What reproducing a paper found: its records, their errors by role, its tables and its verdict.
 
-A published number may be compared several times: in variants of the settings, in several readings of a paper,
-or in two figures that show the same run. It is counted once, by its first comparison.
+A published number that is compared several times, as in variants, is counted once, by its first comparison.
 """
 
 from __future__ import annotations

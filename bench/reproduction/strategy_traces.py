@@ -1,8 +1,5 @@
-"""Strategies beside each other, as the report shows them: the rows of two scenarios, and traces of a layer.
-
-``spbench reproduce strategies`` writes them into STRATEGIES below the folder of reproductions, where they are
-committed; the report reads them and measures nothing.
-"""
+"""Strategies beside each other: the committed rows of two scenarios, and traces of a layer, for the report;
+``spbench reproduce strategies`` writes them."""
 
 from __future__ import annotations
 

@@ -122,8 +122,7 @@ class Backend(ABC):
     name: ClassVar[str]
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
-    #: whether what it does in a backward depends on how many of the step's there have been, other than the
-    #: first and the last
+    #: whether a backward between the first and the last of a step depends on how many came before it
     counts_backwards: ClassVar[bool] = True
     #: whether a pipeline stage's output is freed when it has been sent
     frees_sent_outputs: ClassVar[bool] = False
@@ -143,7 +142,7 @@ class Backend(ABC):
         self.settings = settings
         self.options = settings.options or self.options_type()
         self.names = {p: name for name, p in module.named_parameters()}
-        # what lies differently on the strategy's ranks overflows on one of them alone
+        # a parameter that is split over ranks may overflow on one of them alone
         spread = {shard.axis for p in self.names if (shard := shard_of(p))}
         self.overflow_groups = [*(strategy.place.group(axis) for axis in sorted(spread)), around.pp_group]
         self.optimizer = self.prepare()
@@ -216,7 +215,7 @@ class Backend(ABC):
 
     @classmethod
     def gradient_dtype(cls, precision: Precision, options: Any) -> torch.dtype:
-        """Of the gradients that it holds and sums, with options of ``options_type``."""
+        """The dtype of the gradients that the backend holds and sums; ``options`` are of ``options_type``."""
         return precision.parameters
 
     @classmethod
@@ -231,6 +230,6 @@ def planned_sums(sites: Sequence[Site], strategy: Strategy, replicas: int) -> li
     partial: Counter[tuple[str, ...]] = Counter()
     for site in (s for s in sites if s.kind == "parameters"):
         partial.update({axes: n * site.count for axes, n in strategy.partial_elements(site).items()})
-    found = [Summed(axes, n, strategy.place.size(*axes), replicas) for axes, n in partial.items()]
-    found.append(Summed((), held - partial.total(), 1, replicas))
-    return [summed for summed in found if summed.elements]
+    sets = [Summed(axes, n, strategy.place.size(*axes), replicas) for axes, n in partial.items()]
+    sets.append(Summed((), held - partial.total(), 1, replicas))
+    return [summed for summed in sets if summed.elements]

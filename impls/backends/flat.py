@@ -56,10 +56,10 @@ class FlatShard:
 
     def parts(self, shard: Tensor) -> dict[str, HeldPart]:
         """What a shard holds of each parameter that it holds any of."""
-        found, first = {}, 0
+        parts, first = {}, 0
         for name, size in zip(self.names, self.sizes, strict=True):
             start, end = max(first, self.start), min(first + size, self.start + len(shard))
             if start < end:
-                found[name] = HeldPart(shard[start - self.start : end - self.start], start - first)
+                parts[name] = HeldPart(shard[start - self.start : end - self.start], start - first)
             first += size
-        return found
+        return parts

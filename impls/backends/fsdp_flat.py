@@ -59,7 +59,7 @@ class FlatFullySharded(Backend):
 
     def gradient_parts(self) -> dict[str, HeldPart]:
         parts = (unit.parts(unit.gradient) for unit in self.units if unit.gradient is not None)
-        return {name: part for found in parts for name, part in found.items()}
+        return {name: part for of_unit in parts for name, part in of_unit.items()}
 
     def weight_parts(self) -> dict[str, HeldPart]:
         return {name: part for unit in self.units for name, part in unit.parts(unit.weights).items()}

@@ -134,7 +134,7 @@ class Megatron(Backend):
             if (mine := _of(chunk, parameters))
         ]
         tied = self.around.tied(self.module)
-        # of a tied embedding on one stage autograd adds up the gradients of its uses
+        # where one stage has both uses of a tied embedding, autograd adds up their gradients
         twice = getattr(self.module, "tied", None) if tied is None else None
         self.gradients = MainGradients(
             self.buffers,
@@ -151,7 +151,7 @@ class Megatron(Backend):
             for bucket in buffer.buckets
             for p in bucket.parameters
         ]
-        # of a model that is small for its padding a rank may have nothing; torch's optimizers want a tensor
+        # a rank may hold padding alone of a small model, but torch's optimizers want a tensor
         self.mains = [main for main in mains if main.values.numel()] or mains[:1]
         groups = [bucket.group for buffer in self.buffers for bucket in buffer.buckets[:1]]
         return self.make_optimizer(
@@ -248,13 +248,13 @@ def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> Counter[tup
     """Elements of buffers with their padding, by the strategy's axes that they are summed over."""
     module, sizes = step.build(), {summed.axes: summed.size for summed in step.summed}
     tied = step.around.tied(module)
-    found: Counter[tuple[str, ...]] = Counter()
+    padded: Counter[tuple[str, ...]] = Counter()
     for number, chunk in enumerate(chunks_of(module)):
         for axes, parameters in by_partial_axes(chunk.parameters(), step.strategy).items():
             elements, alone = [p.numel() for p in parameters], [p is tied for p in parameters]
             full_at, sharding = options.full_at(step.around, number), options.sharding(sizes[axes])
-            found[axes] += laid_out(elements, alone, full_at, sharding)[-1].end
-    return found
+            padded[axes] += laid_out(elements, alone, full_at, sharding)[-1].end
+    return padded
 
 
 def _of(chunk: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

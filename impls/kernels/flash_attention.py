@@ -102,11 +102,11 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
         return _forward_by_scores(q, k, v, scale, causal)
     q, k, v = _with_adjacent_features(q, k, v)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    found = [
+    blocks = [
         operator(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], 0.0, top, attn_mask=mask, scale=scale)
         for mine, theirs, top, mask in _cpu_calls(q, causal)
     ]
-    return _joined([o for o, _ in found]), _joined([lse for _, lse in found]).contiguous()
+    return _joined([o for o, _ in blocks]), _joined([lse for _, lse in blocks]).contiguous()
 
 
 def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -154,16 +154,16 @@ def _backward_on_cpu(
         return _backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
     d_o, q, k, v, o = _with_adjacent_features(d_o, q, k, v, o)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    calls, found = _cpu_calls(q, causal), []
+    calls, gradients = _cpu_calls(q, causal), []
     for mine, theirs, top, mask in calls:
         of_queries, of_keys = [x[:, :, mine] for x in (d_o, q)], [x[:, :, theirs] for x in (k, v)]
         results = (o[:, :, mine], lse[:, :, mine])
-        found.append(operator(*of_queries, *of_keys, *results, 0.0, top, attn_mask=mask, scale=scale))
-    _, d_k, d_v = found[-1]
-    for (_, theirs, *_), (_, d_keys, d_values) in zip(calls[:-1], found[:-1], strict=True):
+        gradients.append(operator(*of_queries, *of_keys, *results, 0.0, top, attn_mask=mask, scale=scale))
+    _, d_k, d_v = gradients[-1]
+    for (_, theirs, *_), (_, d_keys, d_values) in zip(calls[:-1], gradients[:-1], strict=True):
         d_k[:, :, theirs].add_(d_keys)
         d_v[:, :, theirs].add_(d_values)
-    return _joined([d_q for d_q, _, _ in found]), d_k, d_v
+    return _joined([d_q for d_q, _, _ in gradients]), d_k, d_v
 
 
 def _backward_on_cuda(

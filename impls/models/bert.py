@@ -116,18 +116,18 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         hidden, again = tokens | {"H": self.hidden}, self.checkpointing
         heads = tokens | {"Z": self.heads, "A": self.head_size}
         inner = hidden | {"F": 4 * self.hidden}
-        found = [Site("linear_in", 2 * layers, inner, again), Site("linear_out", 2 * layers, inner, again)]
+        sites = [Site("linear_in", 2 * layers, inner, again), Site("linear_out", 2 * layers, inner, again)]
         if self.linformer is None:
             mask = {"mask_rows": seq_len if self.mask_shape == "square" else 1}
             if self.library == "torch":
-                found.append(Site("attention", layers, heads | mask, again))
+                sites.append(Site("attention", layers, heads | mask, again))
             else:
-                found.append(Site("whole_attention", layers, heads, again))
+                sites.append(Site("whole_attention", layers, heads, again))
         else:
-            found.append(Site("project_sequence", 2 * layers, heads | {"K": self.linformer}, again))
-        found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=True)
-        found.append(Site("parameters", 1, self.parameters(seq_len, rows, stage)))
-        return found
+            sites.append(Site("project_sequence", 2 * layers, heads | {"K": self.linformer}, again))
+        sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=True)
+        sites.append(Site("parameters", 1, self.parameters(seq_len, rows, stage)))
+        return sites
 
     def parameters(self, seq_len: int, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
         """Counts of a stage's parameters: all ``elements`` but Linformer's projections (``sequence``), of

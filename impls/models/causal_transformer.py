@@ -90,8 +90,8 @@ class CausalTransformerModel(DecoderModel):
 
     def shrunk(self) -> Self:
         # a quarter of a small head's features would be no pair
-        found = super().shrunk()
-        return found if self.rotary_share == 1 else replace(found, rotary_share=0.5)
+        smaller = super().shrunk()
+        return smaller if self.rotary_share == 1 else replace(smaller, rotary_share=0.5)
 
     @property
     def gated_mlp(self) -> bool:  # type: ignore[override]

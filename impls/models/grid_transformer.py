@@ -58,8 +58,8 @@ class GridTransformerModel(GridModel):
     ) -> list[Site]:
         one_stage_only("a transformer over a grid", stage)
         h = self.hidden
-        found = self.block_sites(batch, self.sizes(seq_len), [*[h] * len(self.grid_dims), 4 * h])
-        return [*found, Site("parameters", 1, self.parameters())]
+        sites = self.block_sites(batch, self.sizes(seq_len), [*[h] * len(self.grid_dims), 4 * h])
+        return [*sites, Site("parameters", 1, self.parameters())]
 
     def parameters(self) -> dict[str, int]:
         """Counts of parameters: all ``elements``, and of them those that can be ``split`` over features."""

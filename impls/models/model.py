@@ -39,7 +39,7 @@ class Model(ABC):
         return []
 
     def shrunk(self) -> Model:
-        """The same layers in sizes for verification, without dropout; this base: the model itself."""
+        """The same layers in small sizes and without dropout, for verification; here the model itself."""
         return self
 
     def tokens(self, batch: int, seq_len: int) -> int:

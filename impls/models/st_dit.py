@@ -90,11 +90,11 @@ class StDitModel(GridModel):
         one_stage_only("st-dit", stage)
         h = self.hidden
         # attention in space, in time and to the text, then the MLP
-        found = self.block_sites(batch, self.sizes(seq_len), [h, h, h, 4 * h])
+        sites = self.block_sites(batch, self.sizes(seq_len), [h, h, h, 4 * h])
         text = {"B": batch, "W": self.text_tokens, "H": h, "F": 2 * h}
-        found.append(Site("linear_in_text", self.layers, text, self.checkpointing))
-        found.append(Site("parameters", 1, self.parameters()))
-        return found
+        sites.append(Site("linear_in_text", self.layers, text, self.checkpointing))
+        sites.append(Site("parameters", 1, self.parameters()))
+        return sites
 
     def parameters(self) -> dict[str, int]:
         """Counts of parameters: all ``elements``, and of them those that can be ``split`` over features."""
@@ -261,8 +261,8 @@ PRESETS = {
     # large as those of the XL, and enough of them for 32 ranks of those strategies that split heads
     "st-dit-3b": StDitModel(layers=36, hidden=2048, heads=32),
     # for verification: heads and frames that divide by 1, 2, 3 and 4, and of 24 positions 2 a frame, which 3
-    # and 4 do not divide. Few features and a large epsilon, for attention to what is not normalised first
-    # soon has no gradient but noise in half precisions
+    # and 4 do not divide. Few features and a large epsilon: in half precisions the gradients of attention to
+    # inputs that are not normalised are soon only noise
     "st-dit-tiny": StDitModel(
         layers=2,
         hidden=24,

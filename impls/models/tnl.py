@@ -28,7 +28,7 @@ def slopes(heads: int) -> list[float]:
 
 
 def decay_rates(heads: int, layer: int, layers: int) -> list[float]:
-    """Of each head in a layer: the slopes in the first, falling linearly to almost nothing in the last."""
+    """The decay rate of each head of a layer: its slope in the first layer, almost zero in the last."""
     share = 1 - layer / max(1, layers - 1) + 1e-5  # the released code's bound away from zero
     return [share * slope for slope in slopes(heads)]
 

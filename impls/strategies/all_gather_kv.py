@@ -73,19 +73,19 @@ def gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _keys_and_values(parts: Tensor, owners: slice, theirs: slice) -> tuple[Tensor, Tensor]:
-    """Of :func:`gathered` the k and v [B, Z, keys, A] of some owners, one after another."""
+    """k and v [B, Z, keys, A] of some owners, one after another, from what :func:`gathered` returns."""
     k, v = parts[owners, theirs].flatten(0, 1).permute(2, 1, 3, 0, 4).unbind()
     return k, v
 
 
 def _block_of(parts: Tensor, owner: int) -> Tensor:
-    """Of :func:`gathered` k and v of an owner, [2, B, L/N, Z, A]."""
+    """k and v of one owner, [2, B, L/N, Z, A], from what :func:`gathered` returns."""
     return parts[owner].permute(2, 1, 0, 3, 4)
 
 
 def summed(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's k and v [B, Z, L/N, A], from those of every rank's that each rank has,
-    laid out as by :func:`gathered`."""
+    """The gradients of this rank's k and v [B, Z, L/N, A], summed over ranks that each have gradients of all
+    keys and values, laid out as by :func:`gathered`."""
     own = reduce_scatter_flat(gradients.flatten(), group).view(gradients.shape[1:])
     d_k, d_v = own.permute(2, 1, 3, 0, 4).unbind()
     return d_k, d_v
@@ -150,7 +150,7 @@ class _GatheredAttention(torch.autograd.Function):
         gradients = parts.new_zeros(parts.shape, dtype=state_dtype(k.dtype))
         for owners, mine, theirs, causal in joint_meetings(ctx.placement, group.rank(), group.size(), length):
             of_block = backward.of_block(mine, *_keys_and_values(parts, owners, theirs), causal)
-            met = gradients[owners, theirs]  # which no other meeting is of
+            met = gradients[owners, theirs]  # no other meeting writes here
             for i, x in enumerate(of_block):
                 met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
         del parts
@@ -170,9 +170,9 @@ class AllGatherKV(PlacedChunks):
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
-        # The last rank's peak is the largest too, but for one case: of two ranks placed zigzag, rank 0 has
-        # the gradients of all keys of the other at a time, and rank 1 those of half of them. (Zigzag with
-        # gradients round a ring, that half of a block is missing in the peak of the last of any number.)
+        # The last rank has the largest peak too, with two exceptions. Of two ranks placed zigzag, rank 0
+        # holds gradients of all keys of the other at once, rank 1 of half of them. With zigzag and gradients
+        # round a ring, the last rank's peak lacks half a block for any number of ranks.
         return [[1], [0]] if size == 2 else super().roles(axis, size)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:

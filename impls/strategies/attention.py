@@ -104,7 +104,7 @@ class AttentionHooks:
         if scores is None:
             return dropout_flash_attention(q, k, v, dropout, self.random.next_seed(axes))
         if into is not None:
-            # without a factor for what is there, it is not read
+            # the product does not add to this memory, so its old values are never read
             into.take((*q.shape[:3], k.shape[2]), q)
         products = strided_product(q, k.mT, q.shape[-1] ** -0.5)
         probabilities = softmax_of_scores(products, mask, fused=scores == "fused")

@@ -21,7 +21,7 @@ Block = tuple[slice, Tensor, Tensor, bool]
 
 
 def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
-    """Make of the attention (o, lse) to some keys, in place, that to a block of further keys too."""
+    """Merge the attention to a further block of keys into the attention (o, lse) so far, in place."""
     # exp(block_lse) / (exp(lse) + exp(block_lse)), the block's share of all weights
     share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
     o.lerp_(block_o.to(o.dtype), share)

@@ -12,8 +12,8 @@ R = TypeVar("R")
 
 
 def left_within(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Of a default of the interface of strategies: what the strategy within does, where there is one; else
-    what ``hook`` does for a single device. An override reaches both by ``super()``."""
+    """A default of the strategies' interface: it calls the strategy within, or ``hook``, which is the single
+    device, where there is none. An override reaches both by ``super()``."""
     name = hook.__name__
 
     @wraps(hook)

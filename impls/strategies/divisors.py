@@ -11,7 +11,7 @@ def divisors(total: int) -> list[int]:
 
 
 def nearest(sizes: Sequence[int], size: int) -> str:
-    """Of rising ``sizes`` the ones next below and next above ``size``, which is none of them: "4 or 6"."""
+    """The neighbours of ``size`` in the rising ``sizes``, which do not contain it: "4 or 6"."""
     below, above = [n for n in sizes if n < size], [n for n in sizes if n > size]
     return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
 

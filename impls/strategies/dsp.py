@@ -88,7 +88,7 @@ class DynamicSequenceParallel(GridChunks):
         return 1  # parts may be uneven
 
     def outside(self, site: Site) -> Site:
-        # of a grid that is cut now along one dim and now along another
+        # a grid is cut along one dim now and along another later, so every dim must be divisible
         for dim, size in enumerate(grid_of(site)):
             if size % self.size:
                 raise Unsupported(

@@ -50,9 +50,8 @@ class GroupedQueryLinear(nn.Module):
 
 @dataclass(frozen=True)
 class SharedGroupShard(Shard):
-    """Of a weight [G, (Z/G + 2) A, H] or its bias where ``parts`` ranks are ``replicas`` for each group: this
-    rank's share of the queries of one group, whose key and value (together ``shared`` rows) all replicas
-    hold."""
+    """This rank's part of a weight [G, (Z/G + 2) A, H] or its bias, where ``replicas`` of the ``parts`` ranks
+    share a group: some of the group's queries, and its key and value (``shared`` rows), which all hold."""
 
     replicas: int = 1
     shared: int = 0

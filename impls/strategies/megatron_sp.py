@@ -126,8 +126,8 @@ class SequenceVocabEmbedding(VocabParallelEmbedding):
 
 
 class _OfWholeText(ColumnParallelLinear):
-    """Of an input that every rank has whole, and to whose gradient each adds its columns' part alone: nothing
-    to gather, and nothing to scatter, for the gradients of what made the input are summed anyway."""
+    """A column-parallel projection of an input that every rank has whole, so nothing is gathered. Each rank
+    gives only its columns' part of the input's gradient; gradients of what made it are summed anyway."""
 
     forward = Linear.forward
 
@@ -149,14 +149,14 @@ class MegatronSP(GridChunks, TensorParallel):
         dims = {"Z": "attention heads", "F": "features"}
         return dims | ({"V": "vocabulary rows"} if self.options.vocabulary == "split" else {})
 
-    # inside a block all positions are there, as the strategy within leaves them; so is a weight with a column
-    # a position, whose gradient is then a sum over the heads of all ranks, as is that of what heads share
+    # Inside a block a rank has all positions, so these hooks are those of a single device. Each rank's heads
+    # make a part of the gradient of a weight with a column for each position, and of one that heads share.
     grid_attention = Strategy.grid_attention
     block_part = Strategy.block_part
     sequence_parameter = Strategy.sequence_parameter
     project_sequence = Strategy.project_sequence
     shared_by_heads = Strategy.shared_by_heads
-    # what goes to another stage is a part already
+    # hidden states between blocks are chunks already: each rank sends its own
     wire_axes = Strategy.wire_axes
     to_wire = Strategy.to_wire
     from_wire = Strategy.from_wire

@@ -68,7 +68,7 @@ class Nesting:
     @cached_property
     def axes_of(self) -> tuple[tuple[str, ...], ...]:
         """The axes of each class."""
-        found: list[tuple[str, ...]] = []
+        of_classes: list[tuple[str, ...]] = []
         taken: set[str] = set()
         for cls in self.classes:
             axes = cls.axes
@@ -77,9 +77,9 @@ class Nesting:
                 if len(axes) > 1 or not free:
                     raise ValueError(f"{self.name}: no axis is left for {cls.name}")
                 axes = (free[0],)
-            found.append(axes)
+            of_classes.append(axes)
             taken.update(axes)
-        return tuple(found)
+        return tuple(of_classes)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ class ParameterHooks:
     @property_left_within
     def position_axes(self) -> tuple[str, ...]:
         """The axes over which the positions of hidden states between blocks are spread. Each of their ranks
-        draws its own dropout and computes its share of the loss, which is one sum over all positions. So of
-        the gradient of a parameter that all of them hold each rank has a part of the sum."""
+        draws its own dropout and computes its share of the loss, a sum over all positions. So each rank has
+        only a part of the gradient of a parameter that all of them hold."""
         return ()
 
     @left_within
@@ -41,8 +41,8 @@ class ParameterHooks:
     @final
     def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The axes over which this parameter's gradient must be summed: those over which positions are
-        spread, without the one over which the parameter itself is split. (A rank that alone holds a part of a
-        parameter sees all positions there, and has the whole gradient of that part.)"""
+        spread, except the axis over which the parameter itself is split. (The one rank that holds a part of a
+        parameter applies it to all positions, so it has that part's whole gradient.)"""
         shard = shard_of(parameter)
         return self._summed_over(() if shard is None else (shard.axis,))
 

@@ -79,8 +79,8 @@ class PlacedChunks(GridChunks):
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
-        # one set, though with a causal mask their programs differ: all send the same, and none has more to
-        # attend to than the last rank, which therefore stands for the set
+        # With a causal mask the ranks' programs differ, but all send the same, and none attends to more keys
+        # than the last rank. So all ranks are one set, and the last rank stands for it.
         return [[size - 1, *range(size - 1)]]
 
     @property

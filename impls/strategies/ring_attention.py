@@ -39,9 +39,9 @@ def _keys_and_values(block: Sequence[Tensor]) -> Sequence[Tensor]:
     return block[0].unbind() if len(block) == 1 else block
 
 
-def _accumulate(sums: Sequence[Tensor], found: BlockGradients, *, first: bool) -> None:
+def _accumulate(sums: Sequence[Tensor], contribution: BlockGradients, *, first: bool) -> None:
     """Add the gradients of a block's keys and values to their sums, or begin the sums with them."""
-    *gradients, part = found
+    *gradients, part = contribution
     for total, gradient in zip(_keys_and_values(sums), gradients, strict=True):
         if first:
             total[part].copy_(gradient)
@@ -55,12 +55,14 @@ def gradients_round(
     of_block: Callable[..., BlockGradients | None],
     everywhere: Callable[[int], Sequence[Tensor]] | None = None,
 ) -> Sequence[Tensor]:
-    """The gradients of this rank's k and v, to which every rank contributes ``of_block(owner, k, v)``, or
-    nothing where that is None; to its own it contributes those of all positions.
+    """The gradients of this rank's k and v, summed over the contributions of all ranks.
 
-    ``block`` is (k, v), or the two in one tensor [2, ...], which makes one message a step of two. The sums
-    travel behind the blocks, in at least float32, for they are added to N times. ``everywhere`` has the block
-    of each owner where it is here already; then the sums travel alone.
+    A rank contributes ``of_block(owner, k, v)`` to the block of each owner, or nothing where that is None.
+    Its contribution to its own block covers all positions.
+
+    ``block`` is (k, v), or the two in one tensor [2, ...], so that a step sends one message, not two. The
+    sums travel behind the blocks, in at least float32, as N ranks add to them. ``everywhere`` holds every
+    owner's block if they are here already; then the sums travel alone.
     """
     precise, ring = state_dtype(block[0].dtype), Ring(group)
     if everywhere is None:
@@ -68,12 +70,12 @@ def gradients_round(
     else:
         blocks = ((owner, tuple(everywhere(owner))) for owner in owners_in_turn(group))
     for owner, passing in blocks:
-        found = of_block(owner, *_keys_and_values(passing))
+        contribution = of_block(owner, *_keys_and_values(passing))
         own = owner == group.rank()
         sums = [x.new_empty(x.shape, dtype=precise) for x in block] if own else ring.finish()
-        if found is not None:
-            _accumulate(sums, found, first=own)
-        del found  # else a rank that adds nothing to the next blocks would hold it until it does
+        if contribution is not None:
+            _accumulate(sums, contribution, first=own)
+        del contribution  # a rank that adds nothing to the next blocks must not hold it until it does
         ring.start(*sums)
     return [x.to(block[0].dtype) for x in _keys_and_values(ring.finish())]
 

@@ -53,7 +53,7 @@ class SequenceChunks(Strategy):
 
     @property
     def sequence_part(self) -> int:
-        # of each part that the strategy within makes this one makes parts
+        # this strategy cuts each part of the strategy within into parts of its own
         return super().sequence_part * self.size + self.rank
 
     @property

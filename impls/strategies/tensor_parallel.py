@@ -83,7 +83,7 @@ class TensorParallel(Strategy):
         ]
         for total, what in totals:
             if total % size:
-                # what else must be divisible too; but the vocabulary is padded to suit any number of ranks
+                # N must divide the other totals too, except the vocabulary, which is padded to suit any N
                 common = math.gcd(*(t for t, w in totals if w == what or w != "vocabulary rows"))
                 raise Unsupported(
                     f"{total} {what} cannot be split over {size} ranks",
@@ -208,7 +208,7 @@ class TensorParallel(Strategy):
         return ColumnParallelGroupedQuery(in_features, head_size, heads, kv_heads, self, bias=bias)
 
     def shared_by_heads(self, weight: Tensor) -> Tensor:
-        # this rank's heads make only their part of its gradient
+        # the heads of this rank make only a part of the weight's gradient
         return super().shared_by_heads(copy_to_group(weight, self.group))
 
     def linear_out(self, in_features: int, out_features: int) -> Linear:
@@ -250,7 +250,7 @@ class TensorParallel(Strategy):
         if self.gathers_logits:
             whole = gather_from_group(logits, logits.ndim - 1, self.group)
             return Strategy.cross_entropy(self, whole, labels, fused=fused)
-        # split over the vocabulary there is only the fused way
+        # logits split over the vocabulary have the fused loss only
         return vocab_parallel_cross_entropy(logits, labels, self.group)
 
     def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:

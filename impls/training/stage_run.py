@@ -61,7 +61,7 @@ class StageRun:
             y.data = y.new_empty(1)
 
     def receive_buffer(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """A place for what another stage sends of a micro-batch with these inputs."""
+        """Memory for the hidden states that another stage sends of a micro-batch with these inputs."""
         elements = self._boundary(inputs).numel() // self.strategy.wire_parts
         return torch.empty(elements, dtype=self.dtype, device=next(iter(inputs.values())).device)
 

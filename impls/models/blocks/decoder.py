@@ -30,9 +30,9 @@ from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.options import with_options
 from spbench.impls.strategies.base import Site, Strategy
 
-#: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. A norm makes something of size
-#: one of what is almost zero by chance, as a query's product with a key of 4 features can be; without so
-#: large an epsilon, half precisions would compare noise
+#: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. The epsilon of norms is large: a
+#: norm scales up what is almost zero by chance, as the product of a query and a key of 4 features can be, and
+#: half precisions would then compare noise
 TINY_SIZES: Mapping[str, Any] = {
     "layers": 2,
     "hidden": 48,
@@ -154,14 +154,14 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             for layer in run:
                 for site in self.mixing(layer).sites(self, batch, seq_len, again):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
-        found = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
-        found += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
+        sites = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
+        sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
         if self.cross_entropy == "in_place":
-            found = [
-                replace(s, kind="cross_entropy_in_place") if s.kind == "cross_entropy" else s for s in found
+            sites = [
+                replace(s, kind="cross_entropy_in_place") if s.kind == "cross_entropy" else s for s in sites
             ]
-        found.append(Site("parameters", 1, self.parameters(rows, stage)))
-        return found
+        sites.append(Site("parameters", 1, self.parameters(rows, stage)))
+        return sites
 
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
         """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features

@@ -67,9 +67,9 @@ class Decoder(nn.Module):
                 x = recomputed(self._run, self.strategy.random, x, places, names)
             else:
                 x = self._run(x, places, names)
-        found = {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
+        outputs = {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
         del mask
-        return found
+        return outputs
 
     def _places_like(self, x: Tensor) -> Places:
         """Made for each forward; libraries make them once."""

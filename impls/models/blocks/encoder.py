@@ -103,7 +103,7 @@ class EncoderAttention(nn.Module):
         return self.out.project(y.transpose(1, 2).flatten(2))
 
     def attend_in_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Of views of one projection, which is kept as it is."""
+        """Attention to views of one projection, which is kept as it is."""
         into = self.strategy.buffer if self.model.library == "megatron-local" else None
         dropout = self.model.dropout
         return self.strategy.whole_attention(q, k, v, dropout=dropout, scores="fused", into=into, mask=mask)

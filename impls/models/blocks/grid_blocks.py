@@ -113,13 +113,13 @@ class GridModel(AttentionHeads, Model):
         """What all blocks ask for: projections from H to so many features and back, and attention along the
         dim of each of :meth:`stages`."""
         grid, again = {"B": batch, **grid_letters(sizes)}, self.checkpointing
-        found = [
+        sites = [
             Site(kind, self.layers, {**grid, "H": self.hidden, "F": width}, again)
             for width in projections
             for kind in ("linear_in", "linear_out")
         ]
         heads = {**grid, "H": self.hidden, "Z": self.heads, "A": self.head_size}
-        return found + [Site("full_attention", 1, {**heads, "along": dim}, again) for dim in self.stages()]
+        return sites + [Site("full_attention", 1, {**heads, "along": dim}, again) for dim in self.stages()]
 
 
 def one_stage_only(model: str, stage: Stage) -> None:

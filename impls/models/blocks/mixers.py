@@ -212,10 +212,10 @@ class LinearAttention:
         """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
         width = (2 if self.lrpe else 1) * model.head_size
-        found = [Site("linear_attention", 1, dims | {"D": width}, again)]
+        sites = [Site("linear_attention", 1, dims | {"D": width}, again)]
         if model.attention_norm == "hidden":
-            found.append(Site("feature_norm", 1, dims, again))
-        return found
+            sites.append(Site("feature_norm", 1, dims, again))
+        return sites
 
 
 class LinearAttentionMixer(nn.Module):

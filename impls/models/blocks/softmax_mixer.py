@@ -72,16 +72,16 @@ class SoftmaxAttention:
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
         """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
-        heads, found = {"Z": model.heads, "A": model.head_size}, []
+        heads, sites = {"Z": model.heads, "A": model.head_size}, []
         if self.by_groups(model):
             heads["G"] = model.kv_heads or model.heads
             bias = {"bias": 1} if self.bias else {}
-            found.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
+            sites.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
         if model.qk_norm:
-            found.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
+            sites.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
-        return [*found, Site(kind, 1, {"B": batch, "L": seq_len} | heads, again)]
+        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads, again)]
 
 
 class SoftmaxAttentionMixer(nn.Module):

@@ -61,18 +61,18 @@ class WordPieces:
 
     def _of_word(self, word: str) -> list[int]:
         if word not in self._pieces:
-            found: list[int] = []
+            pieces: list[int] = []
             start = 0
             while start < len(word):
                 mark = "##" if start else ""
                 ends = range(len(word), start, -1)
                 end = next((end for end in ends if mark + word[start:end] in self.ids), 0)
                 if not end:
-                    found = [UNKNOWN]
+                    pieces = [UNKNOWN]
                     break
-                found.append(self.ids[mark + word[start:end]])
+                pieces.append(self.ids[mark + word[start:end]])
                 start = end
-            self._pieces[word] = found
+            self._pieces[word] = pieces
         return self._pieces[word]
 
 
@@ -91,12 +91,12 @@ class Corpus:
     def take(self, start: int, room: int) -> tuple[list[int], int]:
         """At most ``room`` tokens of sentence ``start`` and those that follow in its document, the last
         one cut; and the number of the sentence after them."""
-        found: list[int] = []
+        tokens: list[int] = []
         at = start
-        while at < len(self.sentences) and len(found) < room and self.documents[at] == self.documents[start]:
-            found += self.sentences[at]
+        while at < len(self.sentences) and len(tokens) < room and self.documents[at] == self.documents[start]:
+            tokens += self.sentences[at]
             at += 1
-        return found[:room], at
+        return tokens[:room], at
 
 
 @cache
@@ -157,12 +157,12 @@ def causal_language_batches(
 def _stream(vocabulary: int) -> Tensor:
     """All documents, one after another."""
     text = corpus(vocabulary)
-    found: list[int] = []
+    tokens: list[int] = []
     for number, (sentence, document) in enumerate(zip(text.sentences, text.documents, strict=True)):
-        found += sentence
+        tokens += sentence
         if number + 1 == len(text.documents) or text.documents[number + 1] != document:
-            found.append(SEP)
-    return torch.tensor(found)
+            tokens.append(SEP)
+    return torch.tensor(tokens)
 
 
 def _generator(seed: int, step: int) -> torch.Generator:

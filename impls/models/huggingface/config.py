@@ -119,8 +119,8 @@ def _shown(value: Any) -> str:
 def families() -> Mapping[str, type[Config]]:
     """The class of each family, by ``model_type``: those of this package, and those that plug-ins add by
     entry points of the group ``spbench.config_families``."""
-    found = named_classes(__package__, Config, "spbench.config_families")
-    return {name: cls for name, cls in found.items() if name}
+    families = named_classes(__package__, Config, "spbench.config_families")
+    return {name: cls for name, cls in families.items() if name}
 
 
 def counting_fields(content: Mapping[str, Any]) -> dict[str, Any]:

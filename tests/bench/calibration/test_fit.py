@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,16 +16,12 @@ from spbench.bench.published.answers.tables import PublishedTable
 from spbench.bench.published.quantity_columns import PublishedRow
 
 
-@dataclass(frozen=True)
-class _Time:
-    step_time_s: float
-
-
 def known(size: int, compute_s: float, network_s: float, published: Calibration, noise: float = 1.0) -> Known:
     """A cell that computes and then communicates, and was published as under that calibration."""
 
     def simulator(c: Calibration) -> Any:
-        return _Time(compute_s / c.compute_efficiency + network_s / c.link_efficiency + c.step_overhead_s)
+        seconds = compute_s / c.compute_efficiency + network_s / c.link_efficiency + c.step_overhead_s
+        return SimpleNamespace(step_time_s=seconds)
 
     cell = Cell(model="bert-tiny", strategy="tensor_parallel", sizes=Sizes(tp=size), batch=8, seq_len=size)
     row = PublishedRow(1, {"size": str(size), "tokens": "1"})

@@ -11,7 +11,7 @@ from spbench.bench.commands.execution import draw_records
 from spbench.bench.commands.reproduce import RUNS
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.published.comparison import read_records
-from spbench.bench.reproduction.document import Pages
+from spbench.bench.reproduction.document import rendered_documents
 from spbench.bench.reproduction.findings import RECORDS, Findings
 from tests.bench.commands.conftest import Run
 from tests.bench.commands.test_cli import sweep_here
@@ -194,7 +194,7 @@ def test_the_text_is_what_the_files_give(spbench: Run) -> None:
     assert f"|  | t1: memory_mb | first | 2 | {memory} | 2 of 3 |  |\n" in page
     records, runs = (read_records(Path("results/reproduction", f"rsa{kind}.csv")) for kind in ("", "_runs"))
     found = Findings("rsa", records, runs, {"small": load_scenario("small.yaml").document})
-    assert [*Pages.of("rsa").rendered(found).values()] == [page, details]
+    assert [*rendered_documents(found).values()] == [page, details]
 
 
 def test_a_number_that_is_compared_several_times_counts_once(spbench: Run) -> None:

@@ -9,7 +9,7 @@ import pytest
 from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import read_records
-from spbench.bench.reproduction.document import Pages
+from spbench.bench.reproduction.document import FIRST_PAGE, check_documents, rendered_documents
 from spbench.bench.reproduction.findings import Findings, markdown
 from spbench.bench.reproduction.papers import papers, scenarios_of
 from spbench.bench.yaml_files import packaged
@@ -64,10 +64,11 @@ def test_the_committed_texts_are_what_the_committed_files_give(
 ) -> None:
     """`spbench reproduce PAPER --write` makes all of them; one committed without another is found out."""
     monkeypatch.chdir(ROOT)
-    found, documents = findings(paper), Pages.of(paper)
-    assert (documents.first is not None) == (paper == "measured")
-    documents.check(paper, found.scenarios)
-    for path, text in documents.rendered(found).items():
+    found = findings(paper)
+    check_documents(paper, found.scenarios)
+    documents = rendered_documents(found)
+    assert (FIRST_PAGE in documents) == (paper == "measured")
+    for path, text in documents.items():
         assert path.read_text() == text, path
     assert all(run["failed"] == "0" for run in found.runs)
 

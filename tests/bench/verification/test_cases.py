@@ -31,8 +31,7 @@ PARALLEL = [cls for cls in strategies().values() if cls.axes]
 
 
 def can_run(strategy: type[Strategy], model: str) -> bool:
-    """Whether a strategy has a way for all that the model asks for, on some number of ranks; and so on all,
-    for which the sizes of the tiny models are chosen, but for :func:`refused`."""
+    """Whether a strategy runs the model on some number of ranks, and so on 1 to 4 but for :func:`refused`."""
 
     def runs(size: int) -> bool:
         plan = strategy.planned(size)
@@ -46,8 +45,7 @@ def can_run(strategy: type[Strategy], model: str) -> bool:
 
 
 def refused(strategy: str, model: str) -> set[int]:
-    """Of 1 to 4 ranks, those that a strategy refuses which runs the model on others: 3 neither divide 4 heads
-    of keys and values nor are a multiple."""
+    """The refused numbers of ranks: 3 neither divide 4 heads of keys and values nor are a multiple."""
     return {3} if strategies()[strategy].splits_features and model.endswith("-gqa") else set()
 
 
@@ -59,9 +57,7 @@ ONE_OF_EACH_KIND = ["bert-tiny", "tnl-tiny", "st-dit-tiny"]
 
 
 def in_float64() -> Iterator[Any]:
-    """Strategies, models, ranks and parts. In every run a model of each kind of attention in all its parts,
-    and every other one of the other pairs as whole models with their variants; on three ranks: they have a
-    first, a middle and a last one, and divide few sizes."""
+    """Strategies, models, ranks and parts; by default on three ranks: a first, a middle and a last one."""
     for number, (strategy, model) in enumerate(product(strategies(), TINY)):
         whole = model not in ONE_OF_EACH_KIND
         marks = pytest.mark.slow if whole and number % 2 else ()

@@ -96,10 +96,7 @@ FAULTS: list[tuple[Case, tuple[str, ...]]] = [
     (of_grid(grid.PartsInWrongOrder, 8), ("output", "gradient of")),
     (of_grid(grid.PaddingAttendedTo, 6), ("output", "gradient of")),
     (of_grid(grid.PaddingInTheLoss, 6), ("output loss", "output noise_loss", "positions", "gradient of")),
-    (
-        of_grid(grid.TextCountedTwice, 12),
-        TEXT,
-    ),
+    (of_grid(grid.TextCountedTwice, 12), TEXT),
     (of_grid(grid.WeightCountedNTimes, 12), ("gradient of blocks",)),
     (of_grid(grid.LinesOfOneRankOnly, 12), ("output", "gradient of")),
 ]

@@ -13,12 +13,7 @@ import pytest
 from spbench.bench.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.verification.cases import VerifyRow
-from spbench.bench.verification.verdicts import (
-    VERDICTS_FILE,
-    kept_verdicts,
-    read_verdicts,
-    verified_code,
-)
+from spbench.bench.verification.verdicts import VERDICTS_FILE, kept_verdicts, read_verdicts, verified_code
 
 GREEN = VerifyRow(
     *("lasp", "tnl-tiny", "", "block", 2, "sp2", "fp64", 3, 24, "green"),

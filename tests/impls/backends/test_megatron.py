@@ -76,9 +76,6 @@ def test_gradients_and_updates_are_those_of_one_device(
     assert_right(pool, asked, Megatron)
 
 
-PIPELINE = {"dp": 2, "pp": 2}
-
-
 @pytest.mark.parametrize(
     ("fault", "strategy", "sizes", "options", "where"),
     [
@@ -89,7 +86,7 @@ PIPELINE = {"dp": 2, "pp": 2}
         (faults.UpdatedFromTheNextElement, "single", {"dp": 2}, SHARDED, "weight 0"),
         (faults.WeightsNotGathered, "single", {"dp": 2}, SHARDED, "gradient 1"),
         (faults.WeightsNotGatheredInForward, "single", {"dp": 2}, GATHERED_LATE, "gradient 1"),
-        (faults.TiedEmbeddingNotSummed, "single", PIPELINE, SHARDED, "gradient 0"),
+        (faults.TiedEmbeddingNotSummed, "single", {"dp": 2, "pp": 2}, SHARDED, "gradient 0"),
     ],
 )
 def test_planted_faults_are_seen(

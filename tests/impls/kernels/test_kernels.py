@@ -50,7 +50,9 @@ def test_masked_softmax(way: str, mask: str, queries: int) -> None:
         return masked_softmax(scores, hidden, 0.3, way) * 1.0
 
     scores = made(2, 2, queries, 20)
+    before = scores.detach().clone()
     assert_same(ours, plain, scores)
+    assert torch.equal(scores, before)
     assert gradcheck(ours, (scores,), fast_mode=True)
 
 
@@ -68,14 +70,6 @@ def test_query_without_a_key_attends_to_all_alike(way: str) -> None:
     none = torch.ones(1, 1, 2, 4, dtype=torch.bool)
     probabilities = masked_softmax(made(1, 1, 2, 4), none, 1.0, way)
     torch.testing.assert_close(probabilities, torch.full_like(probabilities, 0.25))
-
-
-@pytest.mark.parametrize(("way", "queries"), [("fused", 8), ("plain", 8), ("megatron", 8), ("megatron", 7)])
-def test_softmax_leaves_the_scores_alone(way: str, queries: int) -> None:
-    scores = made(1, 4, queries, 20)
-    before = scores.detach().clone()
-    masked_softmax(scores, MASKS["keys"], 1.0, way)
-    torch.testing.assert_close(scores.detach(), before, rtol=0, atol=0)
 
 
 def test_what_megatron_fuses() -> None:
@@ -261,6 +255,8 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "linear_attention_input_gradients": (scores, scores, v, v, rates, states, None, d_states, before, 3),
         "rms_norm": (x, row, 1e-6),
         "rms_norm_backward": (y, x, statistics, row),
+        "rms_norm without a weight": (x, None, 1e-6),
+        "rms_norm_backward without a weight": (y, x, statistics, None),
         "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5, False),
         "masked_softmax_backward_": (scores.clone(), scores, 0.5),
         **_library_arguments(x, y, q, k, lse),
@@ -288,26 +284,16 @@ def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) 
     }
 
 
-def check_fake(name: str, arguments: tuple[Any, ...]) -> None:
-    """The declared mutation, and that shapes, dtypes, strides and devices agree."""
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=tests)
-
-
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", _arguments(torch.float32, False))
 def test_fake_is_like_the_real_operator(name: str, dtype: torch.dtype, transposed: bool) -> None:
-    check_fake(name, _arguments(dtype, transposed)[name])
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward"])
-def test_fake_is_like_the_real_operator_without_a_weight(name: str) -> None:
-    given = _arguments(torch.bfloat16, False)[name]
-    check_fake(name, tuple(None if isinstance(x, Tensor) and x.ndim == 1 else x for x in given))
+    """The declared mutation, and that shapes, dtypes, strides and devices agree."""
+    operator, tests = getattr(OPS, name.split()[0]).default, ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, _arguments(dtype, transposed)[name], test_utils=tests)
 
 
 def test_every_operator_is_checked() -> None:
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("spbench::"))
     registered = {name.split("::")[1].split(".")[0] for name in names}
-    assert registered == set(_arguments(torch.float32, False))
+    assert registered == {name.split()[0] for name in _arguments(torch.float32, False)}

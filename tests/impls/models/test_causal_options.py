@@ -65,11 +65,3 @@ def test_wide_heads_send_what_the_closed_form_says(strategy: str, sizes: dict[st
     assert measured.status == "ok", measured.reason
     assert measured.formula_difference == []
     assert measured.communication
-
-
-def test_a_head_size_counts_in_parameters() -> None:
-    for options in ({}, {"kv_heads": 4}, {"qkv_bias": True}):
-        model = tiny(head_dim=8, **options)
-        built = sum(p.numel() for p in model.build(Strategy(), 24).parameters())
-        (site,) = (site for site in model.sites(1, 24) if site.kind == "parameters")
-        assert site.dims["elements"] == built

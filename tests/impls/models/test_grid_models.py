@@ -38,16 +38,6 @@ def test_size_as_published(name: str, published: float) -> None:
     assert built_parameters(grid_model(name), 16 * 1024) == pytest.approx(published, rel=0.06)
 
 
-@pytest.mark.parametrize(
-    "name", ["st-dit-xl", "st-dit-tiny", "transformer-2d", "transformer-2d-tiny", "transformer-3d-tiny"]
-)
-def test_closed_form_of_the_size(name: str) -> None:
-    model = grid_model(name, layers=3)
-    seq_len = 192
-    (counted,) = [site.dims for site in model.sites(1, seq_len) if site.kind == "parameters"]
-    assert counted["elements"] == built_parameters(model, seq_len)
-
-
 def test_a_token_is_a_patch() -> None:
     """A frame of 32 x 32 latent positions is 256 tokens of 2 x 2."""
     model = grid_model("st-dit-xl", temporal=16)

@@ -199,15 +199,9 @@ def test_baselines_cut_any_dim(pool: RankPool, strategy: str, grid_dim: int) -> 
     assert_green(pool, case_of(strategy, model, 64, grid_dim=grid_dim), 4)
 
 
-@pytest.mark.parametrize("backend", ["ddp", "zero3", "fsdp_flat"])
-def test_backends(pool: RankPool, backend: str) -> None:
-    model = model_preset("st-dit-tiny", ST_DIT)
-    assert_green(pool, case_of("dsp", model, 15, backend=backend), 3)
-
-
-def case_of(strategy: str, model: Model, seq_len: int, backend: str = "legacy_ddp", **options: int) -> Case:
+def case_of(strategy: str, model: Model, seq_len: int, **options: int) -> Case:
     cls = strategy_class(strategy)
-    return Case(cls, model, "model", batch=1, seq_len=seq_len, options=options, backend=backend)
+    return Case(cls, model, "model", batch=1, seq_len=seq_len, options=options)
 
 
 @pytest.mark.parametrize("strategy", ["dsp", "ulysses", "megatron_sp", "ring_attention"])
