@@ -11,12 +11,12 @@ from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame, isna
 
 from spbench.plots.axes import figure_of, set_ticks
 from spbench.plots.grid import Drawn, Panel
+from spbench.plots.marks import legend_marker
 from spbench.plots.paper import PAGE_INCHES
 from spbench.plots.style import GREY, INK, TIMES, number, shortened
 
@@ -128,11 +128,7 @@ def _wrapped(name: str) -> str:
 def _entries(claims: Sequence[DrawnClaim]) -> list[Artist]:
     """Legend entries of the roles other than predictions that the claims have."""
     roles = {claim.role for claim in claims}
-    return [
-        Line2D([], [], marker="o", color=INK, markerfacecolor=color, linestyle="none", label=label)
-        for role, (color, label) in _ROLES.items()
-        if role in roles
-    ]
+    return [legend_marker(name, INK, face=face) for role, (face, name) in _ROLES.items() if role in roles]
 
 
 def _cells(claim: DrawnClaim) -> dict[str, str]:

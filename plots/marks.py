@@ -33,6 +33,13 @@ def status_mark(status: str, color: str = INK) -> Line2D:
     )
 
 
+def legend_marker(name: str, color: str, marker: str = "o", face: str = "") -> Line2D:
+    """The entry of a marker in a legend; without a colour of its face it has that of its edge."""
+    return Line2D(
+        [], [], linestyle="none", marker=marker, color=color, markerfacecolor=face or color, label=name
+    )
+
+
 def lost_notes(named: Iterable[tuple[str, Row]]) -> Iterator[str]:
     """A sentence for each named row that has no number, except those out of memory, with its reason."""
     for name, row in named:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from pandas import DataFrame
 
 from spbench.plots.axes import logarithmic_axis, set_ticks
 from spbench.plots.drawing import Drawing
 from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.marks import legend_marker
 from spbench.plots.series import Row
 from spbench.plots.style import GREY, category_colors, tick_texts
 
@@ -97,17 +97,11 @@ def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -
             gid=f"{column} {source} {role}",
         )
     sources, roles = dict.fromkeys(some["source"]), dict.fromkeys(some["role"])
-    entries = [_entry(source.replace("-", " "), colors[source], "o", filled=True) for source in sources]
+    entries = [legend_marker(source.replace("-", " "), colors[source]) for source in sources]
     for role in roles:
         marker, filled, name = _ROLES[role]
-        entries.append(_entry(name, GREY, marker, filled=filled))
+        entries.append(legend_marker(name, GREY, marker, "" if filled else "white"))
     return Drawn(published=entries)
-
-
-def _entry(name: str, color: str, marker: str, *, filled: bool) -> Line2D:
-    """A legend entry."""
-    face = color if filled else "white"
-    return Line2D([], [], linestyle="none", marker=marker, color=color, markerfacecolor=face, label=name)
 
 
 draw = Drawing("measured", _grid)

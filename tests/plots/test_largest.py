@@ -13,6 +13,7 @@ from matplotlib.patches import Rectangle
 from spbench.plots.drawing import Drawing
 from spbench.plots.largest import draw_max_batch, draw_max_seqlen
 from spbench.plots.paper import save
+from spbench.plots.series import differing_settings
 from spbench.plots.style import TIMES
 from tests.plots.drawn import (
     artists,
@@ -186,3 +187,11 @@ def test_nothing_fits_anywhere() -> None:
 def test_files(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     assert_valid(draw_max_seqlen(ROWS, pd.DataFrame(), folder), folder, "max_seqlen")
+
+
+def test_orders_of_the_mesh_are_told_apart() -> None:
+    rows: list[dict[str, Any]] = [searched("ring_self_attention", 8, 1000) for _ in range(2)]
+    for row, mesh in zip(rows, (None, ["sp", "dp"]), strict=True):
+        row["cell"] |= {"sizes": {"dp": 2, "sp": 8}, "mesh": mesh}
+    text = differing_settings(rows)
+    assert [text(row) for row in rows] == ["mesh default", "mesh sp dp"]

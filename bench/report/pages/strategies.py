@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.provenance import commit_of
 from spbench.bench.report import strategy_numbers as numbers
 from spbench.bench.report.docstrings import as_html, in_line
-from spbench.bench.report.gathered import CellResult, Gathered
+from spbench.bench.report.gathered import Gathered
 from spbench.bench.report.layer_chart import layer_chart
 from spbench.bench.report.page import DataTable, Page
 from spbench.bench.reproduction.strategy_traces import LAYERS, read_trace
@@ -97,7 +97,7 @@ def _peers() -> list[dict[str, Any]]:
 
 
 def _one(gathered: Gathered, cls: type[Strategy], verdicts: Sequence[Verdict]) -> Page:
-    name = cls.name
+    name, cells = cls.name, numbers.uses(cls.name, gathered.cells)
     return Page(
         path_of(name),
         strategy_name(name).capitalize() if strategy_name(name).islower() else strategy_name(name),
@@ -109,7 +109,9 @@ def _one(gathered: Gathered, cls: type[Strategy], verdicts: Sequence[Verdict]) -
             "options": [(f.name, f.default) for f in fields(cls.options_type)],
             "results": str(gathered.results),
             **_verification(name, verdicts),
-            **_cells(name, numbers.uses(name, gathered.cells)),
+            "cells": cells,
+            "wrong_cells": numbers.differing(cells),
+            "scenarios": numbers.scenario_lines(cells),
             **_step(gathered, name),
             **_layer(gathered, name),
         },
@@ -190,12 +192,4 @@ def _verification(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
             numbers.verdict_lines(own),
             sortable=True,
         ),
-    }
-
-
-def _cells(name: str, cells: Sequence[CellResult]) -> dict[str, Any]:
-    return {
-        "cells": cells,
-        "wrong_cells": numbers.differing(cells),
-        "scenarios": numbers.scenario_lines(cells),
     }
