@@ -38,7 +38,7 @@ class Document(BaseModel):
             real machines measured.
         inferred_from: settings chosen by looking at published numbers, and which these are.
         not_reproduced: one line for REPRODUCE.md: which published numbers are not met, and why.
-        figure: a module in plots/.
+        figure: the name of a figure of plots/, as `spbench list figures` tells it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
