@@ -12,15 +12,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from torch import Tensor
+
 Key = Callable[[int], Hashable]
-#: takes the number of steps, their keys and whether they are backed within the loop, and returns the steps
-#: that are to be run, in order
-StepChoice = Callable[[int, Key, bool], Iterator[int]]
+#: takes the number of steps, their keys, whether they are backed within the loop and the list of what they
+#: keep, and returns the steps that are to be run, in order
+StepChoice = Callable[[int, Key, bool, list[Tensor]], Iterator[int]]
 
 _choice: ContextVar[StepChoice | None] = ContextVar("step choice", default=None)
 
 
-def keyed_steps(size: int, key: Key, *, backward_within: bool = False) -> Iterable[int]:
+def keyed_steps(
+    size: int, key: Key, *, backward_within: bool = False, kept: list[Tensor] | None = None
+) -> Iterable[int]:
     """The steps 0 to size - 1 of a loop, in order; all of them, unless :func:`choosing_steps` is in effect.
 
     Args:
@@ -28,9 +32,11 @@ def keyed_steps(size: int, key: Key, *, backward_within: bool = False) -> Iterab
         key: of a step, all that its operators, their shapes and its messages depend on.
         backward_within: each step runs the backward of what this step or an earlier one computed, so that no
             graph of autograd depends on how many steps are run.
+        kept: a list to which each step may append what it made, without gradients, and from which none takes
+            anything. After the loop it has the tensors of all steps, also of those that were not run.
     """
     choice = _choice.get()
-    return range(size) if choice is None else choice(size, key, backward_within)
+    return range(size) if choice is None else choice(size, key, backward_within, [] if kept is None else kept)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.clusters.cluster import Cluster, load_cluster
-from spbench.bench.engines.plan import RankClass, model_parameters, plan, sending_class
+from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
 from spbench.bench.meters.communication import CommunicationMeter
 from spbench.bench.meters.memory import MemoryLog, Peak
@@ -140,14 +140,15 @@ class Trace:
         program = recorder.events.program() if recorder.events is not None else None
         return cls(cell, rank, log, recorder.communication, program, recorder.found())
 
-    def measurement(self, capacity: int | None) -> Measurement:
+    def measurement(self, capacity: int | None, planned: Plan | None = None) -> Measurement:
         """Memory and communication of the rank.
 
         Args:
             capacity: bytes of the card that tensors can have; status oom where a caching allocator would need
                 more. None: no limit.
+            planned: the cell's plan; None: it is made.
         """
-        planned, memory = plan(self.cell), RankMemory.of(self.memory, capacity)
+        planned, memory = planned or plan(self.cell), RankMemory.of(self.memory, capacity)
         peak, ranks = memory.peak, planned.class_of(self.rank)
         measurement = Measurement(
             peak_memory_bytes=peak.nbytes,
@@ -248,7 +249,8 @@ class ClassTraces:
     def by_class(self) -> list[Measurement]:
         """The measurement of each class, without times."""
         capacity = load_cluster(self.cell.cluster).usable_memory_bytes
-        return [trace.measurement(capacity) for trace in self.traces]
+        planned = plan(self.cell)
+        return [trace.measurement(capacity, planned) for trace in self.traces]
 
     def measurement(self) -> Measurement:
         """The cell's measurement, with times where the programs were recorded and the step fits."""

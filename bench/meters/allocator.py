@@ -71,19 +71,27 @@ class CachingAllocator:
         Raises:
             OutOfMemory: if the card has no room even after the cached segments are returned.
         """
-        size = max(GRANULE, -(-nbytes // GRANULE) * GRANULE)
+        return self.take(nbytes).address
+
+    def take(self, nbytes: int) -> _Block:
+        """The same, returning the block, which stays the same until it is given back."""
+        size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         small = size <= SMALL_LIMIT
         block = self._take(size, small) or self._new_segment(size, small)
         remaining = block.size - size
         if remaining >= GRANULE if small else remaining > SMALL_LIMIT:
             self._split(block, size)
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return block.address
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+        return block
 
     def free(self, address: int) -> None:
         """Give back what :meth:`malloc` returned."""
-        block = self._blocks[address]
+        self.give_back(self._blocks[address])
+
+    def give_back(self, block: _Block) -> None:
+        """Give back what :meth:`take` returned."""
         self.allocated -= block.size
         before, after = block.previous, block.next
         if before is not None and before.free:
@@ -188,23 +196,23 @@ def replay(
         stops: events, ascending, for :attr:`Replay.reserved`.
     """
     allocator = CachingAllocator(capacity)
-    addresses, blocks = [0] * len(sizes), [0] * len(sizes)
+    blocks = [0] * len(sizes)
+    held: dict[int, _Block] = {}
     reserved: list[int] = []
     bounds = [0, *stops, len(events)]
     for first, end in pairwise(bounds):
         for at in range(first, end):
             number = events[at]
             if number < 0:
-                if blocks[-number - 1]:
-                    allocator.free(addresses[-number - 1])
+                if -number in held:
+                    allocator.give_back(held.pop(-number))
             elif size := sizes[number - 1]:
-                before = allocator.allocated
                 try:
-                    addresses[number - 1] = allocator.malloc(size)
+                    held[number] = block = allocator.take(size)
                 except OutOfMemory as error:
                     peaks = allocator.peak_allocated, allocator.peak_reserved
                     return Replay(*peaks, blocks, reserved, at, error)
-                blocks[number - 1] = allocator.allocated - before
+                blocks[number - 1] = block.size
         reserved.append(allocator.peak_reserved)
     return Replay(
         allocator.peak_allocated, allocator.peak_reserved, blocks, reserved[: len(stops)], len(events)

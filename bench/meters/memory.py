@@ -245,32 +245,38 @@ class MemoryMeter(Meter):
         while is_traceable_wrapper_subclass(tensor):
             tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         storage = tensor.untyped_storage()
-        key = storage_key(storage)
-        if key in self._numbers or tensor.device.type != self.device:
+        if storage_key(storage) in self._numbers or tensor.device.type != self.device:
             return
-        log = self.log
-        number = len(log.sizes)
-        log.sizes.append(storage.nbytes())
-        log.events.append(number + 1)
+        number = len(self.log.sizes)
+        self.log.sizes.append(storage.nbytes())
+        self.log.events.append(number + 1)
+        self.set_number(storage, number)
+
+    def number(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a living storage; None: it is not known."""
+        return self._numbers.get(storage_key(storage))
+
+    def set_number(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Note that a storage whose birth is in the log has that number."""
+        key = storage_key(storage)
         self._numbers[key] = number
+        if key in self._watches:
+            return
 
         def dies(_: object) -> None:
-            log.events.append(-self._numbers.pop(key) - 1)
+            self.log.events.append(-self._numbers.pop(key) - 1)
             del self._watches[key]
 
         self._watches[key] = weakref.ref(storage, dies)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a known storage has been given another size: what it was dies, what it is is born."""
-        key = storage_key(storage)
-        if key not in self._numbers:
-            return
-        log, old = self.log, self._numbers[key]
-        if log.sizes[old] == storage.nbytes():
+        log, old = self.log, self.number(storage)
+        if old is None or log.sizes[old] == storage.nbytes():
             return
         log.events.append(-old - 1)
         log.sizes.append(storage.nbytes())
-        self._numbers[key] = new = len(log.sizes) - 1
+        self.set_number(storage, new := len(log.sizes) - 1)
         log.events.append(new + 1)
         if old in log.tags:
             log.tags[new] = log.tags[old]
@@ -278,7 +284,7 @@ class MemoryMeter(Meter):
     def tag(self, tensors: Iterable[Tensor], category: str, *, keep: bool = False) -> None:
         """Say what holds these tensors' storages; with ``keep`` an earlier tag stays."""
         for tensor in tensors:
-            number = self._numbers.get(storage_key(tensor))
+            number = self.number(tensor.untyped_storage())
             if number is not None and not (keep and number in self.log.tags):
                 self.log.tags[number] = category
 

@@ -12,8 +12,9 @@ which is the number of storages and events of one step. Two steps count as the s
 
 - sizes, tags and counts are equal, births, deaths, rows and the beginnings of phases are equal at that
   distance, and what dies or is waited for is no older than the first step of the key;
-- what lives at the end of one lives at the end of the other, at that distance (so a loop that gathers tensors
-  is run in full), and so does what is posted and not yet waited for;
+- what lives at the end of one lives at the end of the other, at that distance, and so does what is posted and
+  not yet waited for. So a loop that gathers tensors is run in full, unless it says in which list
+  (:mod:`spbench.bench.meters.kept_tensors`);
 - no other loop that began in a step outlived it, and autograd recorded nothing, whose graph would be shorter,
   unless each step runs the backward of an earlier one.
 
@@ -29,9 +30,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from spbench.bench.meters.communication import CommunicationMeter, Operation
 from spbench.bench.meters.event_log import EventLog
+from spbench.bench.meters.kept_tensors import KeptTensors
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.simulator.program import KERNEL, WAIT, EventRow
 from spbench.impls.keyed_steps import Key
@@ -71,7 +74,7 @@ class RepeatedSteps:
         self.memory, self.communication, self.events = memory, communication, events
         self._loops: list[_Loop] = []
 
-    def __call__(self, size: int, key: Key, backward_within: bool) -> Iterator[int]:
+    def __call__(self, size: int, key: Key, backward_within: bool, kept: list[Tensor]) -> Iterator[int]:
         """The steps to be run of a loop of ``size`` steps, in order; see :func:`keyed_steps`."""
         loop = _Loop(backward_within)
         loop.check_graph()
@@ -79,7 +82,7 @@ class RepeatedSteps:
         try:
             step = 0
             while step < size:
-                current, records = key(step), self._records()
+                current, records = key(step), self._records(kept)
                 while step < size and key(step) == current:
                     yield step
                     step += 1
@@ -88,8 +91,8 @@ class RepeatedSteps:
         finally:
             self._loops.remove(loop)
 
-    def _records(self) -> list[_Record]:
-        records: list[_Record] = [_StorageRecord(self.memory)]
+    def _records(self, kept: list[Tensor]) -> list[_Record]:
+        records: list[_Record] = [_StorageRecord(self.memory, kept)]
         if self.events is not None:
             records.append(_EventRecord(self.events))
         return [*records, _MessageRecord(self.communication)]
@@ -148,9 +151,9 @@ class _Written(NamedTuple):
 class _StorageRecord:
     """The births, deaths and tags of storages."""
 
-    def __init__(self, meter: MemoryMeter):
+    def __init__(self, meter: MemoryMeter, kept: list[Tensor]):
         self.meter, self.log = meter, meter.log
-        self._ends = [self._written()]
+        self._ends, self._kept = [self._written()], KeptTensors(kept, meter)
         self._living = _Unfinished()
 
     def _written(self) -> _Written:
@@ -159,7 +162,9 @@ class _StorageRecord:
 
     def end_step(self) -> None:
         changes = self.log.events[self._ends[-1].changes :]
-        lasting = self.log.workspaces  # a library's first product makes one, wherever it is
+        self._kept.end_step()
+        # a library's first product makes a workspace, wherever it is
+        lasting = self._kept.numbers.union(self.log.workspaces)
         self._living.end_step(
             (abs(change) - 1, change > 0) for change in changes if abs(change) - 1 not in lasting
         )
@@ -178,6 +183,7 @@ class _StorageRecord:
             and self.log.events[b.changes : c.changes] == _later_changes(before, births)
             and all(abs(change) > first.births for change in before)
             and self._living.is_that_of_the_step_before(births)
+            and self._kept.repeats(b.births, births)
             and self._tags(a, b) == self._tags(b, c)
             and self._tagged_at_once(a, b)
             and self._tagged_at_once(b, c)
@@ -204,6 +210,7 @@ class _StorageRecord:
                 again = range(end.births + place, end.births + place + times * births, births)
                 log.tags |= dict.fromkeys(again, tag)
         self.meter.renumber(first.births, times * births)
+        self._kept.repeat(times, births)
 
 
 def _later_changes(changes: Sequence[int], by: int) -> list[int]:

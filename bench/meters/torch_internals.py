@@ -110,6 +110,19 @@ def fake_tensor(
     return fake
 
 
+def fake_like(x: FakeTensor) -> FakeTensor:
+    """A tensor with the metadata of another, on a storage of its own."""
+    storage = torch.UntypedStorage(x.untyped_storage().nbytes(), device="meta")
+    attributes = {name: value for name, value in vars(x).items() if name != "fake_mode"}
+    metadata = tuple(x.shape), x.stride(), x.dtype, x.fake_device, attributes
+    return fake_tensor(x.fake_mode, *metadata, storage, int(x.storage_offset()))
+
+
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether more than one tensor lies on a storage, which Python knows by one name more."""
+    return bool(torch._C._storage_Use_Count(storage_key(storage)) > 2)
+
+
 @contextmanager
 def replaced(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
     """Inside, attributes of a module or class of torch are these.
@@ -173,6 +186,13 @@ def _storages_are_told_apart() -> bool:
     return storage_key(x) == storage_key(x[1:]) == storage_key(x.untyped_storage()) != storage_key(y)
 
 
+def _tensors_on_storages_are_counted() -> bool:
+    x = torch.empty(2)
+    alone = not is_shared(x.untyped_storage())
+    view = x[1:]
+    return alone and is_shared(view.untyped_storage())
+
+
 def _schemas_are_known() -> bool:
     schema, write = schema_of(torch.ops.aten.add_.Tensor), schema_of(torch.ops.aten.add_.Tensor).arguments[0]
     return schema.name == "aten::add_" and write.name == "self" and write.alias_info.is_write
@@ -191,6 +211,7 @@ def _backward_is_seen() -> bool:
 _EXPECTED: dict[str, Callable[[], bool]] = {
     "FakeTensor.__new__": _fakes_are_equal,
     "torch.UntypedStorage._cdata": _storages_are_told_apart,
+    "torch._C._storage_Use_Count": _tensors_on_storages_are_counted,
     "torch._ops.OpOverload._schema": _schemas_are_known,
     "torch._C._current_graph_task_id": _backward_is_seen,
 }

@@ -62,9 +62,9 @@ class Pipeline:
         count, stage = len(micro_batches), self.of_stage
         ahead = forwards_ahead(self.schedule, self.stage, count)
         held: deque[tuple[Tensor | None, Tensor]] = deque()
-        losses = []
+        losses: list[Tensor] = []
         arrived = None  # what came with the exchange after the last backward
-        for i in self._steps(count, ahead):
+        for i in self._steps(count, ahead, losses):
             inputs = micro_batches[i]
             with phase("forward"):
                 if i <= ahead:
@@ -91,13 +91,16 @@ class Pipeline:
                 self._exchange(inputs, send_backward=d_x)
         return summed(losses, micro_batches)
 
-    def _steps(self, count: int, ahead: int) -> Iterable[int]:
-        """The micro-batches whose forward is to be run, in order."""
+    def _steps(self, count: int, ahead: int, losses: list[Tensor]) -> Iterable[int]:
+        """The micro-batches whose forward is to be run, in order; each may append to ``losses``."""
         if self.counts_backwards:
             return range(count)
         # the first backward makes what the others add to, and the last micro-batch has none after it
         return keyed_steps(
-            count, lambda i: (i < ahead, i == 0, i == ahead, i == count - 1), backward_within=True
+            count,
+            lambda i: (i < ahead, i == 0, i == ahead, i == count - 1),
+            backward_within=True,
+            kept=losses,
         )
 
     def _exchange(

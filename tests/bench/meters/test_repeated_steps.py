@@ -75,9 +75,9 @@ class Steps:
         for module in (rings, all_gather_kv):
             monkeypatch.setattr(module, "keyed_steps", self)
 
-    def __call__(self, size: int, key: Key, *, backward_within: bool = False) -> Iterator[int]:
+    def __call__(self, size: int, key: Key, **how: Any) -> Iterator[int]:
         self.asked += size
-        for step in range(size) if self.whole else keyed_steps(size, key, backward_within=backward_within):
+        for step in range(size) if self.whole else keyed_steps(size, key, **how):
             self.run += 1
             yield step
 
@@ -291,7 +291,17 @@ def keeps_the_last_three(group: dist.ProcessGroup, x: Tensor) -> None:
         kept = [*kept[-2:], block + 1]
 
 
-@pytest.mark.parametrize("body", [sums, sums_while_it_sends, branches, rings_in_a_ring, keeps_the_last_three])
+def keeps_results(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    kept = [x + 1]
+    for _ in rings.keyed_steps(N, lambda step: step == 0, kept=kept):
+        y = (x * 2)[1:]
+        kept += [y.detach(), x.exp()]
+    return torch.cat(kept)
+
+
+@pytest.mark.parametrize(
+    "body", [sums, sums_while_it_sends, branches, rings_in_a_ring, keeps_the_last_three, keeps_results]
+)
 def test_a_loop_that_settles_is_shortened(body: Body, steps: Steps) -> None:
     check_loops(body, steps)
     assert steps.run < steps.asked
@@ -371,9 +381,51 @@ def fills_buffers_later(group: dist.ProcessGroup, x: Tensor) -> None:
         exchange([], [(buffers[0], 0)], group)
 
 
+def keeps_and_uses_again(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
+    kept: list[Tensor] = []
+    last: list[Tensor] = []
+    for _ in rings.keyed_steps(N, lambda step: 0, kept=kept):
+        kept.append(x + 1)
+        last = [*last[-2:], kept[-1][1:]]
+    kept.clear()
+    return last
+
+
+def keeps_what_the_step_before_made(group: dist.ProcessGroup, x: Tensor) -> None:
+    kept: list[Tensor] = []
+    for _ in rings.keyed_steps(N, lambda step: 0, kept=kept):
+        kept.append(x)
+        x = x + 1
+
+
+def keeps_the_last_in_its_list(group: dist.ProcessGroup, x: Tensor) -> None:
+    kept: list[Tensor] = []
+    for _ in rings.keyed_steps(N, lambda step: 0, kept=kept):
+        kept[:] = [x + 1]
+
+
+def keeps_more_and_more(group: dist.ProcessGroup, x: Tensor) -> None:
+    kept: list[Tensor] = []
+    for step in rings.keyed_steps(N, lambda step: 0, kept=kept):
+        made = [x + 1 for _ in range(N)]
+        kept += made[:step]
+
+
+def keeps_other_parts(group: dist.ProcessGroup, x: Tensor) -> None:
+    kept: list[Tensor] = []
+    for step in rings.keyed_steps(N, lambda step: 0, kept=kept):
+        made = x + 1, x * 2
+        kept += made if step % 2 else made[::-1]
+
+
 @pytest.mark.parametrize(
     "body",
     [
+        keeps_and_uses_again,
+        keeps_what_the_step_before_made,
+        keeps_the_last_in_its_list,
+        keeps_more_and_more,
+        keeps_other_parts,
         gathers,
         gathers_results,
         frees_what_was_there,
