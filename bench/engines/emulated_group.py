@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.engines.virtual import fake_mesh
-from spbench.bench.meters.torch_internals import without_dispatch
+from spbench.bench.meters.torch_internals import FakeProcessGroup, without_dispatch
 
 BACKEND = "emulated"
 DEVICES = ("cpu", "cuda")
