@@ -78,6 +78,7 @@ def sweep(
     todo = sorted(unfinished(cells, results), key=_relative_cost, reverse=True)
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest(cell) for cell in todo}
+    project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track
     refused = unproven(todo)
     measured = [cell for cell in todo if cell.key not in refused]
     spread, together, alone = _by_place(measured, executor)
@@ -89,7 +90,7 @@ def sweep(
             _outcomes(together, jobs or usable_cores(), own, on_start),
             _outcomes(alone, 1, own, on_start),
         ):
-            row = as_row(cell, outcome, made_by[cell.key])
+            row = as_row(cell, outcome, made_by[cell.key], project)
             results.append(row)
             on_end(row)
     except BaseException:
@@ -129,11 +130,14 @@ def _outcomes(
         yield from crew.ended()
 
 
-def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = None) -> Row:
+def as_row(
+    cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = None, project: str | None = None
+) -> Row:
     """The result row of a cell.
 
     Args:
         made_by: the cell's digest when it began; None: as it is now.
+        project: the commit of the project that it was run in (:func:`project_commit`).
     """
     row: Row = {
         "key": cell.key,
@@ -146,7 +150,7 @@ def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = Non
         "digest": digest(cell) if made_by is None else made_by,
         "provenance": outcome.provenance or provenance(),
     }
-    if project := project_commit(Path.cwd()):
+    if project:
         row["provenance"] = {**row["provenance"], "project_commit": project}
     row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
     return row if outcome.final else row | {"final": False}
