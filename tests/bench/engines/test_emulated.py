@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell, Measurement
 from spbench.bench.engines import emulated, virtual
-from spbench.bench.engines.emulated import EmulatedEngine, memory_fraction
-from spbench.bench.engines.emulated_group import EmulatedGroup, emulated_mesh
+from spbench.bench.engines.emulated import BACKEND, EmulatedEngine, EmulatedGroup, memory_fraction
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.traces import Trace
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.engines.virtual import VirtualEngine, fake_mesh
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search import search
 from spbench.bench.search.search import largest_fitting
@@ -63,7 +62,7 @@ def cell_of(strategy: str, model: str, **changes: Any) -> Cell | None:
 
 def played(cell: Cell, rank: int) -> tuple[Trace, list[float]]:
     """The trace of a rank with real values, and the losses of its next two steps."""
-    with emulated_mesh(cell.mesh_sizes, rank) as mesh:
+    with fake_mesh(cell.mesh_sizes, rank, backend=BACKEND) as mesh:
         recorder, training, inputs = emulated._metered(cell, mesh, events=True)
         trace = Trace.of(cell, rank, recorder)
         return trace, [float(training.step(inputs)) for _ in range(2)]
@@ -185,7 +184,7 @@ WRITTEN = {
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_what_is_received_is_finite(collective: str) -> None:
     whole = poisoned(16, 3)
-    with emulated_mesh({"sp": 4}, 1):
+    with fake_mesh({"sp": 4}, 1, backend=BACKEND):
         COLLECTIVES[collective](torch.randn(4, 3), whole)
     assert whole[: WRITTEN[collective]].isfinite().all()
     assert whole[WRITTEN[collective] :].isnan().all()
@@ -195,7 +194,7 @@ def test_a_part_in_its_place_is_gathered_where_it_is() -> None:
     """As fully_shard does, whose part lies in the whole."""
     whole = poisoned(4, 3)
     whole[1] = torch.arange(3.0)
-    with emulated_mesh({"sp": 4}, 1):
+    with fake_mesh({"sp": 4}, 1, backend=BACKEND):
         dist.all_gather_into_tensor(whole, whole[1:2])
     assert (whole == torch.arange(3.0)).all()
 
