@@ -32,7 +32,6 @@ NOT_MEASURING = frozenset(
             "errors.py",
             "git.py",
             "json_values.py",
-            "machine.py",
             "measuring_code.py",
             "provenance.py",
         ),

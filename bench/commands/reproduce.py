@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -65,21 +65,13 @@ class Reproduction:
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed
-def command(
-    paper: str,
-    all_variants: bool,
-    jobs: int | None,
-    executor: str | None,
-    output: Path | None,
-    fresh: bool,
-    write: bool,
-) -> Iterator[Output]:
+def command(output: Path | None, **asked: Any) -> Iterator[Output]:
     """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours;
     `strategies` makes the rows and traces of the strategies' pages.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
-    return reproduce(Reproduction(paper, all_variants, jobs, executor, output or FOLDER, fresh, write))
+    return reproduce(Reproduction(output=output or FOLDER, **asked))
 
 
 def reproduce(request: Reproduction) -> Iterator[Output]:

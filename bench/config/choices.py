@@ -15,7 +15,7 @@ from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engines
 from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.meters.registry import meters
+from spbench.bench.meters.meter import meters
 from spbench.bench.search.quantities import Candidates, quantities
 from spbench.bench.training_options import TrainingOptions
 from spbench.impls import loose_files

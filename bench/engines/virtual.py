@@ -24,8 +24,8 @@ from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.setup import record_step, workspace_bytes
 from spbench.bench.engines.traces import ClassTraces, Trace, can_time
 from spbench.bench.meters.fast_recorder import FastRecorder
+from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.meters.registry import meter_classes
 from spbench.bench.meters.torch_internals import (
     FakeStore,
     FakeTensorMode,

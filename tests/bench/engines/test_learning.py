@@ -11,7 +11,7 @@ from spbench.bench.cell import Cell, Learning
 from spbench.bench.config.scenario import compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines import distributed
-from spbench.bench.engines.learning import learning_rate, losses_of_rank
+from spbench.bench.engines.distributed import learning_rate, losses_of_rank
 from spbench.bench.published.answers.curves import deviations, final
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.run_cell import run_cell

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.engines.trace_files import from_bytes, to_bytes
+from spbench.bench.engines.trace_cache import from_bytes, to_bytes
 from spbench.bench.errors import UserError
 from spbench.bench.meters import torch_internals
 from spbench.bench.meters.fast_recorder import FastRecorder

@@ -17,11 +17,11 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.report.docstrings import as_html
 from spbench.bench.report.gathered import CellResult, Gathered
 from spbench.bench.report.layer_chart import drawn, layer_chart, messages
 from spbench.bench.report.page import Page
 from spbench.bench.report.pages import strategies as pages_of_strategies
+from spbench.bench.report.pages.strategies import as_html
 from spbench.bench.report.rendering import Rendering, environment
 from spbench.bench.report.strategy_numbers import formula_lines, memory_lines, scenario_lines, verdict_lines
 from spbench.bench.reproduction.strategy_traces import read_trace, write_kept
