@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from spbench.bench.engines.emulated import BACKEND
 from spbench.bench.engines.virtual import fake_mesh
-from torch import Tensor
 
 
 def poisoned(*shape: int) -> Tensor:
