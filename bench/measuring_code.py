@@ -27,6 +27,7 @@ NOT_MEASURING = frozenset(
         *(
             "atomic_write.py",
             "cli.py",
+            "csv_text.py",
             "disk_cache.py",
             "errors.py",
             "git.py",

@@ -90,10 +90,9 @@ def provenance() -> dict[str, Any]:
     }
 
 
-@cache
 def project_commit(folder: Path) -> str | None:
-    """The commit of the repository around a folder, as it was at the first call; None where there is none, or
-    it is that of spbench's own code."""
+    """The commit that the repository around a folder has now; None where there is none, or it is that of
+    spbench's own code."""
     root = checkout_around(folder)
     return None if root is None or root == own_checkout() else commit_of_files(root, MADE_FROM_ROWS)
 

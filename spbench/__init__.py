@@ -26,9 +26,12 @@ Names are imported when they are first used, so that ``import spbench`` imports 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+#: type checkers take it for true; the module typing is left out, as nothing catches an interrupt so early
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from spbench.api import read_results, run, verify
     from spbench.bench.cell import Cell
     from spbench.bench.commands.options import printed

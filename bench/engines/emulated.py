@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
@@ -38,7 +37,7 @@ from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.meters.torch_internals import without_dispatch
+from spbench.bench.meters.torch_internals import FakeProcessGroup, without_dispatch
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.ranks.torchrun import check_gpus
 from spbench.impls.layout import Unavailable

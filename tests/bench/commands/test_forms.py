@@ -60,6 +60,14 @@ def test_an_empty_report() -> None:
     assert shown("csv", Output(columns=("a", "b"))) == ("a,b\n", "")
 
 
+def test_no_cell_of_csv_is_a_formula() -> None:
+    texts = ["=1+1", "+cmd", "-a", "@x", "\tb", "-5.1%", "-12", "-0.5", "a=b", ""]
+    shown_text, _ = shown("csv", Output(records=[{"text": text, "number": -1.5} for text in texts]))
+    lines = [line.split(",") for line in shown_text.splitlines()[1:]]
+    safe = ["'=1+1", "'+cmd", "'-a", "'@x", "'\tb", "-5.1%", "-12", "-0.5", "a=b", ""]
+    assert lines == [[text, "-1.5"] for text in safe]
+
+
 def test_json_refuses_what_json_cannot_say() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         shown("json", Output(content=float("inf")))
