@@ -16,11 +16,10 @@ from spbench.bench.config.expand import impossible
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import measure, run_cell
 from spbench.bench.provenance import project_commit
-from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
-from spbench.bench.workers.worker import measure
 from spbench.bench.yaml_files import dotted
 from spbench.impls.backends.registry import DEFAULT_BACKEND
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from spbench.bench.published.comparison import Comparison
     from spbench.bench.sweep.digest import Digesting
     from spbench.bench.sweep.results import ResultsFile, Row
-    from spbench.bench.workers.crew import Crew
     from spbench.bench.workers.executor import Executor
+    from spbench.bench.workers.worker import Crew
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Learning, Measurement
+from spbench.bench.cell import Cell, Learning
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import build_training, rank_inputs, record_step, refuse_workspace_config
 from spbench.bench.engines.timed_steps import remark, timed_steps, with_device_peaks
 from spbench.bench.engines.traces import Trace, add_step_time, merged
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.processes import usable_cores

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
@@ -34,6 +34,7 @@ from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step, refuse_workspace_config
 from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.meters.torch_internals import FakeProcessGroup, without_dispatch

@@ -17,9 +17,9 @@ from typing import Any
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines import trace_cache, traces
+from spbench.bench.measurement import run_cell
 from spbench.bench.meters import fast_recorder
 from spbench.bench.ranks import processes
-from spbench.bench.run_cell import run_cell
 from spbench.bench.search import search
 from spbench.bench.search.extrapolate import NotOneProgram
 from spbench.impls.layout import Unsupported

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.engines import emulated, virtual
 from spbench.bench.engines.emulated import BACKEND, EmulatedEngine, EmulatedGroup, memory_fraction
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine, fake_mesh
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search import search
 from spbench.bench.search.search import largest_fitting

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.training_options import TrainingOptions
 from spbench.impls.axes import ALONE
 from spbench.impls.backends.registry import backends
 from spbench.impls.strategies.base import Unsupported
