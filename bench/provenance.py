@@ -12,7 +12,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
-from spbench.bench.meters.nvml import NoPermission, NvmlProblem, nvml, reading
+from spbench.bench.meters.nvml import NvmlProblem, nvml, reading
 from spbench.bench.ranks.processes import usable_cores
 
 
@@ -59,7 +59,7 @@ def _gpus() -> tuple[list[str], str | None]:
             driver = reading(library, library.nvmlSystemGetDriverVersion)
             count = reading(library, library.nvmlDeviceGetCount) or 0
             return [_name(library, index) for index in range(count)], driver
-    except (NvmlProblem, NoPermission):
+    except NvmlProblem:
         return [], None
 
 
