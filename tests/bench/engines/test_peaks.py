@@ -17,10 +17,9 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import plan
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls import collectives
-from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
+from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.registry import strategies
 from tests.bench.engines.real_ranks import ATTEMPTS, on_a_real_rank, seen
 
 #: sequence lengths that 2 and 4 ranks divide, of models whose positions lie on a grid
