@@ -21,7 +21,7 @@ from spbench.bench.provenance import project_commit
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
 from spbench.bench.yaml_files import dotted
-from spbench.impls.backends.registry import DEFAULT_BACKEND
+from spbench.impls.registries import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     from pandas import DataFrame

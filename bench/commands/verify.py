@@ -60,8 +60,8 @@ def command(
     A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
     """
     if peers:
-        from spbench.impls.peers.registry import absent
-        from spbench.impls.peers.registry import peers as all_peers
+        from spbench.impls.registries import absent
+        from spbench.impls.registries import peers as all_peers
 
         strategy += tuple(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires))
     strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
@@ -124,8 +124,8 @@ def _check_names(
         UserError: with the nearest name that there is.
     """
     from spbench.bench.model_files import names_a_file
-    from spbench.impls.backends.registry import backends
     from spbench.impls.models.model import models as all_models
+    from spbench.impls.registries import backends
     from spbench.impls.training.step import PRECISIONS
 
     for name in strategies:

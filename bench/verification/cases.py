@@ -34,13 +34,13 @@ from spbench.bench.ranks.rank_pool import Ranks
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place
-from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.models.model import models as all_models
 from spbench.impls.options import set_options
+from spbench.impls.registries import DEFAULT_BACKEND, backend_class
+from spbench.impls.registries import strategies as all_strategies
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting
-from spbench.impls.strategies.registry import strategies as all_strategies
 from spbench.impls.training.step import PRECISIONS
 
 FLOAT64_LIMIT = 1e-10

@@ -25,11 +25,11 @@ from spbench.bench.verification.evenness import check_elements, check_positions
 from spbench.bench.verification.sent_bytes import byte_differences
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
-from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model
 from spbench.impls.options import set_options, with_options
+from spbench.impls.registries import DEFAULT_BACKEND, backend_class
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, initialize

@@ -28,11 +28,10 @@ from spbench.bench.measurement import Measurement
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search import search
 from spbench.bench.search.search import largest_fitting
-from spbench.impls.backends.registry import backends
 from spbench.impls.layout import Unavailable
 from spbench.impls.models.model import models
+from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import nesting
-from spbench.impls.strategies.registry import strategies
 from tests.bench.engines.cells import supported
 
 TINY = [name for name in models() if "-tiny" in name]

@@ -16,9 +16,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls import collectives
-from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
-from spbench.impls.strategies.registry import strategies
+from spbench.impls.registries import backends, strategies
 from tests.bench.engines.cells import supported
 from tests.bench.engines.real_ranks import ATTEMPTS, on_a_real_rank, seen
 

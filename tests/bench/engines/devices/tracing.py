@@ -24,10 +24,9 @@ from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import fake_mesh, no_cyclic_collection
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
+from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import nesting, pairs
-from spbench.impls.strategies.registry import strategies
 from tests.bench.engines.cells import supported
 from tests.bench.engines.devices import accelerator
 from tests.bench.meters.same_traces import differing_fields
