@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -34,11 +35,15 @@ from spbench.bench.meters.torch_internals import (
     disable_fake_tensor_cache,
 )
 from spbench.impls.axes import device_mesh, ranks_along
+from spbench.impls.layout import Unsupported
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: step of a ring and stage of a pipeline is run, no trace is read from disk, and every rank is simulated
 #: (:mod:`spbench.bench.simulator.folding`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
+
+#: what torch says of such a tensor, with its sizes
+_OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]+\])")
 
 
 @contextmanager
@@ -104,6 +109,21 @@ def no_cyclic_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def too_large_unsupported() -> Iterator[None]:
+    """Inside, a tensor whose bytes do not fit in 64 bits, so that torch cannot make it, not even a fake one,
+    is :class:`Unsupported`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (sizes := _OVERFLOW.search(str(error))) is None:
+            raise
+        raise Unsupported(
+            f"a tensor of shape {sizes[1]} has more bytes than 64 bits count",
+            "choose a smaller batch or sequence, or fused attention",
+        ) from error
+
+
 def _plain() -> bool:
     return bool(os.environ.get(PLAIN_TRACE))
 
@@ -135,7 +155,7 @@ def _traced(cell: Cell, rank: int, events: bool) -> Trace:
         else:
             # what it remembers stands before the mode's own cache, which would only cost its entries
             recorder, cache = FastRecorder(mode, mesh, events=events), disable_fake_tensor_cache(mode)
-        with mode, recorder, cache:
+        with mode, recorder, cache, too_large_unsupported():
             record_step(cell, mesh, recorder)
         return Trace.of(cell, rank, recorder)
 
