@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -33,17 +32,14 @@ from spbench.bench.meters.torch_internals import (
     FakeTensorMode,
     check_internals,
     disable_fake_tensor_cache,
+    too_large_unsupported,
 )
 from spbench.impls.axes import device_mesh, ranks_along
-from spbench.impls.layout import Unsupported
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: step of a ring and stage of a pipeline is run, no trace is read from disk, and every rank is simulated
 #: (:mod:`spbench.bench.simulator.folding`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
-
-#: what torch says of such a tensor, with its sizes
-_OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]+\])")
 
 
 @contextmanager
@@ -107,21 +103,6 @@ def no_cyclic_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextmanager
-def too_large_unsupported() -> Iterator[None]:
-    """Inside, a tensor whose bytes do not fit in 64 bits, so that torch cannot make it, not even a fake one,
-    is :class:`Unsupported`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if (sizes := _OVERFLOW.search(str(error))) is None:
-            raise
-        raise Unsupported(
-            f"a tensor of shape {sizes[1]} has more bytes than 64 bits count",
-            "choose a smaller batch or sequence, or fused attention",
-        ) from error
 
 
 def _plain() -> bool:

@@ -286,16 +286,3 @@ def test_out_of_memory_is_judged_on_what_the_allocator_reserves(tmp_path: Path) 
     assert fails.peak_memory_bytes == free.peak_memory_bytes
     assert fails.reserved_memory_bytes is not None
     assert fails.reserved_memory_bytes <= little * 2**20
-
-
-@pytest.mark.parametrize("plain", ["", "1"])
-def test_a_tensor_of_more_bytes_than_64_bits_count(monkeypatch: pytest.MonkeyPatch, plain: str) -> None:
-    """2**29 positions are out of memory; with twice as many, not even a fake tensor of the scores can be."""
-    monkeypatch.setenv(virtual.PLAIN_TRACE, plain)
-    long = cell_of("tensor_parallel", 2, batch=1, seq_len=2**29, cluster="piz-daint-p100")
-    assert VirtualEngine().measure(long).status == "oom"
-    shape = re.escape(f"[6, {2**30}, {2**30}]")
-    with pytest.raises(
-        Unsupported, match=f"a tensor of shape {shape} has more bytes than 64 bits count; choose"
-    ):
-        VirtualEngine().measure(long.model_copy(update={"seq_len": 2**30}))
