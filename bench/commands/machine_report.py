@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pandas import DataFrame
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.calibration.measured_cluster import (
@@ -24,8 +23,10 @@ from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.config.choices import check_known
+from spbench.bench.errors import UserError
 from spbench.bench.provenance import provenance
+from spbench.bench.published.comparison import write_csv
 from spbench.impls.training.step import PRECISIONS
 from spbench.plots.machine_rates import draw_machine_rates
 
@@ -67,10 +68,9 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     Raises:
         UserError: a precision is unknown, there is no such device, or a file cannot be written.
     """
-
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")
-    device = asked.device or ("cuda" if _gpus() else "cpu")
+    device = asked.device or ("cuda" if torch.cuda.device_count() else "cpu")
     asked = replace(asked, device=device)
     world, sweep = _world(asked), _sweep(asked)
     message(f"measuring {world} rank{'s' * (world > 1)} on {device}; let the machine do nothing else")
@@ -84,7 +84,7 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     cluster = cluster_of(machine, output.stem, source)
     heading = f"{asked.command}\nsamples: {output.with_suffix('.csv').name}; spbench {about['commit']}"
     files = [write_whole(output, cluster_yaml(cluster, heading))]
-    files.append(write_whole(output.with_suffix(".csv"), _csv(sample_rows(machine.points))))
+    files.append(write_csv(DataFrame(sample_rows(machine.points)), output.with_suffix(".csv")))
     rates = [_rate(point) for point in machine.points]
     title = f"{machine.device_name} ({about['host']}, {day})"
     files += draw_machine_rates(rates, title, output)
@@ -103,8 +103,7 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
 
 
 def _world(asked: MachineRequest) -> int:
-
-    gpus = _gpus() if asked.device == "cuda" else 0
+    gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
     if asked.device == "cuda" and not gpus:
         raise UserError("--device cuda: torch sees no GPU; `spbench doctor --check cuda` says why")
     if asked.engine == "emulated":
@@ -114,28 +113,12 @@ def _world(asked: MachineRequest) -> int:
     return asked.world_size or gpus or 2
 
 
-def _gpus() -> int:
-
-    return torch.cuda.device_count()
-
-
 def _sweep(asked: MachineRequest) -> RateSweep:
-
-    for name in asked.precisions:
-        if name not in PRECISIONS:
-            raise UserError(f"unknown precision {name!r}{suggestion(name, PRECISIONS)}")
+    check_known("precision", asked.precisions, list(PRECISIONS))
     given: dict[str, Any] = dict(asked.given)
     if asked.precisions:
         given["precisions"] = asked.precisions
     return RateSweep.of_gpus(**given) if asked.device == "cuda" else RateSweep(**given)
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    return text.getvalue()
 
 
 def _rate(point: RatePoint) -> dict[str, Any]:
