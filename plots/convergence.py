@@ -15,8 +15,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from pandas import DataFrame
 
 from spbench.plots.axes import set_ticks, set_ticks_within
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.marks import lost_notes
 from spbench.plots.series import Row, backend, by_model, gpus, grouped, shared, strategy, title
 from spbench.plots.style import INK, backend_name, category_colors, method_color, strategy_name, tick_texts
