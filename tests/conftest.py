@@ -20,8 +20,9 @@ torch.set_num_threads(1)  # as the ranks have
 def pytest_configure(config: pytest.Config) -> None:
     """Keep traces and declarations in a folder that ends with the tests, and let SIGINT interrupt.
 
-    The workers of xdist share the folder, as they get the environment of the first process. A shell starts what
-    runs in the background with SIGINT ignored, which processes inherit: tests that send one would wait in vain.
+    The workers of xdist share the folder, as they get the environment of the first process. A shell starts
+    what runs in the background with SIGINT ignored, which processes inherit: tests that send one would wait
+    in vain.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pandas import DataFrame
 
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.calibration.measured_cluster import (
@@ -24,9 +23,9 @@ from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.config.choices import check_known
+from spbench.bench.csv_text import csv_text
 from spbench.bench.errors import UserError
 from spbench.bench.provenance import provenance
-from spbench.bench.published.comparison import write_csv
 from spbench.impls.training.step import PRECISIONS
 from spbench.plots.machine_rates import draw_machine_rates
 
@@ -83,8 +82,9 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     )
     cluster = cluster_of(machine, output.stem, source)
     heading = f"{asked.command}\nsamples: {output.with_suffix('.csv').name}; spbench {about['commit']}"
+    samples = sample_rows(machine.points)
     files = [write_whole(output, cluster_yaml(cluster, heading))]
-    files.append(write_csv(DataFrame(sample_rows(machine.points)), output.with_suffix(".csv")))
+    files.append(write_whole(output.with_suffix(".csv"), csv_text(list(samples[0]), samples)))
     rates = [_rate(point) for point in machine.points]
     title = f"{machine.device_name} ({about['host']}, {day})"
     files += draw_machine_rates(rates, title, output)

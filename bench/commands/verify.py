@@ -62,8 +62,8 @@ def command(
     A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
     """
     if peers:
-        from spbench.impls.peers.registry import absent
-        from spbench.impls.peers.registry import peers as all_peers
+        from spbench.impls.registries import absent
+        from spbench.impls.registries import peers as all_peers
 
         strategy += tuple(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires))
     strategy = tuple(name for text in strategy for name in cell_names("strategy", text))

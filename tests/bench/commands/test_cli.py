@@ -148,6 +148,24 @@ print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
     assert out.splitlines()[-1] == "[]", err
 
 
+@pytest.mark.parametrize("module", ["spbench.bench.cli", "click", "spbench.bench.declarations"])
+def test_an_interrupt_of_the_first_imports_is_told_in_one_line(module: str) -> None:
+    """At the import of the command line, in it, and as it begins."""
+    code = f"""
+import importlib.abc, sys
+class Interrupted(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from spbench.__main__ import main
+main()
+"""
+    process = spawn("-c", code)
+    assert process.communicate(timeout=60)[1] == "spbench: interrupted\n"
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize("options", [(), ("-u",)], ids=["buffered", "unbuffered"])
 def test_outputs_that_go_away(options: tuple[str, ...]) -> None:
     command = (*options, "-m", "spbench.bench.cli", "list", "clusters")

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.bench.engines.emulated_group import emulated_mesh
+from spbench.bench.engines.emulated import BACKEND
+from spbench.bench.engines.virtual import fake_mesh
 
 
 def poisoned(*shape: int) -> Tensor:
@@ -50,7 +51,7 @@ WRITTEN = {
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_what_is_received_is_finite(collective: str) -> None:
     whole = poisoned(16, 3)
-    with emulated_mesh({"sp": 4}, 1):
+    with fake_mesh({"sp": 4}, 1, backend=BACKEND):
         COLLECTIVES[collective](torch.randn(4, 3), whole)
     assert whole[: WRITTEN[collective]].isfinite().all()
     assert whole[WRITTEN[collective] :].isnan().all()
@@ -60,6 +61,6 @@ def test_a_part_in_its_place_is_gathered_where_it_is() -> None:
     """As fully_shard does, whose part lies in the whole."""
     whole = poisoned(4, 3)
     whole[1] = torch.arange(3.0)
-    with emulated_mesh({"sp": 4}, 1):
+    with fake_mesh({"sp": 4}, 1, backend=BACKEND):
         dist.all_gather_into_tensor(whole, whole[1:2])
     assert (whole == torch.arange(3.0)).all()
