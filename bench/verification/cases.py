@@ -1,8 +1,8 @@
 """`spbench verify`: every strategy against the single-device model, on real ranks.
 
 For each case :mod:`spbench.bench.verification.oracle` compares outputs, input gradients and every parameter
-gradient on all ranks, and of whole models the bytes sent with the closed forms
-(:mod:`spbench.bench.verification.sent_bytes`); here the cases are chosen, run on a pool of ranks and judged.
+gradient on all ranks, and of whole models the bytes sent with the closed forms; here the cases are chosen,
+run on a pool of ranks and judged.
 
 Limits. In float64 a fixed 1e-10: reordered sums in tiny models make errors of 1e-14, a wrong term makes
 far more than 1e-6. In lower precisions no fixed number is honest, for the error that one device makes
