@@ -26,7 +26,7 @@ from spbench.bench.meters.torch_internals import (
     schema_of,
     storage_key,
 )
-from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
+from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 #: the CUDA caching allocator hands out multiples of this many bytes
 GRANULE = 512
