@@ -57,6 +57,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}{mend}{file}"
 
 
+def check_known(kind: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """UserError for the first of some names that nothing of a kind has."""
+    for name in given:
+        if name not in known:
+            raise UserError(unknown(kind, name, known))
+
+
 def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
     """The names by which cells call what a user calls ``text``: it itself, unless it is FILE.py, which stands
     for all strategies or models in that file, or FILE.py:NAME, which stands for one of them. UserError if
