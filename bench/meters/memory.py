@@ -28,7 +28,7 @@ from spbench.bench.meters.torch_internals import (
     schema_of,
     storage_key,
 )
-from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
+from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 CATEGORIES = (
     *("parameters", "gradients", "optimizer_state", "inputs", "activations"),

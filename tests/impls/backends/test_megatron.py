@@ -22,7 +22,7 @@ from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron, MegatronOptions
-from spbench.impls.precision import PRECISIONS
+from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
