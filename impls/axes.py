@@ -57,8 +57,7 @@ def in_order(sizes: Sizes, order: Sequence[str]) -> dict[str, int]:
     """Ranks along every axis of the mesh, the axes of ``order`` first, in that order.
 
     Raises:
-        ValueError: the order names an unknown axis or one axis twice, or leaves out an axis that has more than
-            one rank.
+        ValueError: the order names an unknown axis or one axis twice, or leaves out an axis of several ranks.
     """
     check_axis_names(order)
     for axis, size in sizes.items():
@@ -68,8 +67,8 @@ def in_order(sizes: Sizes, order: Sequence[str]) -> dict[str, int]:
 
 
 def spelled(sizes: Sizes) -> str:
-    """The axes that have more than one rank, each with its ranks, in the order of ``sizes``, as "dp2xsp8"; "1"
-    if no axis has."""
+    """The axes that have more than one rank, each with its ranks, in the order of ``sizes``, as "dp2xsp8";
+    "1" if no axis has."""
     return "x".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
 
 
@@ -220,8 +219,8 @@ class Place:
         from torch.utils._python_dispatch import _disable_current_modes
 
         several = [axis for axis in self._in_mesh_order(axes) if self.size(axis) > 1] or [*axes[:1]]
-        # a device mesh keeps its ranks in real tensors on the CPU; inside a fake or metering mode these would be
-        # made fake, or counted as part of the step
+        # a device mesh keeps its ranks in real tensors on the CPU; inside a fake or metering mode these would
+        # be made fake, or counted as part of the step
         with _disable_current_modes():
             if len(several) == 1:
                 return self.mesh[several[0]]
