@@ -81,7 +81,7 @@ class CachingAllocator:
         return self.take(nbytes).address
 
     def take(self, nbytes: int) -> _Block:
-        """The same, returning the block, which stays the same until it is given back."""
+        """As :meth:`malloc`, but returns the block, which is the same object until it is given back."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         small = size <= SMALL_LIMIT
         block = self._take(size, small) or self._new_segment(size, small)
@@ -179,7 +179,7 @@ class Replay:
         peak_allocated, peak_reserved: bytes.
         blocks: bytes of the block that each storage was given, by its number; 0 for one of no bytes, or that
             was not reached.
-        reserved: the largest number of bytes reserved before each of the events that were asked for.
+        reserved: for each of the ``stops`` that were asked for, the most bytes that were reserved before it.
         events: how many were served; all, if it fits.
         out_of_memory: the request that failed, and the state then; None if it fits.
     """
