@@ -16,7 +16,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import model_parameters
 from spbench.bench.engines.virtual import VirtualEngine, only_plain_traces
-from spbench.bench.meters.memory import GRANULE
+from spbench.bench.meters.allocator import GRANULE
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
