@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any, Self
 
-from spbench.bench.meters.clock_events import ClockSample, fall, reason_names
 from spbench.bench.meters.nvml import (
+    ClockSample,
     NvmlProblem,
+    fall,
     gpu_handle,
     newer_or_older,
     nvml,
     reading,
+    reason_names,
 )
 
 #: of rest between two samples; a sample takes 40 ms where PCIe's throughput is read, over 20 ms each way

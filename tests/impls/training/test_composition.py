@@ -17,10 +17,10 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
+from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, rank_module
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.precision import PRECISIONS, default_dtype
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
