@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, distributions, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
@@ -34,6 +34,15 @@ class DiscoveryError(Exception):
 
     No ValueError, which pydantic would report as one of the cell that is being validated.
     """
+
+
+@cache
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, type[T]]:
@@ -194,7 +203,8 @@ class FunctionModules:
 
 
 def _source(place: EntryPoint) -> str:
-    """What the file of an entry point's module says; "" if there is none, which is told when it is loaded."""
+    """The source of the module that an entry point names; "" if it cannot be found or read, for which loading
+    the entry point raises an error."""
     try:
         spec = importlib.util.find_spec(place.module)
         return Path((spec and spec.origin) or "").read_text()

@@ -85,6 +85,7 @@ class Tests:
         names = re.compile(rf"\b({'|'.join([re.escape(module), *classes])})\b")
         files = {test.split("::")[0] for test in self.cost}
         about = {f for f in files if (self.tree / f).exists() and module in (self.tree / f).read_text()}
+        about |= {f for f in files if Path(f).name == f"test_{Path(path).name}"}  # which may run it elsewhere
         return {t for t in self.cost if t.split("::")[0] in about or names.search(t)}
 
     def _quickest(self, tests: Iterable[str], number: int) -> list[str]:
@@ -146,7 +147,7 @@ def judged(mutation: Mutation, tree: Path, tests: Tests, quickest: int, limit_s:
         verdict, by = run_tests(tree, chosen, limit_s)
     finally:
         file.write_text(source)
-    if verdict == "killed" and run_tests(tree, [by] if "::" in by else chosen, limit_s)[0] != "survived":
+    if verdict == "killed" and run_tests(tree, [by] if by in chosen else chosen, limit_s)[0] != "survived":
         verdict = "not judged"  # that test fails without the mutation too
     return {**row, "verdict": verdict, "by": by}
 

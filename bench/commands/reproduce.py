@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spbench.bench.commands.execution import Ran, draw_figure, draw_records, opened_executor, run_cells
-from spbench.bench.commands.options import executor, fresh, jobs, output_folder, printed
+from spbench.bench.commands.options import executor, fresh, jobs, path_option, printed
 from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.reproduction.findings import Findings
     from spbench.bench.reproduction.papers import Paper
-    from spbench.bench.workers.crew import Crew
     from spbench.bench.workers.executor import Executor
+    from spbench.bench.workers.worker import Crew
 
 FOLDER = Path("results", "reproduction")
 
@@ -61,7 +61,7 @@ class Reproduction:
 @click.option("--all-variants", is_flag=True, help="Every variant of the scenarios' settings, not the first.")
 @jobs
 @executor
-@output_folder("Folder for results; default results/reproduction.")
+@path_option("--output", "Folder for results; default results/reproduction.")
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed
@@ -78,11 +78,11 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
     """Reproduce a paper, or all: the report of each as soon as its cells have run. UserError for an unknown
     paper, a wrong scenario, a document that lacks a part, a file that cannot be written, or results that
     :func:`check_same_code` refuses."""
+    from spbench.bench.measurement import run_cell
     from spbench.bench.reproduction.document import check_documents
     from spbench.bench.reproduction.papers import scenarios_of
     from spbench.bench.reproduction.strategy_traces import STRATEGIES
-    from spbench.bench.run_cell import run_cell
-    from spbench.bench.workers.crew import Crew
+    from spbench.bench.workers.worker import Crew
 
     papers = [] if request.paper == STRATEGIES else scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():

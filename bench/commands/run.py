@@ -11,14 +11,14 @@ import click
 
 from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
 from spbench.bench.commands.options import (
-    Words,
+    WORDS,
     choosing_cells,
     device,
     executor,
     fresh,
     jobs,
     many,
-    output_folder,
+    path_option,
     printed,
 )
 from spbench.bench.commands.output import Output, Table
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @choosing_cells
-@many("--engine", Words(), "Run on these engines instead of the scenario's.")
+@many("--engine", WORDS, "Run on these engines instead of the scenario's.")
 @device
 @click.option(
     "--rank",
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )
 @jobs
 @executor
-@output_folder("Folder for results; default results/runs/NAME.")
+@path_option("--output", "Folder for results; default results/runs/NAME.")
 @fresh
 @click.option(
     "--timeout",

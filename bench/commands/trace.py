@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import Length, Numbers, choosing_cells, many, printed
+from spbench.bench.commands.options import Length, choosing_cells, many, numbers, path_option, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError
 
 if TYPE_CHECKING:
-    from spbench.bench.cell import Cell, Measurement
+    from spbench.bench.cell import Cell
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
+    from spbench.bench.measurement import Measurement
 
 #: cells that are named where more than one is left
 _NAMED = 3
@@ -27,18 +28,11 @@ _NAMED = 3
 @choosing_cells
 @click.option("--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it.")
 @click.option("--seq-len", type=Length(), help="Likewise for the sequence length, as 131072 or 128K.")
-@many("--ranks", Numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), default="trace.json", show_default=True, help="The file."
-)
+@many("--ranks", numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
+@path_option("--output", "The file.", default="trace.json", show_default=True)
 @printed
 def command(
-    scenario: str,
-    narrowing: Narrowing,
-    batch: int | None,
-    seq_len: int | None,
-    ranks: tuple[int, ...],
-    output: Path,
+    scenario: str, narrowing: Narrowing, ranks: tuple[int, ...], output: Path, **shape: int | None
 ) -> Output:
     """Write the simulated step of one cell, event by event, as a trace that Perfetto opens.
 
@@ -47,8 +41,7 @@ def command(
     from spbench.bench.config.scenario import load_scenario
 
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
-    cell = the_cell(load_scenario(scenario), narrowing, {"batch": batch, "seq_len": seq_len})
-    return write_trace(cell, ranks, output)
+    return write_trace(the_cell(load_scenario(scenario), narrowing, shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from spbench.bench.cell import Status
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH
 from spbench.bench.json_values import problem
+from spbench.bench.measurement import Status
 from spbench.bench.regressions.metrics import METRICS, Metric, Reading
 from spbench.bench.yaml_files import read_file
 

@@ -14,14 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from spbench.bench.meters.memory import GRANULE
+import numpy as np
 
 MIB = 2**20
+#: what is handed out is a multiple of this many bytes
+GRANULE = 512
 SMALL_LIMIT = 1 * MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 LARGE_SEGMENT_LIMIT = 10 * MIB
 SEGMENT_GRANULE = 2 * MIB
+
+
+def rounded(nbytes: np.ndarray) -> np.ndarray:
+    """Bytes as the allocator counts them: whole granules, at least one, and nothing for nothing."""
+    return -(-nbytes // GRANULE) * GRANULE
 
 
 class _Block:

@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.traces import ClassTraces, can_time
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, Programs

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, requirements
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.declarations import declared
-from spbench.bench.engines.peer_packages import installed
 from spbench.bench.measuring_code import DIGEST_LENGTH, code_digest
-from spbench.bench.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
+from spbench.impls.discovery import installed_version
+from spbench.impls.registries import versions
 from spbench.impls.strategies.nesting import nesting
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
@@ -77,7 +77,7 @@ def _model(name: str, options: Mapping[str, Any], config: Mapping[str, Any] | No
 
 def _packages(strategy: str) -> list[Any]:
     """The versions of the packages that a peer calls; of other strategies nothing."""
-    found = installed(strategy)
+    found = versions(requirements(strategy))
     return [found] if found else []
 
 
@@ -112,8 +112,8 @@ def is_final(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool
 
 
 def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digesting = digest) -> str:
-    """One line on the cells' rows that would be final but for their digest: how many of how many, and which
-    parts have changed in how many of them; "" if there are none.
+    """A line for people on the earlier results that are run again because what made them has changed: how
+    many of how many, and in how many of them which parts of the digest changed; "" if there are none.
 
     Args:
         rows: by key; those of other cells are left out.

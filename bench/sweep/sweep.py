@@ -8,18 +8,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, requirements
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_property
-from spbench.bench.engines.peer_packages import requirements
+from spbench.bench.measurement import Outcome, Run, run_cell
 from spbench.bench.provenance import project_commit, provenance
 from spbench.bench.ranks.processes import usable_cores
-from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.digest import Digesting, digest, digests_of_a_run, is_final
 from spbench.bench.sweep.results import ResultsFile, Row
-from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Executor
-from spbench.bench.workers.worker import Outcome, Run
+from spbench.bench.workers.worker import Crew
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile, digest_of: Digesting = digest) -> list[Cell]:

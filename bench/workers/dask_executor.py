@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import Outcome, Run
 from spbench.bench.ranks.processes import STACKS_FOLDER
 from spbench.bench.ranks.rank_job import AGENTS
 from spbench.bench.workers.executor import Executor, Installation, Parcel
 from spbench.bench.workers.runner import Runner
-from spbench.bench.workers.worker import Outcome, Run
 
 if TYPE_CHECKING:
     from distributed import Client, Future

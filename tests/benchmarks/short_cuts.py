@@ -2,7 +2,7 @@
 
 ``python tests/benchmarks/short_cuts.py max_seqlen:6 gate:1`` measures every sixth virtual cell of max_seqlen
 and every cell of gate, in one process a short cut; ``SHORT_CUT=NAME pytest -p tests.benchmarks.short_cuts``
-runs tests without one. The numbers stand in docs/short_cuts.md.
+runs tests without one. The numbers stand in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines import trace_cache, traces
+from spbench.bench.measurement import run_cell
 from spbench.bench.meters import fast_recorder
 from spbench.bench.ranks import processes
-from spbench.bench.run_cell import run_cell
 from spbench.bench.search import search
 from spbench.bench.search.extrapolate import NotOneProgram
 from spbench.impls.layout import Unsupported

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spbench.bench.cell import TrainingOptions
 from spbench.bench.config.choices import option_mistakes
-from spbench.bench.training_options import TrainingOptions
-from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
+from spbench.impls.registries import backends
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "megatron.md").read_text()

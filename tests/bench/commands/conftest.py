@@ -8,9 +8,9 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
+from spbench.bench.measurement import measure
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished
-from spbench.bench.workers.worker import measure
 from tests.bench import fakes
 
 Run = Callable[..., tuple[int, str, str]]

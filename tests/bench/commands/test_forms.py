@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cell import Cell, Learning, Measurement
+from spbench.bench.cell import Cell, Learning
 from spbench.bench.commands.forms import FORMS
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.result_table import result_table
+from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.workers.worker import Outcome
 from spbench.impls.discovery import DiscoveryError
 from spbench.impls.models.model import model_preset
 from tests.bench.commands.conftest import Run

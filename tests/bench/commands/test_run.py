@@ -12,7 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from spbench.bench.cell import Cell, Measurement, Status
+from spbench.bench.cell import Cell
+from spbench.bench.measurement import Measurement, Status
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, Row, read_rows
 from tests.bench import fakes
 from tests.bench.commands.conftest import Run

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.doctor import libraries, nvidia, ranks, system
+from spbench.bench.doctor import libraries, nvidia, system
 from spbench.bench.doctor.check import Check, Observation, checks, diagnose
 from tests.bench.doctor import planted
 
@@ -84,6 +84,14 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.status, found.found) == ("warning", "0.1 of 0.1 GiB free in /dev/shm")
 
 
+@pytest.mark.parametrize(("cores", "status"), [(1, "warning"), (2, "ok")])
+def test_ranks_that_share_a_core(cores: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "usable_cores", lambda: cores)
+    (found,) = system.machine()
+    assert found.status == status
+    assert found.found.startswith(f"{cores} of ")
+
+
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     (found,) = libraries.triton()
@@ -102,12 +110,12 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.7"})
+    monkeypatch.setattr(system, "_interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.7"})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert ranks.gloo_interface() == ("ib0", "10.0.0.7")
+    assert system.gloo_interface() == ("ib0", "10.0.0.7")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr("socket.gethostbyname", lambda host: "192.0.2.1")  # nobody's: for documentation
-    assert ranks.gloo_interface() == ("lo", "127.0.0.1")
+    assert system.gloo_interface() == ("lo", "127.0.0.1")
 
 
 def test_every_check_is_one_of_a_module() -> None:

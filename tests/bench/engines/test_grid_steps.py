@@ -11,8 +11,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
+from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.registry import strategy_class
 from tests.bench.engines.real_ranks import assert_real_ranks_send_the_same
 from tests.slow import slow
 

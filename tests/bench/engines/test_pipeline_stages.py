@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import pipeline_stages, virtual
-from spbench.bench.engines.pipeline_stages import put_together
+from spbench.bench.engines import virtual
+from spbench.bench.engines.pipeline_stages import NotAlike, Turns, put_together
 from spbench.bench.engines.traces import ClassTraces, Trace
-from spbench.bench.engines.turns import NotAlike, Turns
 from spbench.impls.models.blocks.decoder import DecoderBlock
-from spbench.impls.training.stage_run import StageRun
+from spbench.impls.training.pipeline import StageRun
 from tests.bench.meters.same_traces import differences
 from tests.slow import slow
 
@@ -163,11 +162,11 @@ def test_a_fault_is_seen(
     traced: list[int],
 ) -> None:
     """By the proof, so that each stage is traced; without it, by these tests."""
-    monkeypatch.setattr(pipeline_stages, "put_together", lambda *args: fault(put_together(*args)))
+    monkeypatch.setattr(virtual, "put_together", lambda *args: fault(put_together(*args)))
     if proof:
         assert check(cell_of(), traced) == set()
         return
-    monkeypatch.setattr(pipeline_stages, "same", lambda ours, theirs: True)
+    monkeypatch.setattr(virtual, "same", lambda ours, theirs: True)
     with pytest.raises(AssertionError, match=field):
         check(cell_of(), traced)
 

@@ -17,6 +17,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measurement import measure
 from spbench.bench.report.gathered import CellResult, Gathered
 from spbench.bench.report.layer_chart import drawn, layer_chart, messages
 from spbench.bench.report.page import Page
@@ -29,7 +30,6 @@ from spbench.bench.sweep.digest import digest
 from spbench.bench.sweep.results import read_rows
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.verification.verdicts import kept_verdicts, verified_code
-from spbench.bench.workers.worker import measure
 from tests.bench.verification.test_verdicts import GREEN, MADE, RED
 
 

@@ -16,13 +16,12 @@ from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.measurement import Outcome, measure, run_cell
 from spbench.bench.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
-from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.digest import changed_parts, is_final, outdated
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.sweep import sweep as sweep_in_workers
-from spbench.bench.workers.worker import Outcome, measure
 from spbench.impls.models.model import models
 from tests.bench.fakes import answer
 

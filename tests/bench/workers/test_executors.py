@@ -15,13 +15,13 @@ import pytest
 from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import Outcome, measure
 from spbench.bench.sweep.results import ResultsFile
 from spbench.bench.sweep.sweep import at_once, sweep, unfinished
 from spbench.bench.workers import dask_executor
-from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Installation, Parcel, opened
 from spbench.bench.workers.runner import run_parcel
-from spbench.bench.workers.worker import Outcome, measure
+from spbench.bench.workers.worker import Crew
 from tests.bench import fakes
 from tests.bench.fakes import cell
 

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import model_parameters, rank_classes
 from spbench.bench.engines.setup import build_training, rank_inputs, record_step
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.rank_pool import RankPool
@@ -29,12 +30,11 @@ from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
-from spbench.impls.backends.registry import backends
+from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
 from spbench.impls.models.model import model_preset
-from spbench.impls.precision import PRECISIONS, default_dtype
+from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
-from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.step import Training, initialize
 from tests.bench.verification import backend_faults as faults
 from tests.bench.verification.assertions import assert_green

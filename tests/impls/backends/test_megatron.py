@@ -16,15 +16,15 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import model_parameters
 from spbench.bench.engines.virtual import VirtualEngine, only_plain_traces
-from spbench.bench.meters.memory import GRANULE
+from spbench.bench.meters.allocator import GRANULE
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron, MegatronOptions
-from spbench.impls.precision import PRECISIONS
+from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.training.stage_run import StageRun
+from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
 from tests.bench.verification import megatron_faults as faults
 from tests.impls.backends.test_backends import (
