@@ -33,6 +33,7 @@ from spbench.bench.meters.torch_internals import (
     FakeTensorMode,
     check_internals,
     disable_fake_tensor_cache,
+    too_large_unsupported,
 )
 from spbench.bench.ranks.processes import environment_with
 from spbench.impls.axes import device_mesh, ranks_along
@@ -129,7 +130,7 @@ def _traced(cell: Cell, rank: int, events: bool) -> Trace:
         else:
             # what it remembers stands before the mode's own cache, which would only cost its entries
             recorder, cache = FastRecorder(mode, mesh, events=events), disable_fake_tensor_cache(mode)
-        with mode, recorder, cache:
+        with mode, recorder, cache, too_large_unsupported():
             record_step(cell, mesh, recorder)
         return Trace.of(cell, rank, recorder)
 

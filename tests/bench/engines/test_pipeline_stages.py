@@ -16,6 +16,7 @@ from spbench.bench.engines.traces import ClassTraces, Trace
 from spbench.impls.models.blocks.decoder import DecoderBlock
 from spbench.impls.training.pipeline import StageRun
 from tests.bench.meters.same_traces import differences
+from tests.slow import slow
 
 #: ranks of the pipeline, a layer each: the first holds 7 micro-batches, the last none
 PP = 8
@@ -78,7 +79,7 @@ def check(cell: Cell, traced: list[int]) -> set[int]:
         # Adam's moments are made by the first of two steps, and gradients summed in the last backward
         ({"training": {"backend": "megatron", "moments": "later", "steps": 2}}, {1}),
         # roles in a ring; what a stage sends is gathered on the next
-        ({"strategy": "megatron_sp+ring_attention", "sizes": {"pp": PP, "tp": 2, "sp": 2}}, {1}),
+        slow({"strategy": "megatron_sp+ring_attention", "sizes": {"pp": PP, "tp": 2, "sp": 2}}, {1}),
         (
             {"training": {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 8}, "batch": 8,
              "model_options": {"layers": 2 * PP}},
@@ -152,7 +153,7 @@ def a_kernel_slower(trace: Trace) -> Trace:
 
 
 @pytest.mark.parametrize(("fault", "field"), [(a_storage_larger, "sizes"), (a_kernel_slower, "flops")])
-@pytest.mark.parametrize("proof", [True, False])
+@pytest.mark.parametrize("proof", [True, slow(False)])
 def test_a_fault_is_seen(
     fault: Callable[[Trace], Trace],
     field: str,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import spbench
 import spbench.bench.sweep.digest as digest_module
 from spbench.bench import measuring_code
 from spbench.bench.cell import Cell
@@ -29,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("kept_traces")
 
 SCENARIO = """
 title: Own cluster
-defaults: {model: bert-tiny, seq_len: 64, precision: fp16, search: {quantity: batch, limit: 65536}}
+defaults:
+  {model: bert-tiny, model_options: {layers: 1}, seq_len: 64, precision: fp16,
+   search: {quantity: batch, limit: 65536}}
 groups:
   - {strategy: single, cluster: own.yaml}
   - {strategy: single, cluster: piz-daint-p100}
@@ -99,6 +102,10 @@ def test_a_run_digests_each_cell_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (RUN, RUN, (*RUN, "--dry-run")):
         digested.clear()
         assert exit_code(words) == 0
+        assert sorted(digested) == ["own.yaml", "piz-daint-p100"]
+    for output in ("out", "other"):
+        digested.clear()
+        spbench.run("small.yaml", jobs=0, output=output)
         assert sorted(digested) == ["own.yaml", "piz-daint-p100"]
 
 
