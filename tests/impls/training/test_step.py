@@ -158,6 +158,15 @@ def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, gradients: s
         assert rank["steps"] == {1.0}  # the skipped step does not count for Adam's bias correction
 
 
+@pytest.mark.parametrize(("precision", "bits"), [("fp16", 16), ("bf16", 16), ("fp32", 32), ("fp64", 64)])
+def test_half_precision_is_updated_in_float32(precision: str, bits: int) -> None:
+    training, _ = made(Strategy(), PRECISIONS[precision])
+    optimizer = training.optimizer
+    assert {p.dtype.itemsize * 8 for p in optimizer.parameters} == {bits}
+    assert {master.dtype.itemsize * 8 for master in optimizer.masters} == {max(bits, 32)}
+    assert (optimizer.masters[0] is optimizer.parameters[0]) is (bits >= 32)
+
+
 def test_scale_grows_after_a_thousand_good_steps() -> None:
     training, inputs = made(Strategy(), PRECISIONS["fp16"])
     training.optimizer.scale.fill_(4.0)
