@@ -292,4 +292,5 @@ class ClassTraces:
             self.cell.precision,
             model_parameters(self.cell),
             self.fold,
+            model_preset(*self.cell.model_arguments).attention_kernel,
         )
