@@ -38,7 +38,7 @@ class Device(StrictModel):
         memory_bandwidth_bytes_per_s: of the card's own memory.
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
         compute_efficiency: share of the peak rate that matrix products reach; null counts as all of it.
-        products: by precision, what matrix products reach, in place of ``compute_efficiency``.
+        products: by precision, in place of ``compute_efficiency``.
         attention: what attention kernels reach, by kernel, direction, mask, head size and length.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
         attention_efficiency: share of the peak rate of attention kernels that ``attention`` does not have,

@@ -135,8 +135,7 @@ class Costs:
         reached, own = (peak * efficiency)[program.precision], device.attention_efficiency.value
         for number, products in self._products():
             share = (products.share.value or 1.0) * self.calibration.compute_efficiency
-            of_kind = (program.category == MATRIX_PRODUCT) & (program.precision == number)
-            reached[of_kind] = peak[number] * share
+            reached[program.precision == number] = peak[number] * share
         if own is not None:
             reached = np.where(program.category == ATTENTION, (peak * own)[program.precision], reached)
         if device.attention is not None:

@@ -88,11 +88,13 @@ def test_a_product_by_shape_pays_for_its_operands() -> None:
 
 
 def test_one_share_of_products_takes_the_place_of_the_cards() -> None:
+    """In its precision, for attention too where nothing is known of that."""
     card = with_card(products={"bf16": {"share": figure(0.5)}}, compute_efficiency=figure(0.25))
     b = ProgramBuilder((1, 1, 1, 1))
     b.kernel("mm", flops=1000, nbytes=8, precision="bf16", category=MATRIX_PRODUCT)
     b.kernel("flash", flops=1000, precision="bf16", category=ATTENTION)
-    assert Costs(card, Calibration()).kernels(b.program()).tolist() == [2, 4]
+    b.kernel("mm", flops=1, category=MATRIX_PRODUCT)
+    assert Costs(card, Calibration()).kernels(b.program()).tolist() == [2, 2, 4]
 
 
 def test_attention_by_direction_and_length() -> None:
