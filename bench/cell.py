@@ -1,14 +1,17 @@
-"""A cell, the unit of work, and a measurement, what an engine makes of it."""
+"""A cell, the unit of work, and its parts: sizes, training options, and what it may ask for."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Literal
 
 from pydantic import (
+    BaseModel,
+    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -17,17 +20,20 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.counts import MOST_POSITIONS, MOST_RANKS, MOST_STEPS, Count, Ranks, Repeats
 from spbench.bench.declarations import declared
 from spbench.bench.model_files import names_a_file, read_model_file
-from spbench.bench.training_options import TrainingOptions
-from spbench.bench.yaml_files import StrictModel
+from spbench.bench.yaml_files import (
+    MOST_POSITIONS,
+    MOST_RANKS,
+    MOST_STEPS,
+    Count,
+    Ranks,
+    Repeats,
+    StrictModel,
+)
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
+from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
 from spbench.impls.strategies.nesting import nesting
-
-#: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
-#: other bytes than its strategy's closed form says; failed and timeout: there is no result
-Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics", "mismatch"]
 
 
 class Sizes(StrictModel):
@@ -63,6 +69,71 @@ class Sizes(StrictModel):
 def strategy_axes(strategy: str) -> list[str]:
     """The axes of the strategies of that name; see :func:`nesting`."""
     return list(nesting(strategy).axes)
+
+
+class TrainingOptions(BaseModel):
+    """How the step is run; see :class:`Training`. Further keys are the options of the backend.
+
+    Attributes:
+        step: "inference" is a forward pass alone, of the whole batch.
+        moments: "later": the first step's update makes Adam's moments; "kept": they are there before.
+        batch_on_device: "part" keeps this rank's part of the batch, "whole" all of it.
+        micro_batches: parts of a replica's batch that are run one after another.
+        virtual_stages: runs of layers that a rank of the pipeline holds; several with "interleaved" alone.
+        steps: traced one after another: communication and times are those of the last, peaks the largest.
+        cublas_workspace: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count such as
+            ":4096:8"; None: the cluster's.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    step: Literal["training", "inference"] = "training"
+    moments: Literal["kept", "later"] = "kept"
+    backend: str = DEFAULT_BACKEND
+    batch_on_device: Literal["part", "whole"] = "part"
+    micro_batches: Repeats = 1
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    virtual_stages: Repeats = 1
+    steps: Repeats = 1
+    cublas_workspace: str | None = None
+
+    @model_validator(mode="after")
+    def _check_virtual_stages(self) -> TrainingOptions:
+        if self.virtual_stages > 1 and self.schedule != "interleaved":
+            raise ValueError("virtual_stages is for schedule: interleaved; leave it out, or set that")
+        if self.virtual_stages == 1 and self.schedule == "interleaved":
+            raise ValueError("schedule: interleaved needs virtual_stages: 2 or more")
+        return self
+
+    @field_validator("cublas_workspace")
+    @classmethod
+    def _check_workspace(cls, config: str | None) -> str | None:
+        if config is not None and not re.fullmatch(r"(:\d+:\d+)+", config):
+            raise ValueError(
+                f'{config!r} is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT, as ":4096:8"'
+            )
+        return config
+
+    @model_validator(mode="after")
+    def _leave_out_defaults(self) -> TrainingOptions:
+        """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
+        given = self.__pydantic_extra__
+        if given:
+            for name, default in _backend_defaults(self.backend).items():
+                if name in given and given[name] == default and type(given[name]) is type(default):
+                    del given[name]
+        return self
+
+    @property
+    def backend_options(self) -> Mapping[str, Any]:
+        """The options of the backend that differ from their defaults, by name."""
+        return self.__pydantic_extra__ or {}
+
+
+@declared
+def _backend_defaults(name: str) -> dict[str, Any]:
+    """The options of a backend as they are by default, by name; none if there is no such backend."""
+    return asdict(backends()[name].options_type()) if name in backends() else {}
 
 
 class SearchRequest(StrictModel):
@@ -205,70 +276,3 @@ class Cell(StrictModel):
         """The same cell with the searched quantity set to a value, and no search."""
         assert self.search is not None
         return self.model_copy(update={self.search.quantity: value, "search": None})
-
-
-@dataclass
-class Measurement:
-    """What an engine measured; None where it cannot know.
-
-    Attributes:
-        peak_memory_bytes: largest sum of live blocks of a caching allocator over the traced steps, as
-            torch.cuda.max_memory_allocated.
-        reserved_memory_bytes: what a caching allocator reserves for them.
-        usable_memory_bytes: of the card; a step that needs more is out of memory. None: not limited.
-        peak_phase: the phase of the step in which the peak falls.
-        peak_rank: the rank that has it.
-        peak_held: bytes by what held them at the peak; a block's slack is of what its tensor is of.
-        by_class: the memory of each class of ranks that run the same program, at each traced step, where the
-            meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of them), ``ranks``
-            (how many), ``stage`` (of the pipeline), ``step`` (from 1), ``status`` ("oom" from the step on
-            that does not fit; its bytes are those on a card without a limit), ``peak_memory_bytes``,
-            ``peak_phase``, ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far),
-            ``allocated_bytes`` (at the end of the step).
-        communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
-            stage.
-        formula: the closed form of what these send, rows of :meth:`Plan.formula`.
-        formula_difference: where meter and closed form disagree, rows of :meth:`Plan.difference`; empty is
-            right.
-        step_time_s: median of step_time_samples_s, or simulated.
-        tokens_per_s, samples_per_s: the model's tokens of the whole batch, and its samples, over step_time_s.
-        breakdown: what a simulated step time is made of; see :attr:`Timeline.by_rank`.
-        calibration: of a simulated step time, "calibrated" or "uncalibrated".
-        unpriced_operators: calls of operators whose cost is not known, by name; a simulated step time has
-            them by the bytes that they move alone.
-        losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
-            step's update.
-        meters: what further meters found on ``peak_rank``, by their names.
-        ranks: of steps on real devices, what each rank's host and device say: ``rank``, ``host``,
-            ``device``, :attr:`TimedSteps.device`.
-        answer: the largest value that fits, for a search; proof: the probes that show it.
-    """
-
-    status: Status = "ok"
-    reason: str = ""
-    peak_memory_bytes: int | None = None
-    reserved_memory_bytes: int | None = None
-    usable_memory_bytes: int | None = None
-    peak_phase: str | None = None
-    peak_rank: int = 0
-    peak_held: dict[str, int] = field(default_factory=dict)
-    by_class: list[dict[str, Any]] = field(default_factory=list)
-    communication: list[dict[str, Any]] = field(default_factory=list)
-    formula: list[dict[str, Any]] = field(default_factory=list)
-    formula_difference: list[dict[str, Any]] = field(default_factory=list)
-    step_time_s: float | None = None
-    step_time_samples_s: list[float] = field(default_factory=list)
-    tokens_per_s: float | None = None
-    samples_per_s: float | None = None
-    breakdown: dict[str, float] = field(default_factory=dict)
-    calibration: str = ""
-    unpriced_operators: dict[str, int] = field(default_factory=dict)
-    losses: list[dict[str, float]] = field(default_factory=list)
-    meters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-    answer: int | None = None
-    proof: list[dict[str, Any]] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for a result row."""
-        return asdict(self)

@@ -27,11 +27,11 @@ NOT_MEASURING = frozenset(
         *(
             "atomic_write.py",
             "cli.py",
+            "csv_text.py",
             "disk_cache.py",
             "errors.py",
             "git.py",
             "json_values.py",
-            "machine.py",
             "measuring_code.py",
             "provenance.py",
         ),

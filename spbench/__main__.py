@@ -1,6 +1,19 @@
 """``python -m spbench`` is the command ``spbench``."""
 
-from spbench.bench.cli import main
+import sys
+
+
+def main() -> None:
+    """The command `spbench`. The command line is imported here, so that an interrupt meanwhile is told as one
+    that comes later."""
+    try:
+        from spbench.bench.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        print("spbench: interrupted", file=sys.stderr)
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

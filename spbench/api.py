@@ -16,10 +16,10 @@ from spbench.bench.config.expand import impossible
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError
-from spbench.bench.run_cell import run_cell
+from spbench.bench.measurement import measure, run_cell
+from spbench.bench.provenance import project_commit
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
-from spbench.bench.workers.worker import measure
 from spbench.bench.yaml_files import dotted
 from spbench.impls.backends.registry import DEFAULT_BACKEND
 
@@ -83,8 +83,10 @@ def run(
         if jobs == 0:
             todo = unfinished(cells, results)
             refused = unproven(todo)
+            project = project_commit(Path.cwd())
             for cell in todo:
-                results.append(as_row(cell, refused.get(cell.key) or measure(run_cell, cell)))
+                outcome = refused.get(cell.key) or measure(run_cell, cell)
+                results.append(as_row(cell, outcome, project=project))
         else:
             sweep(cells, results, jobs=jobs)
         return as_frame(results.rows[cell.key] for cell in cells)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,14 @@ torch.set_num_threads(1)  # as the ranks have
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep traces and declarations in a folder that ends with the tests.
+    """Keep traces and declarations in a folder that ends with the tests, and let SIGINT interrupt.
 
-    The workers of xdist share it, as they get the environment of the first process.
+    The workers of xdist share the folder, as they get the environment of the first process. A shell starts
+    what runs in the background with SIGINT ignored, which processes inherit: tests that send one would wait
+    in vain.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="spbench-test-cache-", ignore_cleanup_errors=True)
         os.environ[CACHE_FOLDER] = folder.name

@@ -26,7 +26,7 @@ from spbench.bench.clusters.cluster import Cluster, Device, MeasuredRate
 from spbench.bench.clusters.links import Link, Network
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.engines import distributed, virtual
-from spbench.bench.machine import cpu_model
+from spbench.bench.provenance import cpu_model
 from spbench.bench.simulator.program import KERNEL
 
 #: digits of a measured rate

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
     from spbench.bench.published.comparison import Comparison
+    from spbench.bench.sweep.digest import Digesting
     from spbench.bench.sweep.results import ResultsFile, Row
-    from spbench.bench.workers.crew import Crew
     from spbench.bench.workers.executor import Executor
+    from spbench.bench.workers.worker import Crew
 
 
 @dataclass(frozen=True)
@@ -88,37 +89,21 @@ def run_cells(
     from spbench.bench.config.scenario import compare
     from spbench.bench.config.select import declared_cells, narrowed_cells
     from spbench.bench.published.comparison import write as write_comparisons
-    from spbench.bench.sweep.digest import is_current
+    from spbench.bench.sweep.digest import digests_of_a_run, is_current
     from spbench.bench.sweep.results import ResultsFile
-    from spbench.bench.sweep.sweep import at_once, sweep, unfinished
 
     declared = declared_cells(scenario, narrowing)
     cells = narrowed_cells(scenario, narrowing, declared)
     if timeout_s is not None:
         cells = [cell.model_copy(update={"timeout_s": timeout_s}) for cell in cells]
+    digest_of = digests_of_a_run()
     with ResultsFile(folder, fresh=fresh) as results:
-        todo = unfinished(cells, results)
-        _announce(scenario, results, cells, todo, at_once(todo, jobs, executor))
-        try:
-            with SweepProgress(len(todo)) as progress:
-                rows = sweep(
-                    cells,
-                    results,
-                    crew=crew,
-                    executor=executor,
-                    jobs=jobs,
-                    on_start=progress.begin,
-                    on_end=progress.end,
-                )
-        except KeyboardInterrupt as interrupt:
-            kept = len(cells) - len(unfinished(cells, results))
-            again = "the same command without --fresh" if fresh else "the same command"
-            raise click.Abort(
-                f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
-            ) from interrupt
+        rows = _swept(scenario, cells, results, digest_of, fresh, jobs, crew, executor)
         known = {cell.key: cell for cell in [*declared, *cells]}
         current = {
-            key: row for key, row in results.rows.items() if key in known and is_current(known[key], row)
+            key: row
+            for key, row in results.rows.items()
+            if key in known and is_current(known[key], row, digest_of)
         }
         comparisons = compare(scenario, declared, current)
         files = [results.path]
@@ -127,6 +112,45 @@ def run_cells(
     if unpriced := _unpriced(rows):
         click.echo(f"{scenario.name}: {unpriced}", err=True)
     return Ran(rows, list(current.values()), comparisons, files)
+
+
+def _swept(
+    scenario: Scenario,
+    cells: list[Cell],
+    results: ResultsFile,
+    digest_of: Digesting,
+    fresh: bool,
+    jobs: int | None,
+    crew: Crew | None,
+    executor: Executor | None,
+) -> list[Row]:
+    """The rows of the cells, of which those that are unfinished are run; it says what it does meanwhile.
+
+    Raises:
+        click.Abort: interrupted; it says how many cells are kept.
+    """
+    from spbench.bench.sweep.sweep import at_once, sweep, unfinished
+
+    todo = unfinished(cells, results, digest_of)
+    _announce(scenario, results, cells, todo, at_once(todo, jobs, executor), digest_of)
+    try:
+        with SweepProgress(len(todo)) as progress:
+            return sweep(
+                cells,
+                results,
+                crew=crew,
+                executor=executor,
+                jobs=jobs,
+                digest_of=digest_of,
+                on_start=progress.begin,
+                on_end=progress.end,
+            )
+    except KeyboardInterrupt as interrupt:
+        kept = len(cells) - len(unfinished(cells, results, digest_of))
+        again = "the same command without --fresh" if fresh else "the same command"
+        raise click.Abort(
+            f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
+        ) from interrupt
 
 
 def _unpriced(rows: Sequence[Row]) -> str:
@@ -152,7 +176,12 @@ def opened_executor(address: str | None) -> AbstractContextManager[Executor | No
 
 
 def _announce(
-    scenario: Scenario, results: ResultsFile, cells: Sequence[Cell], todo: list[Cell], at_a_time: int
+    scenario: Scenario,
+    results: ResultsFile,
+    cells: Sequence[Cell],
+    todo: list[Cell],
+    at_a_time: int,
+    digest_of: Digesting,
 ) -> None:
     """Say on standard error what is about to run, and what earlier results there are."""
     from spbench.bench.sweep.digest import outdated
@@ -161,7 +190,7 @@ def _announce(
         message(f"spbench: warning: {problem}")
     if results.moved:
         message(f"earlier results are now {results.moved}")
-    if stale := outdated(cells, results.rows):
+    if stale := outdated(cells, results.rows, digest_of):
         message(f"{scenario.name}: {stale}")
     total = len(cells)
     kept = f", {total - len(todo)} of them kept from before" if total > len(todo) else ""

@@ -11,12 +11,12 @@ from spbench.bench.commands.options import output_folder, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.exports import export_names, load_export
+from spbench.bench.exports import EXPORTS
 
 
 def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
-    if name not in export_names():
-        raise click.BadParameter(f"no export {name!r}{suggestion(name, export_names())}", ctx, param)
+    if name not in EXPORTS:
+        raise click.BadParameter(f"no export {name!r}{suggestion(name, EXPORTS.names())}", ctx, param)
     return name
 
 
@@ -25,7 +25,7 @@ def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
     "--to",
     "system",
     required=True,
-    metavar=f"[{'|'.join(export_names())}]",
+    metavar=f"[{'|'.join(EXPORTS.names())}]",
     callback=_known,
     help="The system that is to read them.",
 )
@@ -72,7 +72,7 @@ def command(
 
     suites = read_suites(results, base, previous_base, commit)
     goals = read_targets(targets) if targets else ()
-    exported = load_export(system)(ExportRequest(suites, output, goals, not_run(results, base)))
+    exported = EXPORTS.load(system)(ExportRequest(suites, output, goals, not_run(results, base)))
     if output is not None:
         files = _written(exported.content, output)
         names = [str(path) for path in files]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
@@ -73,9 +72,5 @@ def _certainty(difference: Difference) -> str | None:
 
 
 def _summary(judgement: Judgement) -> str:
-    counts = Counter(difference.verdict for difference in judgement.differences)
-    counted = [f"{counts[v]} {v}" for v in ("worse", "missing", "better", "new") if counts[v]]
-    equal = [f"{count} {kind} equal" for kind, count in judgement.equal.items()]
-    unjudged = [f"{len(judgement.unjudged)} not judged in full"] if judgement.unjudged else []
     word = judgement.word if judgement.word == "not worse" else judgement.word.upper()
-    return f"{word}: {', '.join([*counted, *equal, *unjudged])}"
+    return f"{word}: {judgement.counted('equal')}"

@@ -39,7 +39,7 @@ _OF_CLASSES = {
     "models": "impls.models.model:models",
     "backends": "impls.backends.registry:backends",
     "engines": "bench.engines.engine:engines",
-    "meters": "bench.meters.registry:meters",
+    "meters": "bench.meters.meter:meters",
     "quantities": "bench.search.quantities:quantities",
     "answers": "bench.published.answer:answer_kinds",
 }

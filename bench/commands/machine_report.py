@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -24,6 +22,7 @@ from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
+from spbench.bench.csv_text import csv_text
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.provenance import provenance
 from spbench.impls.training.step import PRECISIONS
@@ -83,8 +82,9 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     )
     cluster = cluster_of(machine, output.stem, source)
     heading = f"{asked.command}\nsamples: {output.with_suffix('.csv').name}; spbench {about['commit']}"
+    samples = sample_rows(machine.points)
     files = [write_whole(output, cluster_yaml(cluster, heading))]
-    files.append(write_whole(output.with_suffix(".csv"), _csv(sample_rows(machine.points))))
+    files.append(write_whole(output.with_suffix(".csv"), csv_text(list(samples[0]), samples)))
     rates = [_rate(point) for point in machine.points]
     title = f"{machine.device_name} ({about['host']}, {day})"
     files += draw_machine_rates(rates, title, output)
@@ -128,14 +128,6 @@ def _sweep(asked: MachineRequest) -> RateSweep:
     if asked.precisions:
         given["precisions"] = asked.precisions
     return RateSweep.of_gpus(**given) if asked.device == "cuda" else RateSweep(**given)
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    return text.getvalue()
 
 
 def _rate(point: RatePoint) -> dict[str, Any]:

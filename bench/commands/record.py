@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,15 +29,7 @@ from spbench.bench.commands.output import Output
 )
 @click.option("--branch", help="Branch that was measured; the one that is checked out if left out.")
 @printed
-def command(
-    results: Path,
-    history: Path,
-    suite: str | None,
-    machine: str | None,
-    commit: str | None,
-    repository: Path | None,
-    branch: str | None,
-) -> Output:
+def command(results: Path, history: Path, **naming: Any) -> Output:
     """Keep the metrics of RESULTS, with commit and machine, as a file in a history.
 
     RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a file of pytest-benchmark. Results of
@@ -44,7 +37,7 @@ def command(
     """
     from spbench.bench.history.from_results import Naming, add_record, record_of
 
-    record = record_of(results, Naming(suite, machine, repository, branch, commit))
+    record = record_of(results, Naming(**naming))
     path, is_new = add_record(record, history)
     about = {
         "suite": record.suite,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.reproduction.findings import Findings
     from spbench.bench.reproduction.papers import Paper
-    from spbench.bench.workers.crew import Crew
     from spbench.bench.workers.executor import Executor
+    from spbench.bench.workers.worker import Crew
 
 FOLDER = Path("results", "reproduction")
 
@@ -65,32 +65,24 @@ class Reproduction:
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed
-def command(
-    paper: str,
-    all_variants: bool,
-    jobs: int | None,
-    executor: str | None,
-    output: Path | None,
-    fresh: bool,
-    write: bool,
-) -> Iterator[Output]:
+def command(output: Path | None, **asked: Any) -> Iterator[Output]:
     """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours;
     `strategies` makes the rows and traces of the strategies' pages.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
-    return reproduce(Reproduction(paper, all_variants, jobs, executor, output or FOLDER, fresh, write))
+    return reproduce(Reproduction(output=output or FOLDER, **asked))
 
 
 def reproduce(request: Reproduction) -> Iterator[Output]:
     """Reproduce a paper, or all: the report of each as soon as its cells have run. UserError for an unknown
     paper, a wrong scenario, a document that lacks a part, a file that cannot be written, or results that
     :func:`check_same_code` refuses."""
+    from spbench.bench.measurement import run_cell
     from spbench.bench.reproduction.document import check_documents
     from spbench.bench.reproduction.papers import scenarios_of
     from spbench.bench.reproduction.strategy_traces import STRATEGIES
-    from spbench.bench.run_cell import run_cell
-    from spbench.bench.workers.crew import Crew
+    from spbench.bench.workers.worker import Crew
 
     papers = [] if request.paper == STRATEGIES else scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():

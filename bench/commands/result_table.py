@@ -7,7 +7,8 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.commands.output import Table
-from spbench.bench.published.comparison import Comparison, number_or_status
+from spbench.bench.published.comparison import Comparison
+from spbench.bench.reproduction.findings import compared
 from spbench.bench.sweep.results import Row, flat
 
 _GIB, _MIB = 2**30, 2**20
@@ -96,16 +97,5 @@ def _options(cells: Sequence[Cell]) -> list[str]:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """A line for each published number, ours beside it."""
-    lines = [
-        {
-            "claim": entry.claim,
-            "variant": entry.variant,
-            "published": number_or_status(entry.published, entry.status_published),
-            "ours": number_or_status(entry.reproduced, entry.status_reproduced),
-            "relative error": None if entry.relative_error is None else f"{entry.relative_error:+.1%}",
-            "role": entry.role,
-            "note": entry.note,
-        }
-        for entry in comparisons
-    ]
+    lines = [{"claim": c.claim, "variant": c.variant, **compared(vars(c))} for c in comparisons]
     return Table("Published and ours (relative error: ours / published - 1)", lines)

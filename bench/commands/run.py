@@ -112,7 +112,7 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
     """The cells that would run, those that cannot, and those that are kept from before."""
     from spbench.bench.config.choices import refusal
     from spbench.bench.config.select import narrowed_cells
-    from spbench.bench.sweep.digest import is_final, outdated
+    from spbench.bench.sweep.digest import digests_of_a_run, is_final, outdated
     from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 
     cells = narrowed_cells(scenario, narrowing)
@@ -120,11 +120,12 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
     for problem in problems:
         message(f"spbench: warning: {problem}")
     kept = {row["key"]: row for row in rows}
-    if stale := outdated(cells, kept):
+    digest_of = digests_of_a_run()
+    if stale := outdated(cells, kept, digest_of):
         message(f"{scenario.name}: {stale}")
 
     def now(cell: Cell) -> str:
-        if is_final(cell, kept.get(cell.key)):
+        if is_final(cell, kept.get(cell.key), digest_of):
             return f"kept ({kept[cell.key]['status']})"
         reason = refusal(cell)
         return f"unsupported: {reason}" if reason else "would run"

@@ -15,9 +15,10 @@ from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError
 
 if TYPE_CHECKING:
-    from spbench.bench.cell import Cell, Measurement
+    from spbench.bench.cell import Cell
     from spbench.bench.config.scenario import Scenario
     from spbench.bench.config.select import Narrowing
+    from spbench.bench.measurement import Measurement
 
 #: cells that are named where more than one is left
 _NAMED = 3

@@ -10,14 +10,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engines
 from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.meters.registry import meters
+from spbench.bench.meters.meter import meters
 from spbench.bench.search.quantities import Candidates, quantities
-from spbench.bench.training_options import TrainingOptions
 from spbench.impls import loose_files
 from spbench.impls.backends.registry import backends
 from spbench.impls.layout import Unsupported

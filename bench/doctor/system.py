@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spbench.bench.disk_cache import CACHE_FOLDER, cache_folder
 from spbench.bench.doctor.check import Check, Observation
-from spbench.bench.machine import memory_bytes
+from spbench.bench.provenance import memory_bytes
 from spbench.bench.ranks.processes import usable_cores
 
 _GIB, _MIB = 2**30, 2**20

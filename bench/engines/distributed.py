@@ -2,10 +2,14 @@
 
 The first step runs under the same meters as on the virtual engine; the steps after it are timed without
 them. Tensors are on CPUs, with Gloo, or on GPUs, with NCCL, as the cell says.
+
+Training runs have the same global batches and the same initial weights whatever the strategy and sizes, so
+that the curves of two cells differ only by how they compute.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable
@@ -14,18 +18,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell, Learning
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.setup import record_step, refuse_workspace_config
+from spbench.bench.engines.setup import build_training, rank_inputs, record_step, refuse_workspace_config
 from spbench.bench.engines.timed_steps import remark, timed_steps, with_device_peaks
 from spbench.bench.engines.traces import Trace, add_step_time, merged
+from spbench.bench.measurement import Measurement
+from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.meters.registry import meter_classes
 from spbench.bench.ranks.processes import usable_cores
 from spbench.bench.ranks.torchrun import check_gpus, ranks_for
+from spbench.impls.collectives import all_reduce
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import initialize
 
 #: of weights and data, the same for every strategy and size
@@ -66,9 +75,19 @@ class DistributedEngine(Engine):
         return result
 
     def learn(self, cell: Cell) -> Measurement:
-        from spbench.bench.engines.learning import learn
+        """Train on real data, and return the losses of each step; status numerics where one is not finite.
 
-        return learn(cell)
+        Raises:
+            Unsupported: the strategy cannot run these sizes, or there is no data for the model.
+            RankError: a rank failed, ran out of memory or did not answer in time.
+        """
+        plan(cell)
+        model_preset(*cell.model_arguments).batches(*cell.shape, seed=0)
+        losses = launch(cell, losses_of_rank)[0]
+        wrong = next((at["step"] for at in losses if not all(map(math.isfinite, at.values()))), None)
+        if wrong is not None:
+            return Measurement("numerics", f"a loss at step {wrong} is not finite", losses=losses)
+        return Measurement(losses=losses)
 
 
 def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any]:
@@ -106,3 +125,44 @@ def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
     trace = Trace.of(cell, dist.get_rank(), recorder)
     timed = timed_steps(lambda: training.step(inputs), cell.timing, mesh.device_type)
     return with_device_peaks(trace.measurement(capacity=None), dist.get_rank(), timed)
+
+
+def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = None) -> list[dict[str, float]]:
+    """Train on this rank; every rank returns the same :attr:`Measurement.losses`.
+
+    Args:
+        cls: the strategy, instead of the registered one of the cell's name.
+    """
+    asked, model = cell.learning, model_preset(*cell.model_arguments)
+    assert asked is not None
+    # a sum that threads share rounds otherwise, and how many there are depends on the machine
+    torch.set_num_threads(1)
+    set_weights = partial(initialize, seed=asked.seed, deviation=asked.deviation)
+    training, strategy, around = build_training(cell, mesh, set_weights, cls)
+    # this rank's shares of the losses, over micro-batches; a stage of a pipeline without losses adds nothing
+    losses = torch.zeros(len(model.losses), dtype=torch.float64, device=mesh.device_type)
+
+    def add(module: nn.Module, inputs: object, outputs: dict[str, Tensor]) -> None:
+        if "loss" in outputs:
+            losses.add_(torch.stack([outputs[f"{name}_loss"].detach().double() for name in model.losses]))
+
+    training.module.register_forward_hook(add)
+    groups = [strategy.place.group(*strategy.position_axes), around.dp_group, around.pp_group]
+    batches = model.batches(*cell.shape, seed=asked.seed)
+    curves = []
+    for step, batch in zip(range(1, asked.steps + 1), batches, strict=False):
+        training.optimizer.set_learning_rate(learning_rate(asked, step))
+        on_device = {name: x.to(mesh.device_type) for name, x in batch.items()}
+        losses.zero_()
+        training.step(rank_inputs(model, strategy, around, on_device))
+        for group in groups:
+            all_reduce(losses, group)
+        curves.append({"step": step, **dict(zip(model.losses, losses.tolist(), strict=True))})
+    return curves
+
+
+def learning_rate(asked: Learning, step: int) -> float:
+    """Of a step, counted from 1."""
+    top = max(1, asked.warmup)
+    rising, falling = step / top, (asked.steps + 1 - step) / max(1, asked.steps + 1 - top)
+    return asked.learning_rate * min(rising, falling)

@@ -1,9 +1,9 @@
 """The emulated engine: a device of this machine plays one rank of N, at full shapes.
 
-Kernels, tensors and the allocator are real; the other ranks are not there (see
-:mod:`spbench.bench.engines.emulated_group`). On a GPU the allocator may have as much as the cluster's card
-has for tensors, so that a 16 GB card can be played on an 80 GB one, and a step that needs more is out of
-memory. On CPUs, for small shapes, the meters decide that as they do on virtual ranks.
+Kernels, tensors and the allocator are real; the other ranks are not there: what they would send is made up
+(:class:`EmulatedGroup`), and nobody waits. On a GPU the allocator may have as much as the cluster's card has
+for tensors, so that a 16 GB card can be played on an 80 GB one, and a step that needs more is out of memory.
+On CPUs, for small shapes, the meters decide that as they do on virtual ranks.
 
 The time of a step is what this rank's kernels took (the median of the timed steps, launches included), and
 what the simulation of all ranks on the cluster's links says that this rank waits: while bytes move that no
@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,26 +25,74 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
-from spbench.bench.engines.emulated_group import emulated_mesh
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step, refuse_workspace_config
 from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
+from spbench.bench.measurement import Measurement
+from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.meters.registry import meter_classes
+from spbench.bench.meters.torch_internals import FakeProcessGroup, without_dispatch
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.ranks.torchrun import check_gpus
 from spbench.impls.layout import Unavailable
 
+#: of torch.distributed: :class:`EmulatedGroup`
+BACKEND = "emulated"
+DEVICES = ("cpu", "cuda")
+#: of what others send: like a product of weights and normalised activations, and small enough for float16
+_RECEIVED_DEVIATION = 0.1
+#: of matrices: that of training
+_WEIGHTS_DEVIATION = 0.02
 #: cluster files have the total of nvidia-smi, of which CUDA gives up to 1.2% less
 _SAME_CARD = 0.98
-#: of matrices: that of training
-_DEVIATION = 0.02
+
+
+class EmulatedGroup(dist.ProcessGroup):
+    """A process group of which one rank exists, as that sees it.
+
+    torch's fake group leaves sums as they are and, in gathered, scattered and exchanged tensors, puts this
+    rank's own part in the place of each other's. It leaves alone what arrives from one other rank, and what
+    an exchange of uneven parts has no counterpart for: these are drawn here from a narrow normal
+    distribution, in place, after torch's operator, which meters see, as they do not see this. So no value of
+    a step depends on what was in memory before, all are finite and of the size of activations, and nothing is
+    allocated. On a GPU the writes take of the memory's bandwidth as those of NCCL's kernels do.
+    """
+
+    def __init__(self, made: Any, options: object = None):
+        super().__init__(made.group_rank, made.group_size)  # type: ignore[call-arg]  # of groups in Python
+        fake = FakeProcessGroup._create_internal(made.group_rank, made.group_size)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        for device in DEVICES:
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, fake)
+
+    def recv(self, tensors: list[Tensor], *rest: Any) -> dist.Work:
+        work = super().recv(tensors, *rest)
+        _draw(tensors)
+        return work
+
+    def all_to_all_single(self, output: Tensor, sent: Tensor, *rest: Any) -> dist.Work:
+        work = super().all_to_all_single(output, sent, *rest)
+        if output.shape != sent.shape:
+            _draw([output])
+        return work
+
+
+def _draw(tensors: Iterable[Tensor]) -> None:
+    with without_dispatch():
+        for x in tensors:
+            if x.is_floating_point():
+                x.detach().normal_(std=_RECEIVED_DEVIATION)
+            else:
+                x.zero_()
+
+
+dist.Backend.register_backend(BACKEND, EmulatedGroup, extended_api=True, devices=[*DEVICES])
 
 
 class EmulatedEngine(Engine):
@@ -148,7 +196,7 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
     Raises:
         torch.OutOfMemoryError: a GPU has no room.
     """
-    with emulated_mesh(cell.mesh_sizes, rank, cell.device) as mesh:
+    with virtual.fake_mesh(cell.mesh_sizes, rank, cell.device, BACKEND) as mesh:
         recorder, training, inputs = _metered(cell, mesh)
         trace = Trace.of(cell, rank, recorder)
         timing = cell.timing if timed else cell.timing.model_copy(update={"warmup": 0, "samples": 1})
@@ -179,7 +227,7 @@ def _draw_weights(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=_DEVIATION)
+                parameter.normal_(std=_WEIGHTS_DEVIATION)
 
 
 def _finite(outcome: Tensor | dict[str, Tensor]) -> bool:

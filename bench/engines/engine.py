@@ -12,8 +12,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
+from spbench.bench.measurement import Measurement
 from spbench.impls.discovery import named_classes
 from spbench.impls.layout import Unsupported
 

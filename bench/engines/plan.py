@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.meters.communication import CommunicationMeter, as_number
-from spbench.bench.training_options import TrainingOptions
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.backends.registry import backend_class

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spbench.bench.cell import Measurement, Timing
+from spbench.bench.cell import Timing
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.telemetry import telemetry_of
 
 #: of torch.cuda.memory_stats, what says that a step was short of memory or fragmented it

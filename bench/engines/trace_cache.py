@@ -5,26 +5,33 @@ differ in the cluster alone are timed from one trace, as are probes of searches 
 that several scenarios have. Only workers of sweeps use the cache (:func:`use`): these have their code
 from the files that the digest is made of, whereas an interactive session may have changed a class in memory.
 
-The folder is ``traces`` in that of all that is kept (:func:`spbench.bench.disk_cache.cache_folder`).
+The folder is ``traces`` in that of all that is kept (:func:`spbench.bench.disk_cache.cache_folder`). A file
+is a digest, then a NumPy archive of a trace's arrays, with one entry of JSON for the rest. The digest tells
+damage that would still read as a trace. No pickle is read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import DiskCache, cache_folder
 from spbench.bench.engines.peer_packages import installed
-from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.measuring_code import code_digest
+from spbench.bench.meters.communication import CommunicationMeter, Operation
+from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.simulator.program import Group, Program
 
 #: bytes of all traces; one of 64 ranks has some 50 kB, one of 1,024 some MB
 LIMIT_BYTES = 2 * 2**30
@@ -33,6 +40,12 @@ LIMIT_BYTES = 2 * 2**30
 _NOT_TRACED = frozenset(
     {"cluster", "engine", "device", "rank", "timing", "search", "learning", "meters", "variant"}
 )
+
+#: entry of a file's archive that is no array of numbers
+_REST = "rest"
+_PROGRAM = "program."
+#: of SHA-256
+_DIGEST_BYTES = 32
 
 _cache: DiskCache | None = None
 
@@ -75,16 +88,12 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
 
 
-def _traced_settings(cell: Cell) -> dict[str, Any]:
-    settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
-    del settings["training"]["cublas_workspace"]  # as a cluster's figures, it is filled in afterwards
-    return settings
-
-
 def trace_key(cell: Cell, rank: int, events: bool) -> str:
     """A digest of all that a trace depends on."""
+    settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
+    del settings["training"]["cublas_workspace"]  # as a cluster's figures, it is filled in afterwards
     content = {
-        "cell": _traced_settings(cell),
+        "cell": settings,
         "rank": rank,
         "events": events,
         "code": code_digest(),
@@ -93,3 +102,90 @@ def trace_key(cell: Cell, rank: int, events: bool) -> str:
         "processor": platform.machine(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class DamagedTrace(ValueError):
+    """The content of a file is not a trace."""
+
+
+def to_bytes(trace: Trace) -> bytes:
+    """All of a trace but its cell; see :func:`from_bytes`. It has nothing of further meters."""
+    assert not trace.found, "what further meters found is not kept"
+    log, meter, program = trace.memory, trace.communication, trace.program
+    arrays = {
+        "sizes": np.asarray(log.sizes, dtype=np.int64),
+        "events": np.asarray(log.events, dtype=np.int64),
+    }
+    rest: dict[str, Any] = {
+        "rank": trace.rank,
+        "marks": log.marks,
+        "tags": list(log.tags.items()),
+        "ends": log.ends,
+        "workspaces": list(log.workspaces.items()),
+        "axes": meter.axes,
+        "operations": [[asdict(operation), count] for operation, count in meter.counts.items()],
+        "program": None,
+    }
+    if program is not None:
+        named = {field.name: getattr(program, field.name) for field in fields(program)}
+        arrays |= {f"{_PROGRAM}{name}": x for name, x in named.items() if isinstance(x, np.ndarray)}
+        rest["program"] = {
+            **{name: x for name, x in named.items() if not isinstance(x, np.ndarray)},
+            "groups": [asdict(group) for group in program.groups],
+        }
+    stream = io.BytesIO()
+    text = np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)
+    # Any: the stub has a keyword of its own among the names of arrays
+    entries: dict[str, Any] = {**arrays, _REST: text}
+    np.savez_compressed(stream, **entries)
+    archive = stream.getvalue()
+    return hashlib.sha256(archive).digest() + archive
+
+
+def from_bytes(content: bytes, cell: Cell) -> Trace:
+    """The trace of :func:`to_bytes`, as one of ``cell``.
+
+    Raises:
+        DamagedTrace: the content is not what was written.
+    """
+    digest, archive = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(archive).digest() != digest:
+        raise DamagedTrace("its digest is not that of its content")
+    try:
+        with np.load(io.BytesIO(archive), allow_pickle=False) as arrays:
+            return _trace(dict(arrays), cell)
+    except Exception as error:  # a file that was never a trace: NumPy and zipfile raise what they will
+        raise DamagedTrace(f"{type(error).__name__}: {error}") from error
+
+
+def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
+    rest = json.loads(arrays.pop(_REST).tobytes())
+    log = MemoryLog(
+        arrays["sizes"].tolist(),
+        arrays["events"].tolist(),
+        [(name, first) for name, first in rest["marks"]],
+        dict(rest["tags"]),
+        rest["ends"],
+        dict(rest["workspaces"]),
+    )
+    meter = CommunicationMeter(rest["axes"])
+    meter.counts.update({Operation(**operation): count for operation, count in rest["operations"]})
+    program = None if rest["program"] is None else _program(rest["program"], arrays)
+    return Trace(cell, rest["rank"], log, meter, program, {})
+
+
+def _program(rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Program:
+    groups = [Group(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"])) for g in rest["groups"]]
+    return Program(
+        **{name.removeprefix(_PROGRAM): x for name, x in arrays.items() if name.startswith(_PROGRAM)},
+        mesh=tuple(rest["mesh"]),
+        names=tuple(rest["names"]),
+        groups=tuple(groups),
+        peers=_tuples(rest["peers"]),
+        marks=tuple((name, first) for name, first in rest["marks"]),
+        unpriced=tuple(rest["unpriced"]),
+    )
+
+
+def _tuples(lists: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(each) for each in lists)

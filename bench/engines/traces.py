@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
 from spbench.bench.meters.communication import CommunicationMeter
 from spbench.bench.meters.memory import MemoryLog, Peak

@@ -8,28 +8,6 @@ is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from spbench.impls.discovery import FunctionModules
 
-if TYPE_CHECKING:
-    from spbench.bench.exports.exported import Exported, ExportRequest
-
-    Export = Callable[[ExportRequest], Exported]
-
 EXPORTS = FunctionModules(__name__, "to_", "export", "spbench.exports", "exports")
-
-
-def export_names() -> list[str]:
-    """The names of all exports, in alphabetical order."""
-    return EXPORTS.names()
-
-
-def load_export(name: str) -> Export:
-    """The export of that name.
-
-    Raises:
-        DiscoveryError: no export or several have that name, or its module cannot be imported.
-    """
-    return EXPORTS.load(name)

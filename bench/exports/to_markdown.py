@@ -17,7 +17,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest
 from spbench.bench.exports.shown import shown_difference, shown_number, shown_origin
 from spbench.bench.exports.suite import Suite
-from spbench.bench.regressions.judgement import Difference, Judgement
+from spbench.bench.regressions.judgement import Difference
 from spbench.bench.regressions.metrics import STATUSES, readings
 from spbench.bench.regressions.result_files import Claims
 
@@ -104,7 +104,7 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
     assert suite.base
     yield f"### {suite.name}: {judgement.word}"
     head, base = shown_origin(suite.results, suite.commit), shown_origin(suite.base)
-    yield f"Head: {head}\nBase: {base}\n{_counts(judgement)}".replace("\n", "  \n")
+    yield f"Head: {head}\nBase: {base}\n{judgement.counted('unchanged')}.".replace("\n", "  \n")
     failing = [difference for difference in judgement.differences if difference.fails]
     others = [difference for difference in judgement.differences if not difference.fails]
     if failing:
@@ -115,20 +115,12 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
         assert suite.previous_base
         yield (
             f"**Meant:** this change brings another baseline of {suite.name} "
-            f"(before: {shown_origin(suite.previous_base)}). {_counts(suite.meant)}"
+            f"(before: {shown_origin(suite.previous_base)}). {suite.meant.counted('unchanged')}."
         )
         yield _differences("What the baseline's change moves", suite.meant.differences)
     if suite.results.claims:
         yield _claims(suite.results.claims, suite.base.claims or {})
     yield from judgement.notes
-
-
-def _counts(judgement: Judgement) -> str:
-    counts = Counter[str](difference.verdict for difference in judgement.differences)
-    words = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
-    equal = [f"{count} {kind} unchanged" for kind, count in judgement.equal.items()]
-    unjudged = [f"{len(judgement.unjudged)} not judged in full"] if judgement.unjudged else []
-    return ", ".join([*words, *equal, *unjudged]) + "."
 
 
 def _title(differences: Iterable[Difference]) -> str:

@@ -12,25 +12,26 @@ Both are YAML files in the folder of the history, ``targets.yaml`` and ``meant.y
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, create_model, field_validator
 
 from spbench.bench.history.series import Series
 from spbench.bench.history.steps import Step
 from spbench.bench.json_values import Number
-from spbench.bench.yaml_files import read_yaml, validate
+from spbench.bench.yaml_files import StrictModel, read_yaml, validate
 
 TARGETS_FILE, MEANT_FILE = "targets.yaml", "meant.yaml"
 
+Entry = TypeVar("Entry", "Target", "Acceptance")
 
-class _SeriesSelector(BaseModel):
+
+class _SeriesSelector(StrictModel):
     """Names series; what is left out may be anything.
 
     Attributes:
         cell: a part of the cell's key.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     suite: str | None = None
     cell: str = ""
@@ -90,33 +91,20 @@ class Acceptance(_SeriesSelector):
         return any(name.startswith(self.commit) for name in hashes[first + 1 : last + 1])
 
 
-class _TargetsFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    targets: list[Target]
-
-
-class _MeantFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    meant: list[Acceptance]
-
-
 def read_targets(folder: Path) -> tuple[Target, ...]:
-    """The targets of a history; none without a file.
-
-    Raises:
-        UserError: the file cannot be read or is wrong; with its name, the key, and how to mend it.
-    """
-    path = folder / TARGETS_FILE
-    return tuple(validate(_TargetsFile, read_yaml(path), str(path)).targets) if path.exists() else ()
+    """The targets of a history; none without a file. UserError if it cannot be read or is wrong."""
+    return _entries(folder / TARGETS_FILE, Target)
 
 
 def read_meant(folder: Path) -> tuple[Acceptance, ...]:
-    """The accepted steps of a history; none without a file.
+    """The accepted steps of a history; none without a file. UserError if it cannot be read or is wrong."""
+    return _entries(folder / MEANT_FILE, Acceptance)
 
-    Raises:
-        UserError: the file cannot be read or is wrong; with its name, the key, and how to mend it.
-    """
-    path = folder / MEANT_FILE
-    return tuple(validate(_MeantFile, read_yaml(path), str(path)).meant) if path.exists() else ()
+
+def _entries(path: Path, kind: type[Entry]) -> tuple[Entry, ...]:
+    """The entries of a file, whose one key is the file's name."""
+    if not path.exists():
+        return ()
+    section: Any = {path.stem: (list[kind], ...)}  # type: ignore[valid-type]
+    file = validate(create_model("File", __base__=StrictModel, **section), read_yaml(path), str(path))
+    return tuple(getattr(file, path.stem))

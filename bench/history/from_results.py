@@ -11,7 +11,7 @@ from typing import Any
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
 from spbench.bench.git import asked, own_checkout
-from spbench.bench.history.run_record import CellRecord, Commit, RecordedValue, RunRecord, as_lines, utc
+from spbench.bench.history.run_record import CellRecord, Commit, RunRecord, as_lines, utc
 from spbench.bench.provenance import COMMITS, check_same_code, commit_of
 from spbench.bench.regressions.metrics import has_exact_engine, readings
 from spbench.bench.regressions.result_files import read_results, suite_of
@@ -55,7 +55,9 @@ def record_of(path: Path, naming: Naming) -> RunRecord:
     machine = dict(_machine(suite, rows))
     if naming.machine is not None:
         machine["host"] = naming.machine
-    cells = {row["key"]: _cell_record(row) for row in rows}
+    cells = {}
+    for row in rows:
+        cells[row["key"]] = CellRecord(row["key"], row["status"], has_exact_engine(row), readings(row))
     return RunRecord(suite, _date(rows) or commit.date, commit, machine, _versions(rows[0]), cells)
 
 
@@ -110,14 +112,6 @@ def _date(rows: Sequence[Row]) -> str | None:
         return max((utc(str(row["time"])) for row in rows if row.get("time")), default=None)
     except ValueError as error:
         raise UserError(f"a row has a time that is no date: {error}") from error
-
-
-def _cell_record(row: Row) -> CellRecord:
-    values = {
-        name: RecordedValue(reading.metric, reading.value, reading.unit, reading.exact, reading.samples)
-        for name, reading in readings(row).items()
-    }
-    return CellRecord(row["key"], row["status"], has_exact_engine(row), values)
 
 
 def _suite(path: Path, given: str | None) -> str:

@@ -124,6 +124,17 @@ class History:
         return next((a.reason for a in self.meant if a.accepts(step, series)), "")
 
 
+def counts(assessments: Sequence[Assessment]) -> dict[str, int]:
+    """How many regressions stand, targets are missed, steps there are, and how many of these were meant."""
+    steps = [step for of in assessments for step in of.steps]
+    return {
+        "standing": sum(len(of.regressions) for of in assessments),
+        "missed": sum(len(of.missed) for of in assessments),
+        "steps": len(steps),
+        "meant": sum(bool(step.meant) for step in steps),
+    }
+
+
 def _check(name: str, known: Sequence[str] | dict[str, None], kind: str) -> None:
     if name not in known:
         raise UserError(f"no records of {kind} {name!r}{suggestion(name, known)}")

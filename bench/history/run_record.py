@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from spbench.bench.cell import Status
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH
 from spbench.bench.json_values import problem
-from spbench.bench.regressions.metrics import METRICS, Metric
+from spbench.bench.measurement import Status
+from spbench.bench.regressions.metrics import METRICS, Metric, Reading
 from spbench.bench.yaml_files import read_file
 
 FORMAT = 1
@@ -55,33 +55,18 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class RecordedValue:
-    """A :class:`Reading`, as a record keeps it.
-
-    Attributes:
-        samples: of a measured value, in the order in which they were taken; empty if there are none.
-    """
-
-    metric: Metric
-    value: float
-    unit: str
-    exact: bool
-    samples: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class CellRecord:
     """What was found of one cell.
 
     Attributes:
         exact: whether any machine would find the same (:func:`has_exact_engine`).
-        values: by the names of metrics.
+        values: by the names of metrics; a record that was read has all samples of a value in one round.
     """
 
     key: str
     status: Status
     exact: bool
-    values: Mapping[str, RecordedValue]
+    values: Mapping[str, Reading]
 
 
 @dataclass(frozen=True)
@@ -217,9 +202,9 @@ def as_lines(record: RunRecord) -> Iterator[str]:
         yield _json({"cell": key, "status": cell.status, "exact": cell.exact, "values": values})
 
 
-def _stored(recorded: RecordedValue) -> dict[str, Any]:
-    stored = {"value": recorded.value, "unit": recorded.unit, "exact": recorded.exact}
-    return {**stored, "samples": list(recorded.samples)} if recorded.samples else stored
+def _stored(reading: Reading) -> dict[str, Any]:
+    stored = {"value": reading.value, "unit": reading.unit, "exact": reading.exact}
+    return {**stored, "samples": list(reading.samples)} if reading.samples else stored
 
 
 def _json(content: Any) -> str:
@@ -245,7 +230,8 @@ def read_record(path: Path) -> RunRecord:
             stored = _Line.model_validate_json(line)
             if unknown := next((name for name in stored.values if name not in head.metrics), None):
                 raise ValueError(f"values.{unknown}: no such metric in line 1")
-            cells[stored.cell] = _cell_record(stored, head.metrics)
+            values = {name: _reading(name, of, head.metrics[name]) for name, of in stored.values.items()}
+            cells[stored.cell] = CellRecord(stored.cell, stored.status, stored.exact, values)
         if len(cells) != head.cells or not (others or [first])[-1].endswith(b"\n"):
             raise ValueError(f"cut short: {len(cells)} of {head.cells} cells")
     except ValidationError as error:
@@ -259,12 +245,8 @@ def _unreadable(path: Path, number: int, what: str) -> UserError:
     return UserError(f"{path}:{number}: not a record of a run ({what}); restore the file or remove it")
 
 
-def _cell_record(line: _Line, metrics: Mapping[str, _StoredMetric]) -> CellRecord:
-    values = {}
-    for name, stored in line.values.items():
-        about = metrics[name]
-        # of a metric that another version has, what its record says
-        metric = _KNOWN.get(name) or Metric(name, stored.unit, about.better, about.tolerance, about.judged)
-        samples = tuple(stored.samples)
-        values[name] = RecordedValue(metric, stored.value, stored.unit, stored.exact, samples)
-    return CellRecord(line.cell, line.status, line.exact, values)
+def _reading(name: str, stored: _StoredValue, about: _StoredMetric) -> Reading:
+    # of a metric that another version has, what its record says
+    metric = _KNOWN.get(name) or Metric(name, stored.unit, about.better, about.tolerance, about.judged)
+    rounds = (tuple(stored.samples),) if stored.samples else ()
+    return Reading(metric, stored.value, stored.unit, stored.exact, rounds)

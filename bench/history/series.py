@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from spbench.bench.history.run_record import Commit, RecordedValue, RunRecord
-from spbench.bench.regressions.metrics import METRICS, STATUSES, Metric
+from spbench.bench.history.run_record import Commit, RunRecord
+from spbench.bench.regressions.metrics import METRICS, STATUSES, Metric, Reading
 
 #: of a cell: its values are places in :data:`SHOWN_STATUSES`
 STATUS = Metric("status", "", "smaller")
@@ -90,13 +90,13 @@ def series_of(records: Sequence[RunRecord]) -> list[Series]:
     Args:
         records: of one branch, in the order of commits.
     """
-    found: dict[_Key, list[tuple[RunRecord, RecordedValue]]] = defaultdict(list)
+    found: dict[_Key, list[tuple[RunRecord, Reading]]] = defaultdict(list)
     by_suite: dict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         by_suite[record.suite].append(record)
     for of_suite in by_suite.values():
         for record, cell, machine, status in _statuses(of_suite):
-            value = RecordedValue(STATUS, SHOWN_STATUSES.index(status), "", exact=True)
+            value = Reading(STATUS, SHOWN_STATUSES.index(status), "", exact=True)
             found[_key(record, cell, machine, value)].append((record, value))
         for record in of_suite:
             for cell, about in record.cells.items():
@@ -106,7 +106,7 @@ def series_of(records: Sequence[RunRecord]) -> list[Series]:
     return [_series(key, found[key]) for key in sorted(found)]
 
 
-def _key(record: RunRecord, cell: str, machine: str, value: RecordedValue) -> _Key:
+def _key(record: RunRecord, cell: str, machine: str, value: Reading) -> _Key:
     name = value.metric.name
     return _Key(record.suite, cell, _PLACES.get(name, len(_PLACES)), name, machine, value.exact)
 
@@ -132,7 +132,7 @@ def _statuses(records: Iterable[RunRecord]) -> Iterator[tuple[RunRecord, str, st
             yield record, cell, machine, status
 
 
-def _series(key: _Key, values: Sequence[tuple[RunRecord, RecordedValue]]) -> Series:
+def _series(key: _Key, values: Sequence[tuple[RunRecord, Reading]]) -> Series:
     points = []
     for _, group in groupby(values, key=lambda value: value[0].commit.hash):
         of_commit = list(group)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.bench.meters.meter import Call, Communication, Meter
-from spbench.bench.meters.torch_internals import group_named, schema_of
+from spbench.bench.meters.torch_internals import OpOverload, group_named, schema_of
 from spbench.impls.traffic import wire_bytes
 
 
@@ -74,12 +74,12 @@ _NAMESPACES = frozenset(
 _SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
 
 
-def communicates(operator: torch._ops.OpOverload) -> bool:
+def communicates(operator: OpOverload) -> bool:
     """Whether an operator communicates, or waits for that."""
     return operator.namespace in _NAMESPACES
 
 
-def communication_of(operator: torch._ops.OpOverload, args: Sequence[Any]) -> Communication | None:
+def communication_of(operator: OpOverload, args: Sequence[Any]) -> Communication | None:
     """What a call of an operator communicates; None for one that does not.
 
     Raises:

@@ -1,11 +1,20 @@
 """The event log: a rank's operators and communication in order, with all that their time depends on.
 
 It times nothing: :mod:`spbench.bench.simulator.simulate` turns what it wrote down into seconds on a cluster.
+
+Libraries that overlap communication with computing, as torch's ``fully_shard`` does, issue copies and
+collectives on streams of their own and order them by events, through the module of the device's type
+(``torch.cuda``, ``torch.cpu``). The streams of ``torch.cpu`` do nothing. While a step is logged,
+:func:`recorded_streams` puts streams and events that write down what they order in their place, so that the
+library's own calls say which stream each operator is issued on and what waits for what. They do nothing else:
+no tensor lives longer, and nothing runs in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +24,119 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.meter import Call, Communication, Meter
 from spbench.bench.meters.prices import price_of
-from spbench.bench.meters.streams import Streams
-from spbench.bench.meters.torch_internals import storage_key
-from spbench.bench.simulator.program import KERNEL, Group, Program, ProgramBuilder, offset
+from spbench.bench.meters.torch_internals import replaced, storage_key
+from spbench.bench.simulator.program import COMPUTE_STREAM, KERNEL, Group, Program, ProgramBuilder, offset
+
+
+class Streams:
+    """The streams of a program.
+
+    Args:
+        builder: of the program.
+
+    Attributes:
+        current: the stream on which operators are issued.
+        open: whether events are written down.
+    """
+
+    def __init__(self, builder: ProgramBuilder):
+        self._builder: ProgramBuilder | None = builder
+        self._streams = 0
+        self.open = False
+        self.current = RecordedStream(self)
+
+    def new_number(self) -> int:
+        """The number of a further stream; the first is the compute stream's."""
+        self._streams += 1
+        return self._streams - 1
+
+    def close(self) -> None:
+        """Forget the program: a library may keep its streams for longer."""
+        self._builder, self.open = None, False
+
+    @contextmanager
+    def issuing(self, stream: RecordedStream | None) -> Iterator[None]:
+        """What is issued inside is issued on that stream; None: on the current one."""
+        before, self.current = self.current, stream or self.current
+        self._switch(before)
+        try:
+            yield
+        finally:
+            inside, self.current = self.current, before
+            self._switch(inside)
+
+    def _switch(self, before: RecordedStream) -> None:
+        if self._builder is not None and self.current is not before:
+            self._builder.on_stream(self.current.number)
+
+    def record(self, stream: RecordedStream) -> int:
+        """Write down the point that a stream has come to; returns its event, -1 where none is written."""
+        if self._builder is None or not self.open:
+            return -1
+        with self.issuing(stream):
+            return self._builder.record()
+
+    def wait(self, stream: RecordedStream, event: int) -> None:
+        """Write down that a stream waits for an event of the program."""
+        if self._builder is not None and self.open and event >= 0:
+            with self.issuing(stream):
+                self._builder.wait(event)
+
+
+class RecordedStream(torch.cpu.Stream):
+    """A stream, with the methods of ``torch.cuda.Stream`` that ``torch.cpu.Stream`` has.
+
+    Attributes:
+        number: of the stream in the program.
+    """
+
+    def __init__(self, streams: Streams, priority: int = -1):
+        super().__init__(priority)
+        self._streams, self.number = streams, streams.new_number()
+
+    def record_event(self, event: RecordedEvent | None = None) -> RecordedEvent:  # type: ignore[override]
+        event = event or RecordedEvent(self._streams)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: RecordedEvent) -> None:
+        self._streams.wait(self, event.number)
+
+    def wait_stream(self, stream: RecordedStream) -> None:
+        if stream is not self:
+            self.wait_event(stream.record_event())
+
+
+class RecordedEvent(torch.cpu.Event):
+    """An event, with the methods of ``torch.cuda.Event`` that ``torch.cpu.Event`` has.
+
+    Attributes:
+        number: of the point in the program; -1: there is none, and nothing waits for it.
+    """
+
+    def __init__(self, streams: Streams, *_: Any, **__: Any):
+        self._streams, self.number = streams, -1
+
+    def record(self, stream: RecordedStream | None = None) -> None:
+        self.number = self._streams.record(stream or self._streams.current)
+
+    def wait(self, stream: RecordedStream | None = None) -> None:
+        (stream or self._streams.current).wait_event(self)
+
+
+@contextmanager
+def recorded_streams(streams: Streams) -> Iterator[None]:
+    """Inside, the streams and events of ``torch.cpu`` are those of ``streams``."""
+    assert streams.current.number == COMPUTE_STREAM
+    ours = {
+        "Stream": partial(RecordedStream, streams),
+        "Event": partial(RecordedEvent, streams),
+        "current_stream": lambda device=None: streams.current,
+        "stream": streams.issuing,
+    }
+    with replaced(torch.cpu, ours):
+        yield
+
 
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 

@@ -4,17 +4,20 @@ A meter is found by being there: a class derived from :class:`Meter`, with a nam
 package, or registered by another package under the entry point group ``spbench.meters``. A scenario asks for
 it by name (``meters: [NAME]``); what it found stands in the row under ``measurement.meters.NAME``. Memory and
 communication are metered in every cell. Of several traced steps (``training.steps``), meters see the last,
-but for that of memory, which sees all.
+but for that of memory, which sees all. Nothing here imports torch, so that listing the names is quick.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from spbench.impls.discovery import named_classes
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,27 @@ class Meter:
     def found(self) -> Mapping[str, Any]:
         """What goes into the result row: plain data, units in the names."""
         return {}
+
+
+def meters() -> Mapping[str, type[Meter]]:
+    """The meters that a scenario can ask for, by name: those of this package, then the entry points
+    ``spbench.meters``; without those of memory, communication and events, which every recorder has."""
+    from spbench.bench.meters.communication import CommunicationMeter
+    from spbench.bench.meters.event_log import EventLog
+    from spbench.bench.meters.memory import MemoryMeter
+
+    found = named_classes("spbench.bench.meters", Meter, "spbench.meters")
+    always = (MemoryMeter, CommunicationMeter, EventLog)
+    return {name: cls for name, cls in found.items() if cls not in always}
+
+
+def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
+    """The meters of these names.
+
+    Raises:
+        KeyError: one is unknown; with the known names.
+    """
+    known = meters()
+    if missing := [name for name in names if name not in known]:
+        raise KeyError(f"unknown meter {missing[0]!r}; known: {', '.join(known) or 'none'}")
+    return [known[name] for name in names]

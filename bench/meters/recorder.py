@@ -11,10 +11,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.communication import CommunicationMeter, communication_of
-from spbench.bench.meters.event_log import EventLog
+from spbench.bench.meters.event_log import EventLog, recorded_streams
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.meter import Call, Meter
-from spbench.bench.meters.streams import recorded_streams
 from spbench.bench.meters.torch_internals import FakeTensor, TorchDispatchMode, no_dispatch, replaced
 from spbench.impls.axes import MESH_AXES
 

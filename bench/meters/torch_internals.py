@@ -1,4 +1,4 @@
-"""All of torch's inside that the harness relies on: private names, and what is patched.
+"""What the meters and engines rely on of torch's inside: private names, and what is patched.
 
 The rest of bench takes these from here, so that a release of torch that moves one of them is met in one
 place. :func:`check_internals` says which, before the first trace of a process.
@@ -29,6 +29,8 @@ def _moved(what: str) -> UserError:
 
 
 try:
+    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
     from torch.distributed.distributed_c10d import _resolve_process_group as group_named
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -39,9 +41,11 @@ except ImportError as error:
     raise _moved(str(error)) from error
 
 __all__ = [
+    "FakeProcessGroup",
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDispatchMode",
     "check_internals",
     "disable_fake_tensor_cache",
@@ -63,8 +67,8 @@ def without_dispatch() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
-def schema_of(func: Any) -> Any:
-    """The schema of an operator, a ``torch._ops.OpOverload``: its name, arguments and returns."""
+def schema_of(func: OpOverload) -> Any:
+    """The schema of an operator: its name, arguments and returns."""
     return func._schema
 
 

@@ -11,8 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar, Self
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.errors import suggestion
+from spbench.bench.measurement import Measurement
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.published.results import ScenarioResults
 from spbench.bench.published_number import InferredSetting, PublishedNumber

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from spbench.bench.published.comparison import COMPARISON_FILE
 from spbench.bench.regressions.measured_change import MeasuredChange, measured_changes
@@ -26,6 +26,8 @@ from spbench.bench.sweep.results import Row
 ERROR_TOLERANCE = 1e-6
 
 Verdict = Literal["worse", "missing", "better", "new"]
+#: the worst first
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,15 @@ class Judgement:
         """What there is to say in a word or two."""
         return "worse" if self.fails else "not judged" if self.judged_nothing else "not worse"
 
+    def counted(self, equal: str) -> str:
+        """How many differences there are of each verdict, how much is as it was, in the word ``equal``, and
+        what was not judged."""
+        counts = Counter[str](difference.verdict for difference in self.differences)
+        words = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
+        words += [f"{count} {kind} {equal}" for kind, count in self.equal.items()]
+        words += [f"{len(self.unjudged)} not judged in full"] * bool(self.unjudged)
+        return ", ".join(words)
+
 
 def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
     """Compare new results with old ones.
@@ -122,8 +133,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
     if (base.claims is None) != (new.claims is None) and (base.claims is None or not new.path.is_dir()):
         side = base if base.claims is None else new
         notes.append(f"{side.path} has no {COMPARISON_FILE}: errors against published numbers are not judged")
-    order = ["worse", "missing", "better", "new"]
-    differences.sort(key=lambda d: (not d.fails, order.index(d.verdict), -d.change))
+    differences.sort(key=lambda d: (not d.fails, VERDICTS.index(d.verdict), -d.change))
     return Judgement(
         differences, equal, unjudged - {each.where for each in differences}, [*notes, *not_judged]
     )

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from spbench.bench.cell import Cell, Status
+from spbench.bench.cell import Cell
 from spbench.bench.engines.engine import engines
+from spbench.bench.measurement import Status
 from spbench.bench.sweep.results import Row
 
 #: the better, the earlier

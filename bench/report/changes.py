@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spbench.bench.errors import UserError
 from spbench.bench.history.history import Assessment, read_history
+from spbench.bench.regressions.judgement import VERDICTS
 from spbench.bench.report.gates import Gate, gates
 from spbench.bench.report.gathered import Gathered
 
@@ -53,7 +54,7 @@ def changes(gathered: Gathered) -> Iterator[Changes]:
 def _since_baselines(baselines: Sequence[Gate]) -> Changes:
     judged = [gate for gate in baselines if gate.judgement is not None]
     totals = [gate.counts for gate in judged]
-    sums = {name: sum(of[name] for of in totals) for name in ("worse", "missing", "better", "new", "equal")}
+    sums = {name: sum(of[name] for of in totals) for name in (*VERDICTS, "equal")}
     days = sorted({day for gate in judged for day in gate.days})
     worst = [
         (f"{_short(line['where'])}: {line['quantity']}", f"regressions.html#{gate.table_name}")

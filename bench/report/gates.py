@@ -11,7 +11,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, day_of, last_change
-from spbench.bench.regressions.judgement import Difference, Judgement, judge
+from spbench.bench.regressions.judgement import VERDICTS, Difference, Judgement, judge
 from spbench.bench.regressions.result_files import Results, read_results
 from spbench.bench.sweep.results import RESULTS_FILE
 
@@ -51,9 +51,8 @@ class Gate:
     def counts(self) -> dict[str, int]:
         """Differences by what they are: worse, missing, better, new; and what is ``equal``."""
         assert self.judgement is not None
-        verdicts = Counter(difference.verdict for difference in self.judgement.differences)
-        counts = {verdict: verdicts[verdict] for verdict in ("worse", "missing", "better", "new")}
-        return {**counts, "equal": self.judgement.equal.total()}
+        verdicts = Counter[str](difference.verdict for difference in self.judgement.differences)
+        return {**{name: verdicts[name] for name in VERDICTS}, "equal": self.judgement.equal.total()}
 
     @property
     def lines(self) -> list[Line]:

@@ -24,6 +24,17 @@ _UNSHOWN = ("mesh", "method")
 _SPEAKING = ("model", "cluster", "engine", "precision", "variant", "backend")
 _LONG = 12
 
+#: head of a table -> column of records, where they are not the same
+_COLUMNS = {
+    "error": "relative_error",
+    "measured": "published",
+    "ours": "reproduced",
+    "status published": "status_published",
+    "status ours": "status_reproduced",
+    "of": "quantity",
+}
+_HEADS = ("error", "published", "ours", "status published", "status ours", "role", "note", "cell")
+
 #: what of a measurement, and its units: the one place where tables and axes have them from
 _UNITS: dict[str, dict[float, str]] = {
     "bytes": {1: "bytes", 2**20: "MiB", 2**30: "GiB", 10**6: "MB", 10**9: "GB"},
@@ -116,13 +127,13 @@ def _identifier(*names: str) -> str:
 def _table(name: str, title: str, records: Sequence[Record], cells: Mapping[str, Point]) -> DataTable:
     points = [point_of(cells[record["cell"]]) for record in records]
     texts = labels(points, [label_of(record) for record in records])
-    lines = [{"what": text, **_values(record)} for text, record in zip(texts, records, strict=True)]
+    lines = [{"what": text, **shown(record, *_HEADS)} for text, record in zip(texts, records, strict=True)]
     return _sorted(name, title, lines)
 
 
 def _claims(name: str, title: str, records: Sequence[Record]) -> DataTable:
     lines = [
-        {"what": ", ".join(filter(None, [r["table"], r["variant"]])), **_values(r), "of": r["quantity"]}
+        {"what": ", ".join(filter(None, [r["table"], r["variant"]])), **shown(r, *_HEADS, "of")}
         for r in records
     ]
     return _sorted(_identifier(name), title, lines)
@@ -134,17 +145,9 @@ def _sorted(name: str, title: str, lines: Sequence[Mapping[str, Any]]) -> DataTa
     return DataTable(name, title, lines, heads, sortable=len(lines) > _LONG, percent=("error",))
 
 
-def _values(record: Record) -> dict[str, Any]:
-    return {
-        "error": record["relative_error"],
-        "published": record["published"],
-        "ours": record["reproduced"],
-        "status published": record["status_published"],
-        "status ours": record["status_reproduced"],
-        "role": record["role"],
-        "note": record["note"],
-        "cell": record["cell"],
-    }
+def shown(record: Record, *heads: str) -> dict[str, Any]:
+    """What a table has of a record under these heads; :data:`_COLUMNS` says where it stands."""
+    return {head: record[_COLUMNS.get(head, head)] for head in heads}
 
 
 def _searches(gathered: Gathered, scenario: Scenario, compared: Collection[str]) -> dict[str, list[Record]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import re
@@ -15,12 +13,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from spbench.bench.csv_text import csv_text
 from spbench.bench.git import day_of
 from spbench.bench.report.page import Chart, DataTable, Figure, Page
-
-#: a cell of text that begins with one of these is a formula to spreadsheets
-FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")
-_NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE)
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -89,7 +84,7 @@ class Rendering:
         self._names.add(block.name)
         table = block.table if isinstance(block, Chart) else block
         path = f"data/{Path(self._page.path).stem}-{block.name}.csv"
-        self.files[path] = csv_text(table)
+        self.files[path] = csv_text(table.heads, table.rows)
         kind = "chart" if isinstance(block, Chart) else "table"
         if isinstance(block, Chart):
             self.charts = True
@@ -128,21 +123,6 @@ def dated(commits: str) -> str:
     """Commits, with spaces between them, each with its day where git knows of it."""
     days = {commit: day_of(commit) for commit in commits.split()}
     return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
-
-
-def harmless(value: Any) -> Any:
-    """A cell of a CSV file: text that a spreadsheet would run as a formula gets an apostrophe before it."""
-    is_formula = isinstance(value, str) and value[:1] in FORMULA_SIGNS and not _NUMBER.fullmatch(value)
-    return f"'{value}" if is_formula and value else value
-
-
-def csv_text(table: DataTable) -> str:
-    """The table as CSV: numbers as they are, nothing for None."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, table.heads, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: harmless(row.get(name)) for name in table.heads} for row in table.rows)
-    return stream.getvalue()
 
 
 def script_json(value: Mapping[str, Any] | Sequence[Any]) -> Markup:

@@ -7,12 +7,12 @@ judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from spbench.bench.reproduction.findings import Record, distinct, of_table, table_of
+from spbench.bench.reproduction.findings import Record, distinct
 
 #: of absolute relative errors
 TOLERANCE = 0.1
@@ -57,7 +57,7 @@ def verdict_on(records: Sequence[Record]) -> Verdict:
     """The verdict on records of findings, each published number counted once."""
     records = [record for record in records if record["role"] in JUDGED]
     numbers = [record for record in distinct(records) if _was_run(record)]
-    met = [_is_met(record, records) for record in numbers] + list(_statuses(records))
+    met = [*(_is_met(record, records) for record in numbers), *_statuses(records)]
     errors = [r["relative_error"] for r in numbers if r["role"] != "formula"]
     return Verdict(len(met), sum(met), [abs(error) for error in errors if error is not None])
 
@@ -74,23 +74,13 @@ def _is_met(record: Record, records: Sequence[Record]) -> bool:
     return record["relative_error"] is not None and abs(record["relative_error"]) <= TOLERANCE
 
 
-def _statuses(records: Sequence[Record]) -> Iterator[bool]:
+def _statuses(records: Sequence[Record]) -> Iterable[bool]:
     """Of each cell that is published as out of memory and was run, whether ours is too."""
     cells: dict[str, bool] = {}
     for record in records:
         if record["status_published"] == "oom" and record["status_reproduced"]:
             cells.setdefault(record["cell"], record["status_reproduced"] == "oom")
-    yield from cells.values()
-
-
-def by_answer(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Records by what they answer and the variant: tables by quantity, claims, formulas and curves."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        kind = {"formula": "formulas", "curve": "curves"}.get(record["role"], "claims")
-        what = f"{table_of(record)}: {record['quantity']}" if of_table(record) else kind
-        groups.setdefault((what, record["variant"]), []).append(record)
-    return groups
+    return cells.values()
 
 
 def counts(verdict: Verdict) -> str:
@@ -111,5 +101,4 @@ def why(records: Sequence[Record], titles: Mapping[str, str]) -> dict[str, Any] 
     if name is None or verdicts[name].met == verdicts[name].judged:
         return None
     of = verdicts[name]
-    text = f"{of.judged - of.met} of {of.judged}"
-    return {"scenario": name, "title": titles.get(name, name), "text": text}
+    return {"scenario": name, "title": titles.get(name, name), "text": f"{of.judged - of.met} of {of.judged}"}

@@ -14,6 +14,7 @@ from spbench.bench.config.scenario import Document
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published.answers.tables import UNSTATED
 from spbench.bench.published.comparison import NUMBERS, Comparison, Role, number_or_status
+from spbench.plots.series import grouped
 
 Line = dict[str, Any]
 Record = Mapping[str, Any]
@@ -72,7 +73,7 @@ class Findings:
             mine = [r for r in self.records if r["scenario"] == scenario]
             document = self.documents.get(scenario)
             remark = document.not_reproduced if document else ""
-            for (what, variant), rows in _grouped(mine, lambda r: (_what(r), r["variant"])).items():
+            for (what, variant), rows in by_answer(mine).items():
                 lines.append(_verdict_line(scenario, what, variant, rows, remark))
                 remark = ""
         # an error for each cell of a formula, one for any other number
@@ -112,7 +113,12 @@ def label_of(record: Record) -> str:
 
 def by_table(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Record]]:
     """The records of published tables by table, quantity and variant, in the order of the first of each."""
-    return _grouped([*filter(of_table, records)], lambda r: (table_of(r), r["quantity"], r["variant"]))
+    return grouped(filter(of_table, records), lambda r: (table_of(r), r["quantity"], r["variant"]))
+
+
+def by_answer(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """The records by what they answer and the variant: tables by quantity, claims, formulas and curves."""
+    return grouped(records, lambda r: (_what(r), r["variant"]))
 
 
 def distinct(records: Sequence[Record]) -> list[Record]:
@@ -168,14 +174,6 @@ def errors_by_role(records: Sequence[Record]) -> str:
     return "; ".join(parts) or "no published number at hand"
 
 
-def _grouped(records: Sequence[Record], key: Any) -> dict[Any, list[Record]]:
-    """The records by what ``key`` gives of each, in the order of the first of each."""
-    groups: dict[Any, list[Record]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return groups
-
-
 def _statuses(records: Sequence[Record]) -> str:
     """Of the published statuses, how many ours agree with; "" where there are none."""
     stated = [r for r in records if r["status_published"] not in ("", UNSTATED)]
@@ -222,7 +220,7 @@ def _digits(records: Sequence[Record]) -> int:
 
 def _claim_line(record: Record) -> Line:
     named = {"claim": record["table"], "variant": record["variant"], "quantity": record["quantity"]}
-    return named | _values(record)
+    return named | compared(record, _digits([record]))
 
 
 def _table_lines(records: Sequence[Record]) -> list[Line]:
@@ -235,17 +233,18 @@ def _table_lines(records: Sequence[Record]) -> list[Line]:
             # sizes, batch and length
             "cell": " ".join(record["cell"].split("/")[2:5]),
             "measured": label_of(record),
-            **_values(record),
+            **compared(record, _digits([record])),
         }
         for model, record in zip(models, records, strict=True)
     ]
 
 
-def _values(record: Record) -> Line:
+def compared(record: Record, digits: int = 1) -> Line:
+    """The published number and ours, with so many digits of the error in percent after the point."""
     return {
         "published": number_or_status(record["published"], record["status_published"]),
         "ours": number_or_status(record["reproduced"], record["status_reproduced"]),
-        "relative error": _percent(record["relative_error"], _digits([record])),
+        "relative error": _percent(record["relative_error"], digits),
         "role": record["role"],
         "note": record["note"],
     }
@@ -261,7 +260,7 @@ def _formula_lines(records: Sequence[Record]) -> list[Line]:
             "exactly met": sum(r["relative_error"] == 0 or r["published"] == r["reproduced"] for r in rows),
             "largest error": _percent(max((r["relative_error"] or 0 for r in rows), key=abs)),
         }
-        for name, rows in _grouped(records, lambda r: r["table"].split(",")[0]).items()
+        for name, rows in grouped(records, lambda r: r["table"].split(",")[0]).items()
     ]
 
 

@@ -1,14 +1,185 @@
-"""A search on any engine: the largest value that fits, proved by a step at each value that was tried."""
+"""A search on any engine: the largest value that fits, proved by a step at each value that was tried.
+
+On virtual ranks it is predicted from a few small traces (:mod:`spbench.bench.search.extrapolate`), then
+proved by whole traces: the answer fits, one step more does not. So a search costs two whole traces where the
+prediction is right, one more where the allocator loses memory to fragmentation, and up to three more where
+the step is no multiple of what fused kernels take. The time of a step comes from the same traces.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines import virtual
 from spbench.bench.engines.engine import Engine
-from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.search.boundary import largest_that_fits, proof_of
+from spbench.bench.engines.plan import rank_classes
+from spbench.bench.engines.traces import ClassTraces, can_time
+from spbench.bench.measurement import Measurement
+from spbench.bench.meters.allocator import replay
+from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.search.extrapolate import NotOneProgram, Programs
 from spbench.bench.search.quantities import Candidates
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
+
+#: whole traces that a search may take before it is given up as a failure
+MAX_PROBES = 40
+#: fused kernels of attention take multiples of this only; other sizes run other kernels and need more memory
+KERNEL_MULTIPLE = 4
+
+
+class Probe(NamedTuple):
+    """A whole trace of the step at one value of the searched quantity."""
+
+    value: int
+    traces: ClassTraces
+    measurement: Measurement
+
+
+def proof_of(value: int, measurement: Measurement) -> dict[str, Any]:
+    """A line of a row's proof: what was measured at a value of the searched quantity."""
+    shown = ("status", "peak_memory_bytes", "reserved_memory_bytes", "reason")
+    return {"value": value, **{name: getattr(measurement, name) for name in shown}}
+
+
+class Boundary:
+    """The bracket around the largest value that fits, and the probes that narrowed it.
+
+    Values are counted in units here: of the search's step, or of the smallest multiple of it that all kernels
+    take, among which memory only grows. The values between two of those are tried last, by :meth:`refine`.
+
+    Args:
+        candidates: what may be tried.
+        capacity: bytes of the card that tensors can have.
+    """
+
+    def __init__(self, candidates: Candidates, capacity: int):
+        self.candidates, self.capacity = candidates, capacity
+        asked, step = candidates.asked, candidates.values.step
+        self.unit = step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, asked.step))
+        self.low, self.high = 0, asked.limit // self.unit + 1
+        self.timed = asked.timed and can_time(candidates.cell)
+        #: the newest probe, the best that fits, and the newest that does not
+        self.newest: Probe | None = None
+        self.best: Probe | None = None
+        self.too_large: Probe | None = None
+        self.proof: list[dict[str, Any]] = []
+        #: whether to look which program runs at a guess
+        self.confirming = True
+        #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
+        self.predicted = 0
+        self._sample()
+
+    def _sample(self) -> None:
+        """Learn how the memory of the predicted class grows, from small shallow traces."""
+        cell, quantity = self.candidates.cell, self.candidates.quantity
+        smallest = quantity.smallest_sample(self.unit)
+        points = [smallest * n for n in range(1, quantity.degree + 2)]
+        layers = getattr(model_preset(*cell.model_arguments), "layers", None)
+        try:
+            self.programs: Programs | None = Programs(
+                self._traced, points, layers and layers // cell.sizes.pp
+            )
+        except NotOneProgram:
+            self.programs = None
+
+    def _traced(self, units: int, layers: int | None) -> MemoryLog:
+        cell = self.candidates.at(units * self.unit)
+        if layers is not None:
+            options = {**cell.model_options, "layers": layers * cell.sizes.pp}
+            cell = cell.model_copy(update={"model_options": options})
+        return virtual.trace(cell, rank_classes(cell)[self.predicted].first).memory
+
+    def _last(self, fits: Callable[[int], bool]) -> int:
+        """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
+        low, high = self.low, self.high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _guess(self) -> int:
+        """The boundary as far as is known; blind bisection if no program could be sampled."""
+        if self.programs is None:
+            return (self.low + self.high) // 2
+        while True:
+            guess = self._last(self._seems_to_fit)
+            if guess == self.low or not self.confirming:
+                return guess
+            try:
+                if self.programs.confirm(guess):
+                    return guess
+            except NotOneProgram:
+                # programs change too often there: what is known of others must do, and the probes will tell
+                self.confirming = False
+
+    def _seems_to_fit(self, units: int) -> bool:
+        """Whether the allocator serves the events of the newest whole trace, resized; if that is of another
+        program, or there is none yet, whether the predicted peak is below the card's memory."""
+        assert self.programs is not None
+        model = self.programs.model(units)
+        if self.newest is not None:
+            at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
+            if self.programs.model(at) is model:
+                sizes = model.resized(log, at, units)
+                return replay(sizes, log.events, self.capacity).out_of_memory is None
+        return model(units) <= self.capacity
+
+    def probe(self, value: int) -> bool:
+        """Trace the whole step at that value; returns whether it fits."""
+        traces = virtual.trace_classes(self.candidates.at(value), events=self.timed)
+        self.newest = probe = Probe(value, traces, traces.memory_measurement())
+        self.proof.append(proof_of(value, probe.measurement))
+        fits = probe.measurement.status != "oom"
+        if fits:
+            self.best = probe
+        else:
+            self.too_large = probe
+        largest = traces.traces.index(traces.worst())
+        if largest != self.predicted:
+            self.predicted = largest
+            self._sample()
+        return fits
+
+    def narrow(self) -> None:
+        """Probe until the bracket has no room."""
+        beyond = 1  # how far past a size that fits to look, when nothing more is predicted to fit
+        while self.high - self.low > 1:
+            if len(self.proof) == MAX_PROBES:
+                raise RuntimeError(
+                    f"no boundary after {MAX_PROBES} traces between {self.low} and {self.high}"
+                )
+            guess = self._guess()
+            predicted = guess > self.low
+            units = min(guess if predicted else self.low + beyond, self.high - 1)
+            fits = self.probe(units * self.unit)
+            self.low, self.high = (units, self.high) if fits else (self.low, units)
+            beyond = 2 * beyond if fits and not predicted else 1
+
+    def refine(self) -> None:
+        """Probe the values inside the bracket that are not whole units, the largest first."""
+        inside = [value for value in self.candidates.values if self.low < value / self.unit < self.high]
+        next((value for value in reversed(inside) if self.probe(value)), None)
+
+
+def largest_that_fits(cell: Cell) -> Measurement:
+    """As :func:`search`, on virtual ranks."""
+    candidates, capacity = Candidates(cell), load_cluster(cell.cluster).usable_memory_bytes
+    if capacity is None:
+        raise Unsupported(f"cluster {cell.cluster} has no memory limit", "name one that has")
+    boundary = Boundary(candidates, capacity)
+    boundary.narrow()
+    boundary.refine()
+    chosen = boundary.best or boundary.too_large
+    assert chosen is not None
+    measurement = chosen.traces.measurement() if boundary.best else chosen.measurement
+    measurement.proof = boundary.proof
+    measurement.answer = boundary.best.value if boundary.best else None
+    return measurement
 
 
 def search(cell: Cell, engine: Engine) -> Measurement:
@@ -19,10 +190,10 @@ def search(cell: Cell, engine: Engine) -> Measurement:
     for the cell's rank or else the virtual one with the largest peak.
 
     Raises:
-        Unsupported: the engine does not search, the strategy cannot run these sizes, or the cluster's memory
-            has no limit.
+        Unsupported: the engine does not search, the strategy cannot run these sizes, the limit is below the
+            smallest value, or the cluster's memory has no limit.
     """
-    if isinstance(engine, VirtualEngine):
+    if isinstance(engine, virtual.VirtualEngine):
         return largest_that_fits(cell)
     tried: dict[int, Measurement] = {}
     with engine.probes(cell) as probe:

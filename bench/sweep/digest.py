@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -28,6 +28,9 @@ from spbench.bench.sweep.results import FINAL, Row
 from spbench.impls.strategies.nesting import nesting
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
+
+#: gives the digest of a cell
+Digesting = Callable[[Cell], Mapping[str, str]]
 
 #: keys of a cluster file that say where a figure comes from
 _ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from", "measured")
@@ -48,6 +51,18 @@ def digest(cell: Cell) -> dict[str, str]:
         "code": code_digest(),
         "torch": installed_version("torch") or "",
     }
+
+
+def digests_of_a_run() -> Digesting:
+    """Gives the :func:`digest` that each cell had when it was first asked for, by the cell's key."""
+    made: dict[str, Mapping[str, str]] = {}
+
+    def of(cell: Cell) -> Mapping[str, str]:
+        if (key := cell.key) not in made:
+            made[key] = digest(cell)
+        return made[key]
+
+    return of
 
 
 @declared
@@ -74,29 +89,29 @@ def _strategy(name: str, options: Mapping[str, Any]) -> list[Any]:
     return _plain([*classes, asdict(found.options_type()) | dict(options)])
 
 
-def changed_parts(cell: Cell, row: Row) -> list[str]:
+def changed_parts(cell: Cell, row: Row, digest_of: Digesting = digest) -> list[str]:
     """The parts of the digest in which a row differs from the cell as it would be measured now.
 
     A row without a digest, of an older version, differs in all.
     """
     kept = row.get("digest")
-    now = digest(cell)
+    now = digest_of(cell)
     return [part for part in PARTS if not isinstance(kept, Mapping) or kept.get(part) != now[part]]
 
 
-def is_current(cell: Cell, row: Row | None) -> bool:
+def is_current(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool:
     """Whether there is a row, and what made it is the same as now."""
-    return row is not None and not changed_parts(cell, row)
+    return row is not None and not changed_parts(cell, row, digest_of)
 
 
-def is_final(cell: Cell, row: Row | None) -> bool:
+def is_final(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool:
     """Whether the row answers the cell, so that a sweep leaves it as it is."""
     if row is None or row["status"] not in FINAL or not row.get("final", True):
         return False
-    return is_current(cell, row)
+    return is_current(cell, row, digest_of)
 
 
-def outdated(cells: Iterable[Cell], rows: Mapping[str, Row]) -> str:
+def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digesting = digest) -> str:
     """One line on the cells' rows that would be final but for their digest: how many of how many, and which
     parts have changed in how many of them; "" if there are none.
 
@@ -104,7 +119,8 @@ def outdated(cells: Iterable[Cell], rows: Mapping[str, Row]) -> str:
         rows: by key; those of other cells are left out.
     """
     final = [(cell, row) for cell in cells if (row := rows.get(cell.key)) and row["status"] in FINAL]
-    counts = Counter(_spelled(parts) for cell, row in final if (parts := changed_parts(cell, row)))
+    changed = (changed_parts(cell, row, digest_of) for cell, row in final)
+    counts = Counter(_spelled(parts) for parts in changed if parts)
     if not counts:
         return ""
     why = ", ".join(f"{parts} ({number})" for parts, number in counts.most_common())

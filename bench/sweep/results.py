@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from spbench.bench.cell import Status
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import Status
 from spbench.bench.sweep.row_schema import WrongRow, parse_any_row, parse_row
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field, PositiveInt, StringConstraints, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from spbench.bench.cell import Status
 from spbench.bench.json_values import Count, Number, Signed, Text, problem
+from spbench.bench.measurement import Status
 from spbench.bench.yaml_files import dotted
 
 

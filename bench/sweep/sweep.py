@@ -12,19 +12,18 @@ from spbench.bench.cell import Cell
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_property
 from spbench.bench.engines.peer_packages import requirements
+from spbench.bench.measurement import Outcome, Run, run_cell
 from spbench.bench.provenance import project_commit, provenance
 from spbench.bench.ranks.processes import usable_cores
-from spbench.bench.run_cell import run_cell
-from spbench.bench.sweep.digest import digest, is_final
+from spbench.bench.sweep.digest import Digesting, digest, digests_of_a_run, is_final
 from spbench.bench.sweep.results import ResultsFile, Row
-from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Executor
-from spbench.bench.workers.worker import Outcome, Run
+from spbench.bench.workers.worker import Crew
 
 
-def unfinished(cells: Sequence[Cell], results: ResultsFile) -> list[Cell]:
+def unfinished(cells: Sequence[Cell], results: ResultsFile, digest_of: Digesting = digest) -> list[Cell]:
     """The cells without a final row: never run, failed, or run when their digest was another."""
-    return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key))]
+    return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key), digest_of)]
 
 
 def unproven(cells: Sequence[Cell]) -> dict[str, Outcome]:
@@ -52,6 +51,7 @@ def sweep(
     crew: Crew | None = None,
     executor: Executor | None = None,
     jobs: int | None = None,
+    digest_of: Digesting | None = None,
     on_start: Callable[[Cell], None] = lambda cell: None,
     on_end: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
@@ -68,6 +68,7 @@ def sweep(
         executor: runs the cells that need nothing of this machine (:attr:`Engine.is_exact`), before the
             others; None: the crew runs all.
         jobs: processes of the crew; None: one a usable core.
+        digest_of: gives the digests of the cells; None: :func:`digests_of_a_run`.
         on_start, on_end: called as cells begin and end.
 
     Raises:
@@ -75,9 +76,11 @@ def sweep(
         KeyboardInterrupt: passed on.
     """
     # the longest first: none is left at the end
-    todo = sorted(unfinished(cells, results), key=_relative_cost, reverse=True)
+    digest_of = digest_of or digests_of_a_run()
+    todo = sorted(unfinished(cells, results, digest_of), key=_relative_cost, reverse=True)
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
-    made_by = {cell.key: digest(cell) for cell in todo}
+    made_by = {cell.key: digest_of(cell) for cell in todo}
+    project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track
     refused = unproven(todo)
     measured = [cell for cell in todo if cell.key not in refused]
     spread, together, alone = _by_place(measured, executor)
@@ -89,7 +92,7 @@ def sweep(
             _outcomes(together, jobs or usable_cores(), own, on_start),
             _outcomes(alone, 1, own, on_start),
         ):
-            row = as_row(cell, outcome, made_by[cell.key])
+            row = as_row(cell, outcome, made_by[cell.key], project)
             results.append(row)
             on_end(row)
     except BaseException:
@@ -129,11 +132,14 @@ def _outcomes(
         yield from crew.ended()
 
 
-def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = None) -> Row:
+def as_row(
+    cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = None, project: str | None = None
+) -> Row:
     """The result row of a cell.
 
     Args:
         made_by: the cell's digest when it began; None: as it is now.
+        project: the commit of the project that it was run in (:func:`project_commit`).
     """
     row: Row = {
         "key": cell.key,
@@ -146,7 +152,7 @@ def as_row(cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = Non
         "digest": digest(cell) if made_by is None else made_by,
         "provenance": outcome.provenance or provenance(),
     }
-    if project := project_commit(Path.cwd()):
+    if project:
         row["provenance"] = {**row["provenance"], "project_commit": project}
     row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
     return row if outcome.final else row | {"final": False}

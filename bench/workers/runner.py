@@ -29,11 +29,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.measurement import Outcome
 from spbench.bench.provenance import provenance
 from spbench.bench.ranks.processes import environment_of_child, fate
-from spbench.bench.workers.crew import Crew
 from spbench.bench.workers.executor import Parcel
-from spbench.bench.workers.worker import Outcome
+from spbench.bench.workers.worker import Crew
 
 #: seconds without a cell after which a runner ends by itself, as its sweep may have vanished
 IDLE_LIMIT_S = 60.0

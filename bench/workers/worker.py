@@ -18,16 +18,14 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
-from spbench.bench.cell import Cell, Measurement, Status
+from spbench.bench.cell import Cell
 from spbench.bench.engines.engine import engine_property
+from spbench.bench.measurement import Outcome, Run, measure, shortened
 from spbench.bench.ranks.processes import (
     STACKS_FOLDER,
     Surroundings,
@@ -38,8 +36,6 @@ from spbench.bench.ranks.processes import (
     write_stacks_on_signal,
     written_stacks,
 )
-from spbench.bench.ranks.rank_job import RankError
-from spbench.impls.layout import Unavailable, Unsupported
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
@@ -50,63 +46,11 @@ START_LIMIT_S = 300.0
 #: a worker whose engine ends a cell at its limit is ended so many seconds later if the engine does not
 LATER_S = 60.0
 
-#: characters of a reason; the whole text is in the traceback
-REASON_LENGTH = 300
-
 #: characters of what a worker printed that are kept in a row, from the end
 LOG_LENGTH = 8000
 
 #: in a worker's folder: what it printed, and a folder of stacks
 _PRINTED, _STACKS = "printed", "stacks"
-
-Run = Callable[[Cell], Measurement]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a cell.
-
-    Attributes:
-        traceback: of what was raised; "" unless it failed.
-        log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
-            failed, ran out of time, or ran out of memory on real ranks.
-        final: whether another run, also on another machine, would have the same outcome.
-        provenance: of the process that ran it; None: that of this process.
-    """
-
-    status: Status
-    reason: str = ""
-    measurement: dict[str, Any] = field(default_factory=dict)
-    traceback: str = ""
-    log: str = ""
-    elapsed_s: float | None = None
-    final: bool = True
-    provenance: dict[str, str | None] | None = None
-
-
-def measure(run: Run, cell: Cell) -> Outcome:
-    """Run a cell; whatever it raises becomes an outcome."""
-    start = time.perf_counter()
-    try:
-        measurement = run(cell)
-        outcome = Outcome(measurement.status, measurement.reason, measurement.as_dict())
-    except Unsupported as error:
-        outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
-    except RankError as error:
-        reason = _shortened(error.reason)
-        said = "" if error.status == "timeout" else str(error)
-        outcome = Outcome(error.status, reason, traceback=said, log=error.log)
-    except (Exception, SystemExit) as error:
-        reason = _shortened(" ".join(f"{type(error).__name__}: {error}".split()))
-        outcome = Outcome("failed", reason, traceback=traceback.format_exc())
-    return replace(outcome, elapsed_s=time.perf_counter() - start)
-
-
-def _shortened(text: str) -> str:
-    """Beginning and end of a text, as a reason. Errors of launchers are whole reports with the cause last."""
-    if len(text) <= REASON_LENGTH:
-        return text
-    return f"{text[: REASON_LENGTH // 3]} ... {text[-REASON_LENGTH // 2 :]}"
 
 
 class Worker:
@@ -213,7 +157,7 @@ class Worker:
         last = printed.rstrip().rsplit("\n", 1)[-1].strip()
         reason = outcome.reason
         if last and not outcome.traceback and outcome.status == "failed":
-            reason = _shortened(f"{reason}; it printed last: {last}")
+            reason = shortened(f"{reason}; it printed last: {last}")
         return replace(outcome, reason=reason, log=printed[-LOG_LENGTH:] + outcome.log)
 
     def _pass_on_output(self) -> str:
@@ -270,3 +214,68 @@ def _end_with_parent(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.killpg(0, signal.SIGKILL)
+
+
+class Crew:
+    """Workers that stay from sweep to sweep, so that each imports torch and fills its caches once.
+
+    Leaving the context ends them all, whatever they do.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.workers: list[Worker] = []
+
+    def idle(self, at_most: int) -> Worker | None:
+        """A worker without a cell, started if there is none; None: so many are busy already."""
+        if sum(worker.cell is not None for worker in self.workers) >= at_most:
+            return None
+        for worker in [worker for worker in self.workers if worker.cell is None]:
+            if worker.alive:
+                return worker
+            self._discard(worker)
+        self.workers.append(Worker(self.run))
+        return self.workers[-1]
+
+    @property
+    def busy(self) -> bool:
+        return any(worker.cell is not None for worker in self.workers)
+
+    def ended(self) -> list[tuple[Cell, Outcome]]:
+        """Wait until workers end a cell, die or run out of time; return their cells with the outcomes."""
+        outcomes: list[tuple[Cell, Outcome]] = []
+        while not outcomes:
+            busy = [worker for worker in self.workers if worker.cell is not None]
+            deadlines = [worker.deadline for worker in busy if worker.deadline is not None]
+            left = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+            ready = wait([worker.connection for worker in busy], left)
+            for worker in busy:
+                cell, hung = worker.cell, False
+                assert cell is not None
+                outcome = worker.take() if worker.connection in ready else None
+                if outcome is None and worker.out_of_time:
+                    outcome, hung = worker.time_out(), True
+                if outcome is not None:
+                    outcomes.append((cell, outcome))
+                    if hung or not worker.alive:
+                        self._discard(worker)
+        return outcomes
+
+    def _discard(self, worker: Worker) -> None:
+        self.workers.remove(worker)
+        worker.stop()
+        worker.reap()
+
+    def dismiss(self) -> None:
+        """End all workers."""
+        workers, self.workers = self.workers, []
+        for worker in workers:
+            worker.stop()
+        for worker in workers:
+            worker.reap()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.dismiss()

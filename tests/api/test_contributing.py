@@ -83,6 +83,32 @@ def test_of_impls_only_the_registry_of_strategies_imports_the_peers() -> None:
     assert of_rooms - modules == {"peers", "kernels", "strategies"}
 
 
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names_of_torch(path: Path) -> Iterator[str]:
+    """The dotted names of torch in a file that have a private part; operators count as public."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+        for name in names:
+            package, *parts = name.split(".")
+            if package == "torch" and parts[:1] != ["ops"] and any(map(is_private, parts)):
+                yield name
+
+
+def test_bench_takes_private_names_of_torch_where_it_says() -> None:
+    (habit,) = [each for each in TEXT.split("\n- ") if "private names of torch" in each]
+    told = {f"bench/{name}" for name in re.findall(r"bench/([\w/]+\.py)", habit)}
+    modules = {path for path in (ROOT / "bench").rglob("*.py") if any(private_names_of_torch(path))}
+    assert {path.relative_to(ROOT).as_posix() for path in modules} == told
+
+
 def test_each_kind_of_addition_has_an_example_that_is_run() -> None:
     listed = {
         (group.strip("`"), room.strip("`"), example.split("(")[1].rstrip(")"))

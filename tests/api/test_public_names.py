@@ -18,11 +18,12 @@ HEAVY = ("torch", "numpy", "pandas", "pydantic", "yaml", "click", "rich", "matpl
 
 
 def imported_for_type_checkers() -> dict[str, str]:
-    """The names under ``if TYPE_CHECKING``, each with its module."""
+    """The names of spbench under ``if TYPE_CHECKING``, each with its module."""
     tree = ast.parse((HERE / "__init__.py").read_text())
     (block,) = (n for n in tree.body if isinstance(n, ast.If))
     imports = [n for n in block.body if isinstance(n, ast.ImportFrom)]
-    return {alias.name: node.module or "" for node in imports for alias in node.names}
+    modules = {alias.name: node.module or "" for node in imports for alias in node.names}
+    return {name: module for name, module in modules.items() if module != "typing"}
 
 
 def test_importing_imports_nothing_else() -> None:

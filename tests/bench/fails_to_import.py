@@ -2,7 +2,8 @@
 
 import multiprocessing
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
+from spbench.bench.measurement import Measurement
 from tests.bench.fakes import answer
 
 if multiprocessing.parent_process() is not None:

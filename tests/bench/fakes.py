@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spbench.bench.cell import Cell, Measurement, Sizes
+from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 import multiprocessing
 import time
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
+from spbench.bench.measurement import Measurement
 from tests.bench.fakes import answer
 
 #: seconds

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.machine import machine_facts
-from spbench.bench.provenance import provenance
+from spbench.bench.provenance import machine_facts, provenance
 from tests.bench.nvml_library import built, printed
 
 CODE = """
 import json, sys
-from spbench.bench.machine import machine_facts
+from spbench.bench.provenance import machine_facts
 print(json.dumps([machine_facts(), "torch" in sys.modules]))
 """
 

@@ -1,9 +1,11 @@
 """Where rows come from: the commit of the code and of the project, and whether files differ from it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import spbench
 from spbench.bench.errors import UserError
 from spbench.bench.git import asked, commit_of_files, git, own_checkout
 from spbench.bench.provenance import (
@@ -13,6 +15,7 @@ from spbench.bench.provenance import (
     project_commit,
     provenance,
 )
+from spbench.bench.sweep.results import RESULTS_FILE, read_rows
 
 
 @pytest.fixture
@@ -46,6 +49,27 @@ def test_a_project_has_a_commit_of_its_own(checkout: Path, tmp_path_factory: pyt
         assert project_commit(own / "bench") is None  # its commit is that of the code
 
 
+@pytest.mark.parametrize("jobs", [0, 1])
+def test_each_run_of_a_notebook_has_the_commit_of_then(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    """Also where its rows go into a file of the project, which differs from the commit after the first."""
+    monkeypatch.chdir(checkout)
+    cells = [
+        spbench.Cell(model="bert-tiny", strategy="tensor_parallel", batch=batch, seq_len=8)
+        for batch in (1, 2, 3, 4)
+    ]
+    commits = [commit_of_files(checkout)]
+    for chosen in (cells[:2], cells[2:]):
+        spbench.run(chosen, output="own", jobs=jobs)
+        rows, _ = read_rows(checkout / "own" / RESULTS_FILE)
+        assert [row["provenance"]["project_commit"] for row in rows[-2:]] == commits[-1:] * 2
+        git(checkout, "add", ".")
+        git(checkout, *["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "more"])
+        commits.append(commit_of_files(checkout))
+    assert len({*commits}) == 3
+
+
 def test_a_row_stands_for_its_project() -> None:
     assert commit_of({"provenance": {"commit": "a", "project_commit": "b"}}) == "b"
     assert commit_of({"provenance": {**provenance(), "commit": "a"}}) == "a"
@@ -60,6 +84,17 @@ def test_rows_must_be_of_one_commit(which: str) -> None:
         check_same_code({"a": rows[:1], "b": rows[1:2]})
     with pytest.raises(UserError, match=r"a: rows were made by code that is in no commit \(1-dirty\)"):
         check_same_code({"a": rows[2:]})
+
+
+@pytest.mark.parametrize("row", [{}, {"provenance": None}, {"provenance": {"commit": None}}])
+def test_rows_without_any_commit_are_of_one_code(row: dict[str, Any]) -> None:
+    """Of spbench without its repository; not beside rows that have a commit."""
+    check_same_code({"a": [row, row], "b": [row]})
+    known = {"provenance": {"commit": "1"}}
+    with pytest.raises(UserError, match="b: rows were made by commit 1, those of a by unknown, so that"):
+        check_same_code({"a": [row], "b": [known]})
+    with pytest.raises(UserError, match="a: rows were made by commit unknown, those of a by 1, so that"):
+        check_same_code({"a": [known, row]})
 
 
 def test_what_git_refuses_is_one_line(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines import trace_cache, traces
+from spbench.bench.measurement import run_cell
 from spbench.bench.meters import fast_recorder
 from spbench.bench.ranks import processes
-from spbench.bench.run_cell import run_cell
-from spbench.bench.search import boundary
+from spbench.bench.search import search
 from spbench.bench.search.extrapolate import NotOneProgram
 from spbench.impls.layout import Unsupported
 
@@ -47,7 +47,7 @@ _OFF: dict[str, tuple[Any, str, Any]] = {
     "remembered operators": (fast_recorder, "_key", _no_key),
     "repeated steps": (fast_recorder, "choosing_steps", _nothing_chosen),
     "folding": (traces.ClassTraces, "simulator", _every_rank),
-    "extrapolation": (boundary, "Programs", _not_one_program),
+    "extrapolation": (search, "Programs", _not_one_program),
     "preloaded": (processes, "START_METHOD", "spawn"),
 }
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.measurement import Measurement
 from spbench.bench.ranks import processes
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.workers.worker import Worker

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spbench.bench.cell import TrainingOptions
 from spbench.bench.config.choices import option_mistakes
-from spbench.bench.training_options import TrainingOptions
 from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
 

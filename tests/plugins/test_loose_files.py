@@ -12,7 +12,7 @@ from spbench.bench.config.choices import cell_names
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError
 from spbench.bench.measuring_code import code_digest
-from spbench.bench.workers.installation import Installation
+from spbench.bench.workers.executor import Installation
 from spbench.impls.loose_files import LOOSE_FILES
 from tests.plugins.additions import EXAMPLES
 

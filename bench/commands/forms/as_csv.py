@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from typing import TextIO
 
 from spbench.bench.commands.output import Output
+from spbench.bench.csv_text import csv_text
 
 
 def show(output: Output, out: TextIO, err: TextIO) -> None:
     """Write the records under a line of column names; a value that is None or absent is empty."""
-    table = csv.DictWriter(out, output.all_columns(), lineterminator="\n")
-    table.writeheader()
-    table.writerows(output.records)
+    out.write(csv_text(output.all_columns(), output.records))
     for line in (*output.notes, *output.files):
         print(line, file=err)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from spbench.bench.csv_text import csv_text
 from spbench.bench.provenance import commit_of
 from spbench.bench.report.gathered import CellResult, Gathered
-from spbench.bench.report.page import DataTable, Page
-from spbench.bench.report.rendering import csv_text, script_json
+from spbench.bench.report.page import Page
+from spbench.bench.report.rendering import script_json
 from spbench.bench.sweep.results import finite
 
 #: columns that readers choose values of, where there are several values
@@ -39,7 +40,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         order=90,
         summary="Every cell that was measured: one model on one machine with one method and one shape.",
         files={
-            "cells.csv": csv_text(DataTable("cells", "", rows, columns)),
+            "cells.csv": csv_text(columns, rows),
             "data/cells.js": f"window.spbenchCells={script_json(data)};\n",
             "data/cell-details.js": f"window.spbenchDetails={script_json(details)};\n",
         },

@@ -12,6 +12,7 @@ from spbench.bench.report.best_methods import BY_BATCH, BY_LENGTH, best_chart
 from spbench.bench.report.changes import changes
 from spbench.bench.report.gathered import Gathered, PaperResults
 from spbench.bench.report.page import DataTable, Page
+from spbench.bench.report.published_tables import shown
 from spbench.bench.report.rendering import dated
 from spbench.bench.report.verdict import counts, verdict_on, why
 from spbench.bench.reproduction.findings import Record, distinct, label_of, role_errors
@@ -103,12 +104,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
     lines = [
         {
             "where": f"{paper.paper.label}: {record['table']}",
-            "error": record["relative_error"],
-            "published": record["published"],
-            "ours": record["reproduced"],
-            "quantity": record["quantity"],
-            "role": record["role"],
-            "cell": record["cell"],
+            **shown(record, "error", "published", "ours", "quantity", "role", "cell"),
         }
         for paper in gathered.papers
         if paper.findings
@@ -133,12 +129,9 @@ def _measured(records: Sequence[Record]) -> DataTable | None:
     lines = [
         {
             "what": f"{source.measured_by}: {label_of(record)}",
-            "error": record["relative_error"],
-            "measured": record["published"],
-            "ours": record["reproduced"],
+            **shown(record, "error", "measured", "ours"),
             "quantity": _with_unit(record["quantity"]),
-            "role": record["role"],
-            "note": record["note"],
+            **shown(record, "role", "note"),
         }
         for source, some in records_by_source(records).items()
         for record in some

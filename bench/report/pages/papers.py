@@ -9,8 +9,8 @@ from spbench.bench.config.scenario import Scenario
 from spbench.bench.report.gathered import Gathered, PaperResults
 from spbench.bench.report.page import DataTable, Figure, Page
 from spbench.bench.report.published_tables import tables_of
-from spbench.bench.report.verdict import by_answer, counts, verdict_on
-from spbench.bench.reproduction.findings import Record, errors_by_role
+from spbench.bench.report.verdict import counts, verdict_on
+from spbench.bench.reproduction.findings import Record, by_answer, errors_by_role
 
 
 @dataclass(frozen=True)

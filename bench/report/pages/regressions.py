@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.history.history import Assessment, History, read_history
+from spbench.bench.history.history import counts, read_history
 from spbench.bench.report.gates import Gate, gates
 from spbench.bench.report.gathered import Gathered
 from spbench.bench.report.history_charts import notable_charts, others_chart
@@ -53,30 +53,16 @@ def _history(gathered: Gathered) -> dict[str, Any]:
         assessments = [history.assess(series) for series in history.series()]
     except UserError as error:
         return empty | {"problem": str(error)}
+    branch, *others = history.branches
     return {
         "history": history,
         "problem": "",
-        "branch": history.branches[0],
+        "branch": branch,
         "commits": len({record.commit.hash for record in history.records}),
         "machines": sorted({record.machine_name for record in history.records}),
         "series": len(assessments),
-        "counts": _counts(assessments),
+        "counts": counts(assessments),
         "charts": list(notable_charts(assessments)),
         "others": others_chart(assessments),
-        "warnings": _warnings(history),
+        "warnings": [f"records of {', '.join(others)} are left out"] if others else [],
     }
-
-
-def _counts(assessments: Sequence[Assessment]) -> dict[str, int]:
-    steps = [step for of in assessments for step in of.steps]
-    return {
-        "standing": sum(len(of.regressions) for of in assessments),
-        "missed": sum(len(of.missed) for of in assessments),
-        "steps": len(steps),
-        "meant": sum(bool(step.meant) for step in steps),
-    }
-
-
-def _warnings(history: History) -> list[str]:
-    others = history.branches[1:]
-    return [f"records of {', '.join(others)} are left out"] if others else []

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from markupsafe import Markup, escape
+
 from spbench.bench.cell import Cell
 from spbench.bench.provenance import commit_of
 from spbench.bench.report import strategy_numbers as numbers
-from spbench.bench.report.docstrings import as_html, in_line
 from spbench.bench.report.gathered import Gathered
 from spbench.bench.report.layer_chart import layer_chart
 from spbench.bench.report.page import DataTable, Page
@@ -28,6 +30,11 @@ GROUP = "Strategies"
 #: statuses of cells that a strategy has run
 _RAN = ("ok", "oom", "mismatch")
 _PHASES = ("forward", "backward")
+
+_ARXIV = re.compile(r"arXiv:? ?(\d{4}\.\d{4,5})")
+#: :role:`name` and ``code``
+_CODE = re.compile(r"(?::[a-z]+:)?`{1,2}([^`]+)`{1,2}")
+_GITHUB = re.compile(r"(?<![\w/])((?:github\.com|docs\.pytorch\.org)/[\w./-]*[\w/])")
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
@@ -193,3 +200,29 @@ def _verification(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
             sortable=True,
         ),
     }
+
+
+# -- docstrings as HTML: paragraphs, lists, code, and links to arXiv; all else is escaped ------------------
+
+
+def as_html(text: str) -> Markup:
+    """The paragraphs of a docstring that :func:`inspect.cleandoc` has cleaned."""
+    return Markup("\n").join(_block(block) for block in re.split(r"\n\s*\n", text.strip()) if block.strip())
+
+
+def in_line(text: str) -> Markup:
+    """A line of text with its code marked and its papers linked."""
+    html = _CODE.sub(r"<code>\1</code>", str(escape(text)))
+    html = _ARXIV.sub(r'<a href="https://arxiv.org/abs/\1">arXiv \1</a>', html)
+    return Markup(_GITHUB.sub(r'<a href="https://\1">\1</a>', html))  # escaped above
+
+
+def _block(block: str) -> Markup:
+    before, *items = re.split(r"(?:^|\n)\s*- ", block)
+    html = Markup()
+    if before.strip():
+        html += Markup("<p>{}</p>").format(in_line(" ".join(before.split())))
+    if items:
+        lines = (Markup("<li>{}</li>").format(in_line(" ".join(item.split()))) for item in items)
+        html += Markup("<ul>{}</ul>").format(Markup().join(lines))
+    return html

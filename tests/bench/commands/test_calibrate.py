@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.calibration.compute_rates import SMALL
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.measurement import run_cell
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.results import read_rows
 from tests.bench.commands.conftest import Run
 

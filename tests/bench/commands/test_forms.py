@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cell import Cell, Learning, Measurement
+from spbench.bench.cell import Cell, Learning
 from spbench.bench.commands.forms import FORMS
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.result_table import result_table
+from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.workers.worker import Outcome
 from spbench.impls.discovery import DiscoveryError
 from spbench.impls.models.model import model_preset
 from tests.bench.commands.conftest import Run
@@ -58,6 +58,14 @@ def test_each_form_prints_its_part_of_a_report() -> None:
 def test_an_empty_report() -> None:
     assert shown("table", Output()) == ("", "")
     assert shown("csv", Output(columns=("a", "b"))) == ("a,b\n", "")
+
+
+def test_no_cell_of_csv_is_a_formula() -> None:
+    texts = ["=1+1", "+cmd", "-a", "@x", "\tb", "-5.1%", "-12", "-0.5", "a=b", ""]
+    shown_text, _ = shown("csv", Output(records=[{"text": text, "number": -1.5} for text in texts]))
+    lines = [line.split(",") for line in shown_text.splitlines()[1:]]
+    safe = ["'=1+1", "'+cmd", "'-a", "'@x", "'\tb", "-5.1%", "-12", "-0.5", "a=b", ""]
+    assert lines == [[text, "-1.5"] for text in safe]
 
 
 def test_json_refuses_what_json_cannot_say() -> None:

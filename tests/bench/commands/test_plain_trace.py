@@ -12,9 +12,9 @@ from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.engines import virtual
+from spbench.bench.measurement import Outcome
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.workers.worker import Outcome
 from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
 

@@ -14,7 +14,6 @@ from spbench.bench.published.comparison import read_records
 from spbench.bench.reproduction.document import rendered_documents
 from spbench.bench.reproduction.findings import RECORDS, Findings
 from tests.bench.commands.conftest import Run
-from tests.bench.commands.test_cli import sweep_here
 from tests.bench.disk import files_of_at_most
 from tests.bench.fakes import SCENARIO
 
@@ -65,15 +64,13 @@ more by hand
 
 
 @pytest.fixture
-def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> Run:
-    """Run a command line in an empty folder, where small.yaml is the only scenario; its cells are made up."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", sweep_here)
+def spbench(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """As in other tests of commands, where small.yaml is another and the only scenario."""
     monkeypatch.setattr("spbench.bench.reproduction.papers.packaged", lambda package: ["small.yaml"])
     Path("small.yaml").write_text(SMALL)
     Path("t1.csv").write_text(PUBLISHED)
     made_by(monkeypatch, "abc")
-    return command_line
+    return spbench
 
 
 def made_by(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:

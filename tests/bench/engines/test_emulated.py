@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.engines import emulated, virtual
-from spbench.bench.engines.emulated import EmulatedEngine, memory_fraction
-from spbench.bench.engines.emulated_group import EmulatedGroup, emulated_mesh
+from spbench.bench.engines.emulated import BACKEND, EmulatedEngine, EmulatedGroup, memory_fraction
 from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.engines.traces import Trace
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.engines.virtual import VirtualEngine, fake_mesh
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search import search
 from spbench.bench.search.search import largest_fitting
@@ -63,7 +63,7 @@ def cell_of(strategy: str, model: str, **changes: Any) -> Cell | None:
 
 def played(cell: Cell, rank: int) -> tuple[Trace, list[float]]:
     """The trace of a rank with real values, and the losses of its next two steps."""
-    with emulated_mesh(cell.mesh_sizes, rank) as mesh:
+    with fake_mesh(cell.mesh_sizes, rank, backend=BACKEND) as mesh:
         recorder, training, inputs = emulated._metered(cell, mesh, events=True)
         trace = Trace.of(cell, rank, recorder)
         return trace, [float(training.step(inputs)) for _ in range(2)]
@@ -149,55 +149,6 @@ def test_every_model_and_backend(strategy: str, backend: str) -> None:
 @contextmanager
 def in_this_process(cell: Cell) -> Iterator[Callable[..., Measurement]]:
     yield emulated.played
-
-
-def poisoned(*shape: int) -> Tensor:
-    return torch.full(shape, math.nan)
-
-
-#: of torch.distributed, by name: called with this rank's part [4, 3] and a poisoned whole [16, 3]
-COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "all_gather": lambda part, whole: dist.all_gather(list(whole.chunk(4)), part),
-    "all_gather_into_tensor": lambda part, whole: dist.all_gather_into_tensor(whole, part),
-    "reduce_scatter": lambda part, whole: dist.reduce_scatter(whole[:1], list(part.chunk(4))),
-    "reduce_scatter_tensor": lambda part, whole: dist.reduce_scatter_tensor(whole[:1], part),
-    "all_to_all": lambda part, whole: dist.all_to_all(list(whole[:4].chunk(4)), list(part.chunk(4))),
-    "all_to_all_single": lambda part, whole: dist.all_to_all_single(whole[:4], part),
-    "uneven all_to_all_single": lambda part, whole: dist.all_to_all_single(
-        whole[:7], part, [1, 2, 2, 2], [1, 1, 1, 1]
-    ),
-    "recv": lambda part, whole: dist.recv(whole[:2], 2),
-    "irecv": lambda part, whole: dist.irecv(whole[:2], 2).wait(),  # type: ignore[union-attr]
-}
-WRITTEN = {
-    "all_gather": 16,
-    "all_gather_into_tensor": 16,
-    "reduce_scatter": 1,
-    "reduce_scatter_tensor": 1,
-    "all_to_all": 4,
-    "all_to_all_single": 4,
-    "uneven all_to_all_single": 7,
-    "recv": 2,
-    "irecv": 2,
-}
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_what_is_received_is_finite(collective: str) -> None:
-    whole = poisoned(16, 3)
-    with emulated_mesh({"sp": 4}, 1):
-        COLLECTIVES[collective](torch.randn(4, 3), whole)
-    assert whole[: WRITTEN[collective]].isfinite().all()
-    assert whole[WRITTEN[collective] :].isnan().all()
-
-
-def test_a_part_in_its_place_is_gathered_where_it_is() -> None:
-    """As fully_shard does, whose part lies in the whole."""
-    whole = poisoned(4, 3)
-    whole[1] = torch.arange(3.0)
-    with emulated_mesh({"sp": 4}, 1):
-        dist.all_gather_into_tensor(whole, whole[1:2])
-    assert (whole == torch.arange(3.0)).all()
 
 
 def test_a_loss_that_is_not_finite_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:

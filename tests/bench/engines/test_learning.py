@@ -11,13 +11,12 @@ from spbench.bench.cell import Cell, Learning
 from spbench.bench.config.scenario import compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.engines import distributed
-from spbench.bench.engines.learning import learning_rate, losses_of_rank
+from spbench.bench.engines.distributed import learning_rate, losses_of_rank
+from spbench.bench.measurement import Outcome, run_cell
 from spbench.bench.published.answers.curves import deviations, final
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.workers.worker import Outcome
 from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.training_options import TrainingOptions
 from spbench.impls.axes import ALONE
 from spbench.impls.backends.registry import backends
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting, pairs
 from spbench.impls.strategies.registry import strategies
-from tests.bench.engines.test_virtual import on_real_ranks, seen
+from tests.bench.engines.real_ranks import on_real_ranks, seen
 
 ZIGZAG: dict[str, Any] = {"strategy_options": {"placement": "zigzag"}}
 #: a pair, a model, further fields

@@ -21,7 +21,7 @@ from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.registry import strategies
-from tests.bench.engines.test_virtual import ATTEMPTS, on_a_real_rank, seen
+from tests.bench.engines.real_ranks import ATTEMPTS, on_a_real_rank, seen
 
 #: sequence lengths that 2 and 4 ranks divide, of models whose positions lie on a grid
 LENGTHS = {"st-dit-tiny": 288, "transformer-2d-tiny": 576, "transformer-3d-tiny": 960}

@@ -14,7 +14,7 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.models.model import models
-from tests.bench.engines.test_virtual import on_a_real_rank, seen
+from tests.bench.engines.real_ranks import on_a_real_rank, seen
 
 STRATEGIES = {"ulysses": "sp", "megatron_sp": "tp", "ring_attention": "sp", "all_gather_kv": "sp"}
 #: each strategy with models that it can run

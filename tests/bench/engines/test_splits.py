@@ -11,9 +11,9 @@ import pytest
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.search.boundary import largest_that_fits
 from spbench.bench.search.quantities import Candidates
-from tests.bench.engines.test_virtual import write_cluster
+from spbench.bench.search.search import largest_that_fits
+from tests.bench.engines.cells import write_cluster
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 

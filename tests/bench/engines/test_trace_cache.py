@@ -15,10 +15,9 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.engines import trace_cache, virtual
-from spbench.bench.engines.trace_cache import trace_key
-from spbench.bench.engines.trace_files import DamagedTrace, from_bytes, to_bytes
+from spbench.bench.engines.trace_cache import DamagedTrace, from_bytes, to_bytes, trace_key
 from spbench.bench.engines.traces import Trace
-from spbench.bench.run_cell import run_cell
+from spbench.bench.measurement import run_cell
 from tests.bench.meters.test_fast_recorder import CELLS, cell, differences
 
 RSA = cell("ring_self_attention")

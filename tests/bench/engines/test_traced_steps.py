@@ -16,7 +16,7 @@ from spbench.bench.meters.memory import MemoryLog, Peak
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.composition import Stage
 from spbench.impls.strategies.base import Unsupported
-from tests.bench.engines.test_virtual import write_cluster
+from tests.bench.engines.cells import write_cluster
 from tests.bench.meters.same_traces import differing_fields
 
 MIB = 2**20

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,77 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.setup import record_step, set_up
-from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.traffic import Traffic
-
-AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
-#: Gloo's thread lets go of a tensor a moment after a collective has ended, and on a busy machine later than
-#: the recorder waits: a real rank's peak can then be too high, by chance. It is never too low, so the lowest
-#: of a few attempts is compared, exactly.
-ATTEMPTS = 3
-
-
-def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
-    sizes = {AXES[strategy]: n} if strategy in AXES else {}
-    defaults = {"model": "bert-tiny", "strategy": strategy, "sizes": sizes, "batch": 3, "seq_len": 24}
-    return Cell.model_validate(defaults | changes)
-
-
-@dataclasses.dataclass
-class Seen:
-    """What the meters of one rank saw."""
-
-    counts: Counter[Operation]
-    difference: list[dict[str, Any]]
-    peak: int
-    phase: str
-    held: dict[str, int]
-    operations: int
-
-
-def seen(trace: Trace) -> Seen:
-    peak = trace.memory.peak()
-    return Seen(
-        trace.communication.counts,
-        trace.measurement(None).formula_difference,
-        peak.nbytes,
-        peak.phase,
-        peak.held,
-        len(trace.memory.events),
-    )
-
-
-def on_a_real_rank(mesh: DeviceMesh, cell: Cell, settle_s: float) -> Seen:
-    recorder = Recorder(mesh, settle_s)
-    with recorder, virtual.no_cyclic_collection():
-        record_step(cell, mesh, recorder, torch.Generator().manual_seed(0))
-    return seen(Trace.of(cell, dist.get_rank(), recorder))
-
-
-def on_real_ranks(pool: RankPool, sizes: Mapping[str, int], cell: Cell, wanted: Sequence[Seen]) -> list[Seen]:
-    """What each real rank saw, with the lowest peak of a few attempts, or less if they see what is wanted."""
-    lowest: list[Seen] = []
-    for attempt in range(ATTEMPTS):
-        really = pool.run(sizes, on_a_real_rank, cell, 0.001 * 4**attempt)
-        lowest = [
-            min(low, seen, key=lambda s: s.peak) for low, seen in zip(lowest or really, really, strict=True)
-        ]
-        if lowest == wanted:
-            break
-    return lowest
-
+from tests.bench.engines.cells import AXES, cell_of, write_cluster
+from tests.bench.engines.real_ranks import on_real_ranks, seen
 
 RANKS = [
     ("single", 1),
@@ -319,29 +260,6 @@ def test_no_trace_inside_another_process_group() -> None:
 def test_unsupported_sizes_say_what_would_do(cell: Cell, message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         VirtualEngine().measure(cell)
-
-
-# -- what fits a card ---------------------------------------------------------------------------------------
-
-
-def write_cluster(folder: Path, mib: int) -> str:
-    """A cluster of cards with that many usable MiB; returns its path."""
-    unknown = "{value: null, source: made up}"
-    path = folder / f"card-{mib}.yaml"
-    path.write_text(
-        f"""
-about: for tests
-device:
-  name: card
-  memory_total_bytes: {{value: {(mib + 10) * 2**20}, source: made up}}
-  memory_context_bytes: {{value: {10 * 2**20}, source: made up}}
-  memory_bandwidth_bytes_per_s: {unknown}
-network:
-  latency_s: {unknown}
-  bandwidth_bytes_per_s: {unknown}
-"""
-    )
-    return str(path)
 
 
 def test_out_of_memory_is_judged_on_what_the_allocator_reserves(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DistributedEngine
@@ -18,7 +18,6 @@ from spbench.bench.engines.trace_cache import trace_key
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.memory import MemoryLog
-from spbench.bench.training_options import TrainingOptions
 from spbench.impls.kernels.matrix_products import accumulate_mm_, te_accumulate_mm_, te_mm
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.strategies.base import Unsupported

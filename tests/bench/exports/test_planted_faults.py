@@ -9,10 +9,9 @@ import junitparser
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.run_cell import run_cell
+from spbench.bench.measurement import measure, run_cell
 from spbench.bench.simulator.costs import Costs
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.workers.worker import measure
 from tests.bench.exports.conftest import Judge
 from tests.bench.exports.reading import cases, tables
 from tests.bench.exports.rows import BASE, Rows, made_up, one_byte_more, planted

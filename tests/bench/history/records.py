@@ -11,8 +11,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from spbench.bench.history.from_results import add_record
-from spbench.bench.history.run_record import CellRecord, Commit, RecordedValue, RunRecord
-from spbench.bench.regressions.metrics import METRICS
+from spbench.bench.history.run_record import CellRecord, Commit, RunRecord
+from spbench.bench.regressions.metrics import METRICS, Reading
 
 METRIC = {metric.name: metric for metric in METRICS}
 MACHINE = {"host": "one", "cpu": "AMD EPYC", "cores": 2, "memory_bytes": 2**34, "gpus": [], "os": "Linux 6"}
@@ -32,10 +32,10 @@ def cell(key: str, status: str = "ok", exact: bool = True, **values: float | Seq
     for name, value in values.items():
         unit = METRIC[name].unit
         if isinstance(value, (int, float)):
-            recorded[name] = RecordedValue(METRIC[name], value, unit, True)
+            recorded[name] = Reading(METRIC[name], value, unit, True)
         else:
             samples = tuple(value)
-            recorded[name] = RecordedValue(METRIC[name], statistics.median(samples), unit, False, samples)
+            recorded[name] = Reading(METRIC[name], statistics.median(samples), unit, False, (samples,))
     return CellRecord(key, status, exact, recorded)  # type: ignore[arg-type]
 
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.engines.trace_files import from_bytes, to_bytes
+from spbench.bench.engines.trace_cache import from_bytes, to_bytes
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import run_cell
 from spbench.bench.meters import torch_internals
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.prices import price_of
 from spbench.bench.meters.torch_internals import FakeTensorMode, check_internals
-from spbench.bench.run_cell import run_cell
 from tests.bench.meters.same_traces import differences
 from tests.bench.meters.test_fast_recorder import cell
 

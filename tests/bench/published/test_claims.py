@@ -9,10 +9,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import measure
 from spbench.bench.published.comparison import as_frame, write
 from spbench.bench.sweep.results import Row
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.workers.worker import measure
 from tests.bench.fakes import SCENARIO, answer
 
 

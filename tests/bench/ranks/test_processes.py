@@ -111,7 +111,7 @@ def modules() -> set[str]:
 def test_the_server_has_imported_what_cells_need() -> None:
     assert of_a_process(modules) >= {
         *("torch._dynamo", "sympy", "spbench.bench.ranks.rank_process"),
-        *("spbench.impls.strategies.lasp", "spbench.impls.models.bert", "spbench.bench.search.boundary"),
+        *("spbench.impls.strategies.lasp", "spbench.impls.models.bert", "spbench.bench.search.search"),
     }
 
 

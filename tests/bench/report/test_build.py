@@ -18,7 +18,7 @@ from spbench.bench.report.charts import spec_of
 from spbench.bench.report.gathered import Gathered, gather
 from spbench.bench.report.page import DataTable, Page
 from spbench.bench.report.published_tables import quantity_text
-from spbench.bench.report.rendering import csv_text, script_json, shown
+from spbench.bench.report.rendering import Rendering, environment, script_json, shown
 from tests.bench.report.html_pages import read_page
 
 LIMIT_BYTES = 10_000_000
@@ -154,16 +154,9 @@ def test_numbers_are_shown_rounded_and_written_whole() -> None:
     assert [shown(v) for v in (None, float("nan"), 0.123456, 12345.678, 1234567, 2.0, True, "a")] == [
         *("", "", "0.12346", "12,345.7", "1,234,567", "2", "True", "a")
     ]
-    table = DataTable("t", "", [{"a": 0.1234567891, "b": None, "c": 'x "y", z'}])
-    assert csv_text(table) == 'a,b,c\n0.1234567891,,"x ""y"", z"\n'
-
-
-def test_no_cell_of_a_csv_file_is_a_formula() -> None:
-    texts = ["=1+1", "+cmd", "-a", "@x", "-5.1%", "-12", "a=b", ""]
-    table = DataTable("t", "", [{"a": text, "b": -1.5} for text in texts])
-    lines = [line.split(",") for line in csv_text(table).splitlines()[1:]]
-    assert [line[0] for line in lines] == ["'=1+1", "'+cmd", "'-a", "'@x", "-5.1%", "-12", "a=b", ""]
-    assert {line[1] for line in lines} == {"-1.5"}
+    rendering = Rendering(environment(), Page("a.html", "A", "table.html", {}), [])
+    rendering.show(DataTable("t", "", [{"a": 0.1234567891, "b": None, "c": 'x "y", z', "d": "=1+1"}]))
+    assert rendering.files == {"data/a-t.csv": 'a,b,c,d\n0.1234567891,,"x ""y"", z",\'=1+1\n'}
 
 
 @pytest.mark.parametrize(

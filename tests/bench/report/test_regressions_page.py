@@ -13,9 +13,9 @@ import pytest
 
 from spbench.bench.history.from_results import add_record
 from spbench.bench.history.history import read_history
-from spbench.bench.history.run_record import CellRecord, Commit, RecordedValue, RunRecord
+from spbench.bench.history.run_record import CellRecord, Commit, RunRecord
 from spbench.bench.regressions.judgement import judge
-from spbench.bench.regressions.metrics import METRICS
+from spbench.bench.regressions.metrics import METRICS, Reading
 from spbench.bench.regressions.result_files import read_results
 from spbench.bench.report.changes import changes
 from spbench.bench.report.gates import gates
@@ -154,7 +154,7 @@ def recorded(folder: Path, values: Callable[[int], dict[str, float]]) -> Path:
             f"{number + 1:040x}"[::-1], f"2026-01-{1 + number // 24:02}T{number % 24:02}:00:00+00:00", "main"
         )
         cells = {
-            key: CellRecord(key, "ok", True, {metric.name: RecordedValue(metric, value, "bytes", True)})
+            key: CellRecord(key, "ok", True, {metric.name: Reading(metric, value, "bytes", True)})
             for key, value in values(number).items()
         }
         machine = {"host": "here", "os": "Linux"}

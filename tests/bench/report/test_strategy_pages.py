@@ -17,11 +17,12 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.report.docstrings import as_html
+from spbench.bench.measurement import measure
 from spbench.bench.report.gathered import CellResult, Gathered
 from spbench.bench.report.layer_chart import drawn, layer_chart, messages
 from spbench.bench.report.page import Page
 from spbench.bench.report.pages import strategies as pages_of_strategies
+from spbench.bench.report.pages.strategies import as_html
 from spbench.bench.report.rendering import Rendering, environment
 from spbench.bench.report.strategy_numbers import formula_lines, memory_lines, scenario_lines, verdict_lines
 from spbench.bench.reproduction.strategy_traces import read_trace, write_kept
@@ -29,7 +30,6 @@ from spbench.bench.sweep.digest import digest
 from spbench.bench.sweep.results import read_rows
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.verification.verdicts import kept_verdicts, verified_code
-from spbench.bench.workers.worker import measure
 from tests.bench.verification.test_verdicts import GREEN, MADE, RED
 
 

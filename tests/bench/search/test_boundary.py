@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell, Measurement, SearchRequest, Sizes
+from spbench.bench.cell import Cell, SearchRequest, Sizes, TrainingOptions
 from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.run_cell import run_cell
-from spbench.bench.search.boundary import largest_that_fits
-from spbench.bench.training_options import TrainingOptions
+from spbench.bench.measurement import Measurement, run_cell
+from spbench.bench.search.search import largest_that_fits
 from spbench.impls.strategies.base import Unsupported
-from tests.bench.engines.test_virtual import cell_of, write_cluster
+from tests.bench.engines.cells import cell_of, write_cluster
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 

@@ -10,7 +10,7 @@ from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.engines import virtual
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
-from tests.bench.engines.test_virtual import cell_of
+from tests.bench.engines.cells import cell_of
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 

@@ -1,5 +1,6 @@
 """A kept result is final only while what made it is the same."""
 
+import functools
 import json
 import shutil
 from dataclasses import replace
@@ -12,16 +13,15 @@ import spbench.bench.sweep.digest as digest_module
 from spbench.bench import measuring_code
 from spbench.bench.cell import Cell
 from spbench.bench.cli import exit_code
-from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.measurement import Outcome, measure, run_cell
 from spbench.bench.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
-from spbench.bench.run_cell import run_cell
 from spbench.bench.sweep.digest import changed_parts, is_final, outdated
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished
 from spbench.bench.sweep.sweep import sweep as sweep_in_workers
-from spbench.bench.workers.worker import Outcome, measure
 from spbench.impls.models.model import models
 from tests.bench.fakes import answer
 
@@ -84,6 +84,22 @@ def test_a_dry_run_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> No
     captured = capsys.readouterr()
     assert [line["now"] for line in json.loads(captured.out)] == ["would run", "kept (ok)"]
     assert "changed: cluster (1)" in captured.err
+
+
+def test_a_run_digests_each_cell_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is run, kept, or listed by a dry run."""
+    digested: list[str] = []
+
+    def counted(name: str) -> Cluster:
+        digested.append(name)
+        return load_cluster(name)
+
+    monkeypatch.setattr(digest_module, "load_cluster", counted)
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", functools.partial(sweep_in_workers, run=answer))
+    for words in (RUN, RUN, (*RUN, "--dry-run")):
+        digested.clear()
+        assert exit_code(words) == 0
+        assert sorted(digested) == ["own.yaml", "piz-daint-p100"]
 
 
 def test_comments_and_sources_do_not_matter(capsys: pytest.CaptureFixture[str]) -> None:

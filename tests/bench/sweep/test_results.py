@@ -10,9 +10,9 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import Outcome, measure
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, Row, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row
-from spbench.bench.workers.worker import Outcome, measure
 from tests.bench.fakes import answer
 
 

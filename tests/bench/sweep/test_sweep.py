@@ -12,10 +12,10 @@ import pytest
 
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import Outcome
 from spbench.bench.sweep.results import ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished
-from spbench.bench.workers.crew import Crew
-from spbench.bench.workers.worker import Outcome
+from spbench.bench.workers.worker import Crew
 from tests.bench import fakes
 from tests.bench.fakes import cell
 from tests.bench.processes import PATIENCE_S, needs_proc

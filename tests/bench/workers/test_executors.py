@@ -15,14 +15,13 @@ import pytest
 from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError
+from spbench.bench.measurement import Outcome, measure
 from spbench.bench.sweep.results import ResultsFile
 from spbench.bench.sweep.sweep import at_once, sweep, unfinished
-from spbench.bench.workers import dask_executor, dask_tasks
-from spbench.bench.workers.crew import Crew
-from spbench.bench.workers.executor import Parcel, opened
-from spbench.bench.workers.installation import Installation
+from spbench.bench.workers import dask_executor
+from spbench.bench.workers.executor import Installation, Parcel, opened
 from spbench.bench.workers.runner import run_parcel
-from spbench.bench.workers.worker import Outcome, measure
+from spbench.bench.workers.worker import Crew
 from tests.bench import fakes
 from tests.bench.fakes import cell
 
@@ -68,7 +67,7 @@ def scheduler() -> Iterator[distributed.LocalCluster]:
 
 @pytest.fixture
 def address(scheduler: distributed.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(dask_tasks, "Runner", HereRunner)
+    monkeypatch.setattr(dask_executor, "Runner", HereRunner)
     return str(scheduler.scheduler_address).replace("tcp", "dask")
 
 
@@ -108,8 +107,7 @@ def test_processes_of_an_earlier_sweep_are_ended(
 ) -> None:
     """By the next sweep, where the earlier one has vanished; and each sweep ends its own."""
     with ResultsFile(tmp_path) as results, monkeypatch.context() as patched:
-        patched.setattr(dask_tasks, "end_runners", lambda identity: None)  # as if it were killed
-        patched.setattr(dask_executor, "end_runners", dask_tasks.end_runners)
+        patched.setattr(dask_executor, "end_runners", lambda identity: None)  # as if it were killed
         with opened(address) as executor:
             sweep([cell(1)], results, run=fakes.answer, executor=executor)
     (earlier,) = HereRunner.living

@@ -13,7 +13,7 @@ import pytest
 
 from spbench.bench.sweep.results import FINAL, ResultsFile, Row
 from spbench.bench.sweep.sweep import sweep, unfinished
-from spbench.bench.workers.crew import Crew
+from spbench.bench.workers.worker import Crew
 from tests.bench import fails_to_import, fakes, slow_to_import
 from tests.bench.fakes import cell
 from tests.bench.processes import left_of, needs_proc, until
@@ -105,7 +105,7 @@ def test_no_file_of_a_worker_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
 PARENT = """
 import os, signal
 from spbench.bench.cell import Cell
-from spbench.bench.workers.crew import Crew
+from spbench.bench.workers.worker import Crew
 from tests.bench import fakes
 crew = Crew(fakes.answer)
 for _ in range(12):

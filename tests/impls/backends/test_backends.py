@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Measurement
+from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import model_parameters, rank_classes
 from spbench.bench.engines.setup import build_training, rank_inputs, record_step
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measurement import Measurement
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.rank_pool import RankPool

@@ -22,7 +22,7 @@ from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
-from tests.bench.engines.test_virtual import on_a_real_rank, seen
+from tests.bench.engines.real_ranks import on_a_real_rank, seen
 from tests.bench.verification.assertions import assert_green
 
 #: 12 heads, 4 of keys and values, norms of queries and keys

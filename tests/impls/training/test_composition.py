@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.training_options import TrainingOptions
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.chunks import rank_module

@@ -1,0 +1,155 @@
+"""A measurement, what an engine makes of a cell, and an outcome, what becomes of a cell that is run."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from spbench.bench.cell import Cell
+from spbench.bench.ranks.rank_job import RankError
+from spbench.impls.layout import Unavailable, Unsupported
+
+#: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
+#: other bytes than its strategy's closed form says; failed and timeout: there is no result
+Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics", "mismatch"]
+
+#: characters of a reason; the whole text is in the traceback
+REASON_LENGTH = 300
+
+
+@dataclass
+class Measurement:
+    """What an engine measured; None where it cannot know.
+
+    Attributes:
+        peak_memory_bytes: largest sum of live blocks of a caching allocator over the traced steps, as
+            torch.cuda.max_memory_allocated.
+        reserved_memory_bytes: what a caching allocator reserves for them.
+        usable_memory_bytes: of the card; a step that needs more is out of memory. None: not limited.
+        peak_phase: the phase of the step in which the peak falls.
+        peak_rank: the rank that has it.
+        peak_held: bytes by what held them at the peak; a block's slack is of what its tensor is of.
+        by_class: the memory of each class of ranks that run the same program, at each traced step, where the
+            meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of them), ``ranks``
+            (how many), ``stage`` (of the pipeline), ``step`` (from 1), ``status`` ("oom" from the step on
+            that does not fit; its bytes are those on a card without a limit), ``peak_memory_bytes``,
+            ``peak_phase``, ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far),
+            ``allocated_bytes`` (at the end of the step).
+        communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
+            stage.
+        formula: the closed form of what these send, rows of :meth:`Plan.formula`.
+        formula_difference: where meter and closed form disagree, rows of :meth:`Plan.difference`; empty is
+            right.
+        step_time_s: median of step_time_samples_s, or simulated.
+        tokens_per_s, samples_per_s: the model's tokens of the whole batch, and its samples, over step_time_s.
+        breakdown: what a simulated step time is made of; see :attr:`Timeline.by_rank`.
+        calibration: of a simulated step time, "calibrated" or "uncalibrated".
+        unpriced_operators: calls of operators whose cost is not known, by name; a simulated step time has
+            them by the bytes that they move alone.
+        losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
+            step's update.
+        meters: what further meters found on ``peak_rank``, by their names.
+        ranks: of steps on real devices, what each rank's host and device say: ``rank``, ``host``,
+            ``device``, :attr:`TimedSteps.device`.
+        answer: the largest value that fits, for a search; proof: the probes that show it.
+    """
+
+    status: Status = "ok"
+    reason: str = ""
+    peak_memory_bytes: int | None = None
+    reserved_memory_bytes: int | None = None
+    usable_memory_bytes: int | None = None
+    peak_phase: str | None = None
+    peak_rank: int = 0
+    peak_held: dict[str, int] = field(default_factory=dict)
+    by_class: list[dict[str, Any]] = field(default_factory=list)
+    communication: list[dict[str, Any]] = field(default_factory=list)
+    formula: list[dict[str, Any]] = field(default_factory=list)
+    formula_difference: list[dict[str, Any]] = field(default_factory=list)
+    step_time_s: float | None = None
+    step_time_samples_s: list[float] = field(default_factory=list)
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    breakdown: dict[str, float] = field(default_factory=dict)
+    calibration: str = ""
+    unpriced_operators: dict[str, int] = field(default_factory=dict)
+    losses: list[dict[str, float]] = field(default_factory=list)
+    meters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    answer: int | None = None
+    proof: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for a result row."""
+        return asdict(self)
+
+
+Run = Callable[[Cell], Measurement]
+
+
+def run_cell(cell: Cell) -> Measurement:
+    """What a cell asks for, by its engine.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes, or the engine not what is asked.
+    """
+    from spbench.bench.engines.engine import engine_class
+
+    engine = engine_class(cell.engine)()
+    if cell.search is not None:
+        from spbench.bench.search.search import search  # torch, which a sweep's own process does without
+
+        return search(cell, engine)
+    if cell.learning is not None:
+        return engine.learn(cell)
+    return engine.measure(cell)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell.
+
+    Attributes:
+        traceback: of what was raised; "" unless it failed.
+        log: what the worker and its ranks printed last, and the stacks of those that hung; "" unless it
+            failed, ran out of time, or ran out of memory on real ranks.
+        final: whether another run, also on another machine, would have the same outcome.
+        provenance: of the process that ran it; None: that of this process.
+    """
+
+    status: Status
+    reason: str = ""
+    measurement: dict[str, Any] = field(default_factory=dict)
+    traceback: str = ""
+    log: str = ""
+    elapsed_s: float | None = None
+    final: bool = True
+    provenance: dict[str, str | None] | None = None
+
+
+def measure(run: Run, cell: Cell) -> Outcome:
+    """Run a cell; whatever it raises becomes an outcome."""
+    start = time.perf_counter()
+    try:
+        measurement = run(cell)
+        outcome = Outcome(measurement.status, measurement.reason, measurement.as_dict())
+    except Unsupported as error:
+        outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
+    except RankError as error:
+        reason = shortened(error.reason)
+        said = "" if error.status == "timeout" else str(error)
+        outcome = Outcome(error.status, reason, traceback=said, log=error.log)
+    except (Exception, SystemExit) as error:
+        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()))
+        outcome = Outcome("failed", reason, traceback=traceback.format_exc())
+    return replace(outcome, elapsed_s=time.perf_counter() - start)
+
+
+def shortened(text: str) -> str:
+    """Beginning and end of a text, as a reason. Errors of launchers are whole reports with the cause last."""
+    if len(text) <= REASON_LENGTH:
+        return text
+    return f"{text[: REASON_LENGTH // 3]} ... {text[-REASON_LENGTH // 2 :]}"

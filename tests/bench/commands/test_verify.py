@@ -1,0 +1,62 @@
+"""spbench verify: what it asks for, and how its verdicts are shown."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spbench.bench.verification.cases import VerifyRow
+from tests.bench.commands.conftest import Run
+
+
+def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    green = VerifyRow(
+        strategy="tensor_parallel",
+        model="bert-tiny",
+        variant="",
+        part="bert",
+        size=2,
+        mesh="tp2",
+        dtype="fp64",
+        batch=3,
+        seq_len=24,
+        status="green",
+        error=1.5e-14,
+        limit=1e-10,
+        tensor="weight",
+        rank=1,
+    )
+    asked: list[Any] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def found(*rows: VerifyRow) -> None:
+        def verify(*arguments: Any, **options: Any) -> Iterator[VerifyRow]:
+            asked.append((*arguments, options))
+            return iter(rows)
+
+        monkeypatch.setattr("spbench.bench.verification.cases.verify", verify)
+
+    found(green, replace(green, status="unsupported", error=None, limit=None, rank=None))
+    code, out, err = spbench(
+        "verify", "--strategy", "tensor_parallel", "--world-size", "2", "--dtype", "fp64,fp32"
+    )
+    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}}
+    assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
+    assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
+    assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err
+    wrong = replace(green, status="RED", error=float("inf"), verdict="so many words " * 20)
+    found(green, wrong, wrong)
+    code, out, _ = spbench("verify")
+    assert (code, out.count("(1)")) == (1, 3)
+    assert max(map(len, out.splitlines())) < 160
+    assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
+    assert spbench("verify", "--backend", "ddp")[0] == 1
+    assert asked[-1][-1] == default | {"backend": "ddp"}
+    assert spbench("verify", "--pairs")[0] == 1
+    assert {"megatron_sp+ulysses", "ulysses+ring_attention"} <= set(asked[-1][0])
+    assert asked[-1][2] == [4]
+    assert json.loads(spbench("verify", "--format", "json")[1])[1]["error"] is None
+    found()
+    assert spbench("verify")[1].splitlines()[-1] == "nothing to verify"
