@@ -87,10 +87,14 @@ class Network(Link):
     Attributes:
         latency_s, bandwidth_bytes_per_s: of one network card.
         nics_per_node: how many cards the devices of a node share.
-        inferred_from: the published numbers by which ``nics_per_node`` was chosen, if it was.
+        one_card_a_part: a group on several nodes that has only some of a node's devices leaves it by one
+            card, however many devices it has there; without it, by a card a device as far as there are any.
+            A hypothesis: no measurement of such a group was found.
+        inferred_from: the published numbers by which one of these was chosen, if it was.
     """
 
     nics_per_node: PositiveInt = 1
+    one_card_a_part: bool = False
     inferred_from: list[InferredSetting] = []
 
 

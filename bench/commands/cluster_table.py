@@ -19,7 +19,7 @@ def cluster_output(name: str) -> Output:
     gaps = [kind.work for kind in kinds if not kind.known]
     usable = cluster.usable_memory_bytes
     memory = "no limit of memory" if usable is None else f"{usable / 2**30:.1f} GiB for tensors"
-    node = f"{cluster.devices_per_node} a node, {cluster.network.nics_per_node} network cards"
+    node = f"{cluster.devices_per_node} a node, network cards: {cluster.network.nics_per_node}"
     return Output(
         [f"{cluster.name}: {cluster.about}", f"{cluster.device.name}, {memory}; {node}", Table("", lines)],
         {"cluster": cluster.model_dump(mode="json"), "kinds_of_work": lines, "gaps": gaps},
