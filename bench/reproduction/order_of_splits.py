@@ -14,8 +14,8 @@ STEP_TIME = "step_time_ms"
 
 
 def order_lines(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Line]:
-    """A line for each of a table's runs (one model, options, length, number of GPUs) that was split in several
-    ways: how many ways, tau (1: the same order, -1: the reverse), the fastest split as published and as
+    """A line for each of a table's runs (one model, options, length, number of GPUs) that was split in
+    several ways: how many, tau (1: the same order, -1: the reverse), the fastest split as published and as
     simulated, and how much longer than the fastest the latter's published time is."""
     runs: dict[tuple[Any, ...], list[tuple[Cell, float, float]]] = {}
     for record in records:
