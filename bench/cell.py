@@ -32,7 +32,7 @@ from spbench.bench.yaml_files import (
     StrictModel,
 )
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
-from spbench.impls.backends.registry import DEFAULT_BACKEND, backends
+from spbench.impls.registries import DEFAULT_BACKEND, backends
 from spbench.impls.strategies.nesting import nesting
 
 
@@ -69,6 +69,12 @@ class Sizes(StrictModel):
 def strategy_axes(strategy: str) -> list[str]:
     """The axes of the strategies of that name; see :func:`nesting`."""
     return list(nesting(strategy).axes)
+
+
+@declared
+def requirements(strategy: str) -> list[str]:
+    """The distributions that the strategies of a name require; none unless one of them is a peer."""
+    return list(nesting(strategy).requires)
 
 
 class TrainingOptions(BaseModel):

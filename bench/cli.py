@@ -86,7 +86,7 @@ class _Commands(click.Group):
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from spbench.bench.provenance import installed_version
+        from spbench.impls.discovery import installed_version
 
         click.echo(f"spbench {installed_version('spbench') or '(not installed)'}")
         context.exit()

@@ -15,13 +15,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from spbench.bench.disk_cache import DiskCache, cache_folder
 from spbench.impls import loose_files
-from spbench.impls.discovery import plugin_entries, plugin_files
+from spbench.impls.discovery import installed_version, plugin_entries, plugin_files
 
 #: bytes of the answers for all states of the code
 _LIMIT_BYTES = 2**24
@@ -100,16 +99,9 @@ def state_of_code(root: Path) -> str:
     files = [*(root / "impls").rglob("*.py"), *(root / "bench").rglob("*.py"), *plugin_files()]
     parts = sorted(f"{path} {_stamp(path.stat())}" for path in files)
     parts += sorted(f"{entry.group} {entry.name} {entry.value}" for entry in plugin_entries())
-    parts += [sys.version, *map(_version, ("torch", "spbench"))]
+    parts += [sys.version, *(installed_version(name) or "" for name in ("torch", "spbench"))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _stamp(status: os.stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""

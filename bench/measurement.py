@@ -53,7 +53,9 @@ class Measurement:
             step's update.
         meters: what further meters found on ``peak_rank``, by their names.
         ranks: of steps on real devices, what each rank's host and device say: ``rank``, ``host``,
-            ``device``, :attr:`TimedSteps.device`.
+            ``device``, and on a GPU the bytes of torch's caching allocator: allocated before the timed steps,
+            at the peak allocated and reserved, and what of torch.cuda.memory_stats says that memory was
+            short; under ``telemetry``, :meth:`Telemetry.found`.
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
 

@@ -6,14 +6,14 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
-from spbench.bench.meters.nvml import NoPermission, NvmlProblem, nvml, reading
+from spbench.bench.meters.nvml import NvmlProblem, nvml, reading
 from spbench.bench.ranks.processes import usable_cores
+from spbench.impls.discovery import installed_version
 
 
 @cache
@@ -59,7 +59,7 @@ def _gpus() -> tuple[list[str], str | None]:
             driver = reading(library, library.nvmlSystemGetDriverVersion)
             count = reading(library, library.nvmlDeviceGetCount) or 0
             return [_name(library, index) for index in range(count)], driver
-    except (NvmlProblem, NoPermission):
+    except NvmlProblem:
         return [], None
 
 
@@ -95,15 +95,6 @@ def project_commit(folder: Path) -> str | None:
     spbench's own code."""
     root = checkout_around(folder)
     return None if root is None or root == own_checkout() else commit_of_files(root, MADE_FROM_ROWS)
-
-
-@cache
-def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def commit_of(row: Mapping[str, Any]) -> str:

@@ -58,6 +58,12 @@ def set_ticks_within(axis: Axis, locator: MaxNLocator, first: float, last: float
     set_ticks(axis, [tick for tick in locator.tick_values(first, last) if first <= tick <= last])
 
 
+def set_error_ticks(axis: Axis, most: int, reach: float) -> None:
+    """Ticks of relative errors up to ``reach`` either way, in percent; ``most``: intervals between them."""
+    ticks = [tick for tick in MaxNLocator(most).tick_values(-reach, reach) if abs(tick) <= reach]
+    set_ticks(axis, ticks, [f"{100 * tick:+.3g}%" if abs(tick) > 1e-9 else "0" for tick in ticks])
+
+
 def set_ticks(axis: Axis, ticks: Sequence[float], texts: Sequence[str] | None = None) -> None:
     """Ticks at these values alone, with these texts or with the values as text."""
     axis.set_major_locator(FixedLocator(list(ticks)))

@@ -11,12 +11,11 @@ from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame, isna
 
-from spbench.plots.axes import figure_of, set_ticks
+from spbench.plots.axes import figure_of, set_error_ticks, set_ticks
 from spbench.plots.grid import Drawn, Panel
-from spbench.plots.marks import legend_marker
+from spbench.plots.marks import marker_line
 from spbench.plots.paper import PAGE_INCHES
 from spbench.plots.style import GREY, INK, TIMES, number, shortened
 
@@ -112,9 +111,7 @@ def _draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> Drawn:
     names = [f"{c.name} ({c.variant})" if several and c.variant else c.name for c in claims]
     set_ticks(ax.yaxis, range(len(claims)), [_wrapped(name) if narrow else name for name in names])
     ax.grid(axis="y", visible=False)
-    ticks = MaxNLocator(2 if narrow else 7).tick_values(-reach, reach)
-    shown = [tick for tick in ticks if abs(tick) <= reach]
-    set_ticks(ax.xaxis, shown, [f"{100 * tick:+.0f}%" if tick else "0" for tick in shown])
+    set_error_ticks(ax.xaxis, 2 if narrow else 7, reach)
     if not narrow:
         ax.set_title("Published and ours", loc="left")
     return Drawn(published=_entries(claims))
@@ -128,7 +125,7 @@ def _wrapped(name: str) -> str:
 def _entries(claims: Sequence[DrawnClaim]) -> list[Artist]:
     """Legend entries of the roles other than predictions that the claims have."""
     roles = {claim.role for claim in claims}
-    return [legend_marker(name, INK, face=face) for role, (face, name) in _ROLES.items() if role in roles]
+    return [marker_line(name, INK, face=face) for role, (face, name) in _ROLES.items() if role in roles]
 
 
 def _cells(claim: DrawnClaim) -> dict[str, str]:

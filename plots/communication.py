@@ -13,8 +13,7 @@ from pandas import DataFrame
 
 from spbench.plots.bars import Bar, Segment, bar_width, beside, draw_bars, fill, method_patches
 from spbench.plots.claims import DrawnClaim, claims_of, claims_panel
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.marks import lost_notes
 from spbench.plots.series import (
     Row,

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -15,8 +14,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from pandas import DataFrame
 
 from spbench.plots.axes import set_ticks, set_ticks_within
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.marks import lost_notes
 from spbench.plots.series import Row, backend, by_model, gpus, grouped, shared, strategy, title
 from spbench.plots.style import INK, backend_name, category_colors, method_color, strategy_name, tick_texts
@@ -74,58 +72,58 @@ def _bits(precision: str) -> int:
     return int("".join(filter(str.isdigit, precision)))
 
 
-@dataclass(frozen=True)
-class _Styled:
-    """A run with the style of its lines; the reference has no deviations."""
+class _Styled(NamedTuple):
+    """A run with the looks of its curve, of that where it takes turns, and of its dots; the reference has no
+    dots."""
 
     row: Row
     label: str
-    color: str
-    control: bool
-    is_reference: bool
+    curve: Mapping[str, Any]
+    turn: Mapping[str, Any]
+    dots: Mapping[str, Any]
 
 
 def _styled(rows: Sequence[Row]) -> list[_Styled]:
     """The runs of one model in the order of drawing: the reference, the strategies, and above them one device
     in another precision, the control."""
     reference = reference_of(rows)
-    others = [row for row in rows if row is not reference]
-    others.sort(key=lambda row: strategy(row) == "single")
     one_precision, split = shared(rows, "precision") is not None, _by_backend(rows)
     of_backend = category_colors(backend(row) for row in rows if strategy(row) in split)
+    runs = [row for row in rows if strategy(row) != "single"]
+    controls = [row for row in rows if strategy(row) == "single" and row is not reference]
     styled = []
-    for row in [*([reference] if reference is not None else []), *others]:
-        control = row is not reference and strategy(row) == "single"
+    for index, row in enumerate([*([reference] if reference is not None else []), *runs, *controls]):
+        by_backend, control = strategy(row) in split, index > len(rows) - 1 - len(controls)
         # a strategy that was run with several backends has a colour for each, none of them a method's
-        of_row = of_backend[backend(row)] if strategy(row) in split else method_color(strategy(row))
-        label = _label(row, one_precision, strategy(row) in split)
-        styled.append(_Styled(row, label, INK if control else of_row, control, row is reference))
+        color = of_backend[backend(row)] if by_backend else method_color(strategy(row))
+        curve = {
+            "color": INK if control else color,
+            "linestyle": ":" if control else "-",
+            "linewidth": _WIDTHS[min(index, len(_WIDTHS) - 1)],
+            "zorder": 2 + index,
+        }
+        turn: dict[str, Any] = {}
+        if len(rows) > len(_WIDTHS) and row in runs:
+            dash = (_TURN * runs.index(row), (_TURN, _TURN * (len(runs) - 1)))
+            turn = {"linestyle": dash, "linewidth": _TURN_WIDTH}
+        dots: dict[str, Any] = {"marker": _DOTS[index % len(_DOTS)], "markerfacecolor": "none"}
+        # strategies above the control
+        dots["zorder"] = 1 if control else 2 + index
+        label = _label(row, one_precision, by_backend)
+        styled.append(_Styled(row, label, curve, turn, {} if row is reference else dots))
     return styled
 
 
 def _draw_curves(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
     """The curves of one loss, which lie on each other: wider ones below, or dashes that take turns."""
-    runs = [line for line in lines if not line.is_reference and not line.control]
     entries = []
-    for index, line in enumerate(lines):
-        style: dict[str, Any] = {
-            "color": line.color,
-            "linestyle": ":" if line.control else "-",
-            "linewidth": _WIDTHS[min(index, len(_WIDTHS) - 1)],
-            "zorder": 2 + index,
-        }
-        curve = dict(style)
-        if len(lines) > len(_WIDTHS) and line in runs:
-            turn = (_TURN * runs.index(line), (_TURN, _TURN * (len(runs) - 1)))
-            curve |= {"linestyle": turn, "linewidth": _TURN_WIDTH}
-        # in the legend the line is whole, also of a curve that takes turns
-        dot: dict[str, Any] = (
-            {} if line.is_reference else {"marker": _DOTS[index % len(_DOTS)], "markerfacecolor": "none"}
-        )
-        width = curve["linewidth"]
-        entries.append(Line2D([], [], **style | {"linewidth": width}, **dot, markersize=4, label=line.label))
+    for line in lines:
+        look = {**line.curve, **line.turn}
         values = _curve(line.row, loss)
-        ax.plot(list(values), list(values.values()), label=line.label, gid=f"{loss} {line.label}", **curve)
+        ax.plot(list(values), list(values.values()), label=line.label, gid=f"{loss} {line.label}", **look)
+        # in the legend the line is whole, also of a curve that takes turns
+        look |= {"linestyle": line.curve["linestyle"], **line.dots}
+        entries.append(Line2D([], [], markersize=4, label=line.label, **look))
     set_ticks_within(ax.yaxis, MaxNLocator(7), *ax.get_ylim())
     set_ticks_within(ax.xaxis, MaxNLocator(7), *ax.get_xlim())
     return Drawn(entries)
@@ -133,26 +131,16 @@ def _draw_curves(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
 
 def _draw_deviations(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
     """How far each curve is from the reference at each step: dots, as neighbouring steps have little in
-    common, with strategies above the control."""
-    reference = next((line.row for line in lines if line.is_reference), None)
+    common."""
+    reference = next((line.row for line in lines if not line.dots), None)
     highest = _LEAST_TOP
-    for index, line in enumerate(lines):
-        if reference is None or line.is_reference:
-            continue
-        gaps = _deviations(_curve(line.row, loss), _curve(reference, loss))
-        highest = max([highest, *(2 * gap for gap in gaps.values())])
-        ax.plot(
-            list(gaps),
-            list(gaps.values()),
-            color=line.color,
-            linestyle="none",
-            marker=_DOTS[index % len(_DOTS)],
-            markersize=2.6,
-            markeredgewidth=0.6,
-            markerfacecolor="none",
-            zorder=1 if line.control else 2 + index,
-            gid=f"deviation {loss} {line.label}",
-        )
+    for line in lines:
+        if reference is not None and line.dots:
+            gaps = _deviations(_curve(line.row, loss), _curve(reference, loss))
+            highest = max([highest, *(2 * gap for gap in gaps.values())])
+            style = {"color": line.curve["color"], "linestyle": "none", **line.dots}
+            style |= {"markersize": 2.6, "markeredgewidth": 0.6, "gid": f"deviation {loss} {line.label}"}
+            ax.plot(list(gaps), list(gaps.values()), **style)
     ax.set_yscale("log")
     ax.set_ylim(_FAINTEST / 2, highest)
     powers = range(math.ceil(math.log10(_FAINTEST)), math.floor(math.log10(highest)) + 1)

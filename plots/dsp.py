@@ -12,8 +12,7 @@ from pandas import DataFrame
 
 from spbench.plots.axes import GPUS, LENGTHS, length_text
 from spbench.plots.bars import draw_rows, method_patches
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import (
     TOKENS_PER_SECOND,
     Line,

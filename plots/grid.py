@@ -1,10 +1,14 @@
-"""The grid of panels that every figure is: rows and columns by facets, shared axes, notes and one legend."""
+"""The grid of panels that every figure is: rows and columns by facets, shared axes, notes and one legend.
+
+A module of this folder offers a figure to scenarios as ``draw_NAME = Drawing("NAME", grid)``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
+from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.artist import Artist
@@ -12,11 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import blended_transform_factory
+from pandas import DataFrame
 
 from spbench.plots.axes import Along, logarithmic_axis, value_axis
 from spbench.plots.direct_labels import can_be_labelled, label_lines
 from spbench.plots.marks import status_mark
-from spbench.plots.paper import PAGE_INCHES, add_legend, house_style, new_figure
+from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES, add_legend, house_style, new_figure, save
 from spbench.plots.series import Row, grouped
 from spbench.plots.style import GREY, shortened
 
@@ -24,6 +29,8 @@ from spbench.plots.style import GREY, shortened
 _NOTE_CHARACTER, _TITLE_CHARACTER = 0.0535, 0.064
 _NOTE_INCHES, _TITLE_INCHES, _LABEL_INCHES = 0.125, 0.15, 0.36
 _PANEL_INCHES, _COLUMN_PANEL_INCHES = 1.75, 1.4
+#: figures that would be higher in a column are drawn in the page's width alone
+_PAGE_HEIGHT_INCHES = 9.5
 #: panels have the same linear axis only if each fills as much of it
 _LEAST_FILLED = 0.5
 
@@ -157,6 +164,43 @@ class PanelGrid:
                 return
         add_legend(figure, [*methods, *others])
         figure.draw_without_rendering()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Draws result rows into the files NAME.png, .svg and .pdf, as wide as a page, and, of figures that are
+    not higher than a page then, NAME_column.png, .svg and .pdf.
+
+    Attributes:
+        name: of the figure and its files.
+        grid: makes the panels of result rows (as in cells.jsonl) and the comparison table (of
+            comparison.csv, may be empty).
+    """
+
+    name: str
+    grid: Callable[[Sequence[Row], DataFrame], PanelGrid]
+
+    def figure(self, rows: Sequence[Row], comparison: DataFrame, width_inches: float = PAGE_INCHES) -> Figure:
+        """The figure in a width."""
+        return self.grid(rows, comparison).draw(width_inches)
+
+    def __call__(self, rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:
+        """Write the files into the folder ``output``, which is made if need be; returns their paths.
+
+        The same rows and comparison give the same bytes.
+        """
+        return save_widths(self.grid(rows, comparison), output, self.name)
+
+
+def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
+    """Write a grid's files, as :class:`Drawing` says; returns their paths."""
+    paths = save(grid.draw(PAGE_INCHES), folder, name)
+    if grid.page_only:
+        return paths
+    column = grid.draw(COLUMN_INCHES)
+    if column.get_figheight() <= _PAGE_HEIGHT_INCHES:
+        paths += save(column, folder, f"{name}_column")
+    return paths
 
 
 class _Place(NamedTuple):

@@ -12,8 +12,7 @@ from pandas import DataFrame
 from spbench.plots.axes import GPUS
 from spbench.plots.bars import Bar, Segment, bar_width, draw_bars
 from spbench.plots.claims import DrawnClaim, claims_of, claims_panel
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import (
     Line,
     PlottedQuantity,

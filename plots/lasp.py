@@ -13,8 +13,7 @@ from pandas import DataFrame
 
 from spbench.plots.axes import LENGTHS, length_text
 from spbench.plots.bars import draw_rows, method_patches
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import TOKENS_PER_SECOND, Line, PlottedQuantity, line_grid, lines_of, measured
 from spbench.plots.marks import lost_notes
 from spbench.plots.sent_elements import sent_elements

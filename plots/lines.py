@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -15,7 +15,7 @@ from pandas import DataFrame, isna
 
 from spbench.plots.axes import BAND, GPUS, LENGTHS, Along
 from spbench.plots.grid import Drawn, Panel, PanelGrid
-from spbench.plots.marks import reason_of, status_mark
+from spbench.plots.marks import marker_line, reason_of, status_mark
 from spbench.plots.series import Row, differing_settings, grouped, strategy, title
 from spbench.plots.style import INK, Look, looks, strategy_name
 
@@ -222,22 +222,10 @@ def _columns(points: _Points) -> tuple[list[int], list[float]]:
 
 
 def _published_markers(look: Look, name: str) -> Line2D:
-    return Line2D(
-        [],
-        [],
-        linestyle="none",
-        marker=look.marker,
-        markersize=6.5,
-        markerfacecolor="none",
-        markeredgecolor=look.color,
-        markeredgewidth=1.0,
-        label=name,
-        zorder=3,
-    )
+    return marker_line(name, look.color, look.marker, "none", markersize=6.5, markeredgewidth=1.0, zorder=3)
 
 
-@dataclass(frozen=True)
-class _Mark:
+class _Mark(NamedTuple):
     """A place of a line without a number: ours by its status, or published as out of memory."""
 
     line: Line

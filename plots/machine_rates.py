@@ -10,8 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from spbench.plots.axes import set_ticks
-from spbench.plots.drawing import save_widths
-from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.grid import Drawn, Panel, PanelGrid, save_widths
 from spbench.plots.series import grouped
 from spbench.plots.style import MARKERS, category_colors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from matplotlib.lines import Line2D
 
@@ -20,24 +21,13 @@ _FAILURE = ("v", False, "failed")
 def status_mark(status: str, color: str = INK) -> Line2D:
     """The mark of a row without a number, not yet placed."""
     marker, filled, name = _MARKS.get(status, _FAILURE)
-    return Line2D(
-        [],
-        [],
-        linestyle="none",
-        marker=marker,
-        markersize=5.5,
-        markeredgewidth=1.4,
-        markeredgecolor=color,
-        markerfacecolor=color if filled else "white",
-        label=name,
-    )
+    return marker_line(name, color, marker, "" if filled else "white", markersize=5.5, markeredgewidth=1.4)
 
 
-def legend_marker(name: str, color: str, marker: str = "o", face: str = "") -> Line2D:
-    """The entry of a marker in a legend; without a colour of its face it has that of its edge."""
-    return Line2D(
-        [], [], linestyle="none", marker=marker, color=color, markerfacecolor=face or color, label=name
-    )
+def marker_line(name: str, color: str, marker: str = "o", face: str = "", **style: Any) -> Line2D:
+    """A marker without a place, as legends have it; without a colour of its face it has that of its edge."""
+    style |= {"color": color, "markerfacecolor": face or color}
+    return Line2D([], [], linestyle="none", marker=marker, label=name, **style)
 
 
 def lost_notes(named: Iterable[tuple[str, Row]]) -> Iterator[str]:

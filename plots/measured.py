@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import NullLocator
 from pandas import DataFrame
 
-from spbench.plots.axes import logarithmic_axis, set_ticks
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import Drawn, Panel, PanelGrid
-from spbench.plots.marks import legend_marker
+from spbench.plots.axes import logarithmic_axis, set_error_ticks, set_ticks
+from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
+from spbench.plots.marks import marker_line
 from spbench.plots.series import Row
 from spbench.plots.style import GREY, category_colors, tick_texts
 
@@ -63,8 +62,7 @@ def _draw_errors(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
     _measured_axis(ax, [*some["published"], *some["reproduced"]])
     reach = 1.15 * max(0.001, some["relative_error"].abs().max())
     ax.set_ylim(-reach, reach)
-    ticks = [tick for tick in MaxNLocator(4).tick_values(-reach, reach) if abs(tick) <= reach]
-    set_ticks(ax.yaxis, ticks, [f"{100 * tick:+.3g}%" if abs(tick) > 1e-9 else "0" for tick in ticks])
+    set_error_ticks(ax.yaxis, 4, reach)
     ax.axhline(0, color=GREY, linewidth=0.8, zorder=1)
     return _points(ax, some, "relative_error", colors)
 
@@ -97,10 +95,10 @@ def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -
             gid=f"{column} {source} {role}",
         )
     sources, roles = dict.fromkeys(some["source"]), dict.fromkeys(some["role"])
-    entries = [legend_marker(source.replace("-", " "), colors[source]) for source in sources]
+    entries = [marker_line(source.replace("-", " "), colors[source]) for source in sources]
     for role in roles:
         marker, filled, name = _ROLES[role]
-        entries.append(legend_marker(name, GREY, marker, "" if filled else "white"))
+        entries.append(marker_line(name, GREY, marker, "" if filled else "white"))
     return Drawn(published=entries)
 
 

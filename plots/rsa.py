@@ -9,8 +9,7 @@ from functools import partial
 from pandas import DataFrame
 
 from spbench.plots.axes import GPUS, Along
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import PanelGrid
+from spbench.plots.grid import Drawing, PanelGrid
 from spbench.plots.lines import PlottedQuantity, line_grid, lines_by_setting, measured
 from spbench.plots.series import Row, by_model, gpus, grouped, shared
 

@@ -119,6 +119,10 @@ def settings(row: Row) -> dict[str, Any]:
 def _differing(rows: Sequence[Row], ignored: Sequence[str]) -> list[str]:
     if len(gpu_counts(rows)) == len(rows):
         return []
-    have = [{name: value for name, value in settings(row).items() if name not in ignored} for row in rows]
-    names = dict.fromkeys(name for of in have for name in of)
-    return [name for name in names if len({str(of.get(name)) for of in have}) > 1]
+    return [name for name in differing(list(map(settings, rows))) if name not in ignored]
+
+
+def differing(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values, as texts, are not the same in all items, in the order of their appearance."""
+    names = dict.fromkeys(name for item in items for name in item)
+    return [name for name in names if len({str(item.get(name)) for item in items}) > 1]

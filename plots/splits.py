@@ -4,7 +4,7 @@ longest sequence and the largest batch."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ from spbench.impls.axes import MESH_AXES, in_order
 from spbench.plots.axes import length_text
 from spbench.plots.bars import Bar, Segment, draw_levels, fill, levels_inches
 from spbench.plots.claims import claims_of
-from spbench.plots.drawing import Drawing
-from spbench.plots.grid import Drawn, Panel, PanelGrid
+from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.largest import BATCH, GIVEN, LENGTH, Searched
+from spbench.plots.lines import measured
 from spbench.plots.marks import lost_notes
 from spbench.plots.series import (
     Row,
     by_model,
+    differing,
     gpus,
     grouped,
     model,
@@ -38,6 +39,8 @@ from spbench.plots.style import INK, TIMES, backend_name, category_colors, metho
 _GIB = 2**30
 #: of bytes that go over the ranks of several axes at once, as sums of gradients do
 SEVERAL = "several axes at once"
+
+_seconds = measured("step_time_s")
 
 
 def split_names(rows: Sequence[Row]) -> list[str]:
@@ -65,9 +68,8 @@ def _micro_batches(row: Row) -> str:
 
 
 def _told_apart(of_rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for of in of_rows for name in of)
-    differing = [name for name in names if len({str(of.get(name)) for of in of_rows}) > 1]
-    return [", ".join(filter(None, (_spoken(name, of.get(name)) for name in differing))) for of in of_rows]
+    names = differing(of_rows)
+    return [", ".join(filter(None, (_spoken(name, of.get(name)) for name in names))) for of in of_rows]
 
 
 def _spoken(name: str, value: Any) -> str:
@@ -105,7 +107,8 @@ def _same_work(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
         shape: Any = {"scale": name, "inches": levels_inches(len(some))}
         memory = Panel(partial(_draw_memory, rows=some), name, "Peak memory (GiB)", **shape)
         sent = Panel(partial(_draw_sent, rows=some, used=used), "", "Sent by a GPU\nin a step (GiB)", **shape)
-        time = Panel(partial(_draw_time, rows=some), "", "Simulated step\ntime (s)", **shape)
+        draw_times = partial(_draw, rows=some, quantity="time", segments=_times)
+        time = Panel(draw_times, "", "Simulated step\ntime (s)", **shape)
         grid.add([[memory], [sent], [time]])
     return grid
 
@@ -130,22 +133,29 @@ def _by_time(rows: Sequence[Row]) -> dict[str, Row]:
     return dict(sorted(named, key=lambda entry: _seconds(entry[1]) or float("inf")))
 
 
-def _seconds(row: Row) -> float | None:
-    seconds: float | None = row["measurement"].get("step_time_s") if row["status"] == "ok" else None
-    return seconds
+_Segments = Callable[[Row, str], Iterable[Segment]]
+
+
+def _draw(ax: Axes, rows: Mapping[str, Row], quantity: str, segments: _Segments, reach: float = 0) -> Drawn:
+    """A level for each row, by its split; ``segments`` makes a bar's of a row and the split's name."""
+    bars = [
+        Bar([*segments(row, split)], f"{quantity} {split}", status=row["status"])
+        for split, row in rows.items()
+    ]
+    return draw_levels(ax, bars, list(rows), reach)
 
 
 def _draw_memory(ax: Axes, rows: Mapping[str, Row]) -> Drawn:
     """Peaks, those of steps that do not fit too, hatched, and the usable memory of the card as a line."""
-    bars = []
-    for split, row in rows.items():
-        peak, color = row["measurement"].get("peak_memory_bytes"), method_color(strategy(row))
-        gid, unlike = f"memory {split}", ("", 1.0) if row["status"] == "ok" else ("////", 0.35)
-        segments = [] if peak is None else [Segment(peak / _GIB, color, gid, *unlike)]
-        bars.append(Bar(segments, gid, status=row["status"]))
+
+    def segments(row: Row, split: str) -> Iterator[Segment]:
+        unlike = ("", 1.0) if row["status"] == "ok" else ("////", 0.35)
+        if (peak := row["measurement"].get("peak_memory_bytes")) is not None:
+            yield Segment(peak / _GIB, method_color(strategy(row)), f"memory {split}", *unlike)
+
     limits = [row["measurement"].get("usable_memory_bytes") for row in rows.values()]
     limit = max((nbytes / _GIB for nbytes in limits if nbytes is not None), default=0.0)
-    draw_levels(ax, bars, list(rows), reach=1.05 * limit)
+    _draw(ax, rows, "memory", segments, reach=1.05 * limit)
     if not limit:
         return Drawn()
     ax.axvline(limit, color=INK, linestyle="--", linewidth=0.9, zorder=3, gid="limit")
@@ -155,24 +165,19 @@ def _draw_memory(ax: Axes, rows: Mapping[str, Row]) -> Drawn:
 
 def _draw_sent(ax: Axes, rows: Mapping[str, Row], used: set[str]) -> Drawn:
     """Bytes by the axis of the mesh along which they are sent; the legend has the axes in ``used``."""
-    colors, bars = category_colors([*MESH_AXES, SEVERAL]), []
-    for split, row in rows.items():
-        segments = [
-            Segment(nbytes / _GIB, colors[axis], f"sent {axis} {split}")
-            for axis, nbytes in sent_by_axis(row).items()
-        ]
-        bars.append(Bar(segments, f"sent {split}", status=row["status"]))
-    draw_levels(ax, bars, list(rows))
+    colors = category_colors([*MESH_AXES, SEVERAL])
+
+    def segments(row: Row, split: str) -> Iterator[Segment]:
+        for axis, nbytes in sent_by_axis(row).items():
+            yield Segment(nbytes / _GIB, colors[axis], f"sent {axis} {split}")
+
+    _draw(ax, rows, "sent", segments)
     return Drawn(methods=[Patch(**fill(color), label=axis) for axis, color in colors.items() if axis in used])
 
 
-def _draw_time(ax: Axes, rows: Mapping[str, Row]) -> Drawn:
-    bars = []
-    for split, row in rows.items():
-        seconds, gid = _seconds(row), f"time {split}"
-        segments = [] if seconds is None else [Segment(seconds, method_color(strategy(row)), gid)]
-        bars.append(Bar(segments, gid, status=row["status"]))
-    return draw_levels(ax, bars, list(rows))
+def _times(row: Row, split: str) -> Iterator[Segment]:
+    if (seconds := _seconds(row)) is not None:
+        yield Segment(seconds, method_color(strategy(row)), f"time {split}")
 
 
 # -- the largest that fits --------------------------------------------------------------------------------

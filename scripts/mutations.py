@@ -146,7 +146,7 @@ def judged(mutation: Mutation, tree: Path, tests: Tests, quickest: int, limit_s:
         verdict, by = run_tests(tree, chosen, limit_s)
     finally:
         file.write_text(source)
-    if verdict == "killed" and run_tests(tree, [by] if "::" in by else chosen, limit_s)[0] != "survived":
+    if verdict == "killed" and run_tests(tree, [by] if by in chosen else chosen, limit_s)[0] != "survived":
         verdict = "not judged"  # that test fails without the mutation too
     return {**row, "verdict": verdict, "by": by}
 

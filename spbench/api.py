@@ -21,7 +21,7 @@ from spbench.bench.provenance import project_commit
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
 from spbench.bench.yaml_files import dotted
-from spbench.impls.backends.registry import DEFAULT_BACKEND
+from spbench.impls.registries import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -81,15 +81,20 @@ def run(
         results = stack.enter_context(ResultsFile(Path(folder), fresh=fresh))
         _warn(results.problems)
         if jobs == 0:
-            todo = unfinished(cells, results)
-            refused = unproven(todo)
-            project = project_commit(Path.cwd())
-            for cell in todo:
-                outcome = refused.get(cell.key) or measure(run_cell, cell)
-                results.append(as_row(cell, outcome, project=project))
+            _run_here(cells, results)
         else:
             sweep(cells, results, jobs=jobs)
         return as_frame(results.rows[cell.key] for cell in cells)
+
+
+def _run_here(cells: Sequence[Cell], results: ResultsFile) -> None:
+    """Run the cells that are unfinished in this process, one after another."""
+    todo = unfinished(cells, results)
+    refused = unproven(todo)
+    project = project_commit(Path.cwd())
+    for cell in todo:
+        outcome = refused.get(cell.key) or measure(run_cell, cell)
+        results.append(as_row(cell, outcome, project=project))
 
 
 def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrowing: Narrowing) -> list[Cell]:

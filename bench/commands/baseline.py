@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from spbench.bench.commands.execution import opened_executor, run_cells
-from spbench.bench.commands.options import Words, executor, jobs, many, output_folder, printed, variant
+from spbench.bench.commands.options import Words, executor, jobs, many, path_option, printed, variant
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
@@ -31,7 +31,7 @@ FOLDER = Path("results", "baseline")
 @variant
 @jobs
 @executor
-@output_folder("Folder of the baselines; default results/baseline.")
+@path_option("--output", "Folder of the baselines; default results/baseline.")
 @click.option("--resume", is_flag=True, help="Keep the rows in results/runs that are up to date.")
 @printed
 def command(

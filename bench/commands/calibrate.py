@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import Numbers, Words, many, printed
+from spbench.bench.commands.options import Numbers, Words, many, path_option, printed
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError, suggestion
@@ -49,12 +49,11 @@ if TYPE_CHECKING:
 )
 @many("--sides", Numbers(), "Sides of the matrices instead of 128 to 2048 (16384).")
 @many("--lengths", Numbers(), "Sequence lengths of attention instead of 128 to 2048 (32768).")
-@click.option(
+@path_option(
     "--output",
-    type=click.Path(path_type=Path),
+    "The measured cluster's file; samples and plots go beside it.",
     default="measured.yaml",
     show_default=True,
-    help="The measured cluster's file; samples and plots go beside it.",
 )
 @printed
 def command(

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from spbench.bench.commands.judgement_report import judgement_report
-from spbench.bench.commands.options import output_folder, printed
+from spbench.bench.commands.options import path_option, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
@@ -60,7 +60,9 @@ def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="With --run: how often each side measures what differs from run to run.",
 )
-@output_folder("With --run: folder for the results, in base/ and new/; default results/runs/compare_NAME.")
+@path_option(
+    "--output", "With --run: folder for the results, in base/ and new/; default results/runs/compare_NAME."
+)
 @_passed_on
 @printed
 def command(

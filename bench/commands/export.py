@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from spbench.bench.commands.options import output_folder, printed
+from spbench.bench.commands.options import path_option, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError, suggestion
@@ -30,26 +30,21 @@ def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
     help="The system that is to read them.",
 )
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
+@path_option(
     "--base",
-    type=click.Path(path_type=Path),
-    help="What the results are compared with by markdown and junit: results, or a folder with some under the "
+    "What the results are compared with by markdown and junit: results, or a folder with some under the "
     "name of each of RESULTS, such as results/baseline.",
 )
-@click.option(
+@path_option(
     "--previous-base",
-    type=click.Path(path_type=Path),
-    help="The base as it was before the change, such as the baseline of the target branch. What differs "
+    "The base as it was before the change, such as the baseline of the target branch. What differs "
     "between it and the base was meant, and markdown says so.",
 )
-@click.option(
-    "--targets",
-    type=click.Path(path_type=Path),
-    metavar="HISTORY",
-    help="A history, in whose targets.yaml are values to be met; hud has them.",
+@path_option(
+    "--targets", "A history, in whose targets.yaml are values to be met; hud has them.", metavar="HISTORY"
 )
 @click.option("--commit", default="", help="The commit of the results, in place of what their rows say.")
-@output_folder("File that is written, or folder where there are several; default standard output.")
+@path_option("--output", "File that is written, or folder where there are several; default standard output.")
 @printed
 def command(
     system: str,

@@ -34,10 +34,10 @@ _OF_FILES = {
 }
 #: the function that returns the classes by name, imported when it is needed
 _OF_CLASSES = {
-    "strategies": "impls.strategies.registry:strategies",
-    "peers": "impls.peers.registry:peers",
+    "strategies": "impls.registries:strategies",
+    "peers": "impls.registries:peers",
     "models": "impls.models.model:models",
-    "backends": "impls.backends.registry:backends",
+    "backends": "impls.registries:backends",
     "engines": "bench.engines.engine:engines",
     "meters": "bench.meters.meter:meters",
     "quantities": "bench.search.quantities:quantities",

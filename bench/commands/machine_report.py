@@ -22,8 +22,9 @@ from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
+from spbench.bench.config.choices import check_known
 from spbench.bench.csv_text import csv_text
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError
 from spbench.bench.provenance import provenance
 from spbench.impls.training.step import PRECISIONS
 from spbench.plots.machine_rates import draw_machine_rates
@@ -66,10 +67,9 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     Raises:
         UserError: a precision is unknown, there is no such device, or a file cannot be written.
     """
-
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")
-    device = asked.device or ("cuda" if _gpus() else "cpu")
+    device = asked.device or ("cuda" if torch.cuda.device_count() else "cpu")
     asked = replace(asked, device=device)
     world, sweep = _world(asked), _sweep(asked)
     message(f"measuring {world} rank{'s' * (world > 1)} on {device}; let the machine do nothing else")
@@ -103,8 +103,7 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
 
 
 def _world(asked: MachineRequest) -> int:
-
-    gpus = _gpus() if asked.device == "cuda" else 0
+    gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
     if asked.device == "cuda" and not gpus:
         raise UserError("--device cuda: torch sees no GPU; `spbench doctor --check cuda` says why")
     if asked.engine == "emulated":
@@ -114,16 +113,8 @@ def _world(asked: MachineRequest) -> int:
     return asked.world_size or gpus or 2
 
 
-def _gpus() -> int:
-
-    return torch.cuda.device_count()
-
-
 def _sweep(asked: MachineRequest) -> RateSweep:
-
-    for name in asked.precisions:
-        if name not in PRECISIONS:
-            raise UserError(f"unknown precision {name!r}{suggestion(name, PRECISIONS)}")
+    check_known("precision", asked.precisions, list(PRECISIONS))
     given: dict[str, Any] = dict(asked.given)
     if asked.precisions:
         given["precisions"] = asked.precisions

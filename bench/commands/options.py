@@ -91,9 +91,9 @@ def many(flag: str, kind: click.ParamType[Any], text: str) -> Callable[[Command]
     return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
 
 
-def output_folder(text: str) -> Callable[[Command], Command]:
-    """The option --output, a path; ``text`` says what it is for and what its default is."""
-    return click.option("--output", type=click.Path(path_type=Path), help=text)
+def path_option(flag: str, text: str, **further: Any) -> Callable[[Command], Command]:
+    """An option that is a path; ``text`` says what it is for and what its default is."""
+    return click.option(flag, type=click.Path(path_type=Path), help=text, **further)
 
 
 device = click.option(

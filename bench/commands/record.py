@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from spbench.bench.commands.options import printed
+from spbench.bench.commands.options import path_option, printed
 from spbench.bench.commands.output import Output
 
 
 @click.command("record")
 @click.argument("results", type=click.Path(path_type=Path))
-@click.option("--history", type=click.Path(path_type=Path), required=True, help="Folder; made if need be.")
+@path_option("--history", "Folder; made if need be.", required=True)
 @click.option("--suite", help="Name of the suite; that of the results' folder if left out.")
 @click.option(
     "--machine",
@@ -22,10 +22,9 @@ from spbench.bench.commands.output import Output
     "held against those of the same name and hardware.",
 )
 @click.option("--commit", help="Commit that was measured; the one that the results name if left out.")
-@click.option(
+@path_option(
     "--repository",
-    type=click.Path(path_type=Path),
-    help="Repository that has the commit; that around the working folder or the results if left out.",
+    "Repository that has the commit; that around the working folder or the results if left out.",
 )
 @click.option("--branch", help="Branch that was measured; the one that is checked out if left out.")
 @printed

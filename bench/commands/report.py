@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import printed
+from spbench.bench.commands.options import path_option, printed
 from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
@@ -21,26 +21,12 @@ _LISTED = 5
 
 
 @click.command("report")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder for the site; an earlier site in it is replaced.",
-)
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    help="Folder with reproduction/, baseline/ and runs/; results/ if left out.",
-)
-@click.option(
-    "--history",
-    type=click.Path(path_type=Path),
-    help="Folder of `spbench record`; RESULTS/history if left out and there.",
-)
-@click.option(
+@path_option("--output", "Folder for the site; an earlier site in it is replaced.", required=True)
+@path_option("--results", "Folder with reproduction/, baseline/ and runs/; results/ if left out.")
+@path_option("--history", "Folder of `spbench record`; RESULTS/history if left out and there.")
+@path_option(
     "--baseline",
-    type=click.Path(path_type=Path),
-    help="Folder with baselines by the names of scenarios, for RESULTS/runs; RESULTS/baseline if left out.",
+    "Folder with baselines by the names of scenarios, for RESULTS/runs; RESULTS/baseline if left out.",
 )
 @printed
 def command(output: Path, results: Path | None, history: Path | None, baseline: Path | None) -> Output:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spbench.bench.commands.execution import Ran, draw_figure, draw_records, opened_executor, run_cells
-from spbench.bench.commands.options import executor, fresh, jobs, output_folder, printed
+from spbench.bench.commands.options import executor, fresh, jobs, path_option, printed
 from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Reproduction:
 @click.option("--all-variants", is_flag=True, help="Every variant of the scenarios' settings, not the first.")
 @jobs
 @executor
-@output_folder("Folder for results; default results/reproduction.")
+@path_option("--output", "Folder for results; default results/reproduction.")
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed

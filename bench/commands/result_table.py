@@ -10,6 +10,7 @@ from spbench.bench.commands.output import Table
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.reproduction.findings import compared
 from spbench.bench.sweep.results import Row, flat
+from spbench.plots.series import differing
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -88,11 +89,8 @@ def _options(cells: Sequence[Cell]) -> list[str]:
     if len(set(shown)) == len(cells):
         return [""] * len(cells)
     settings = [{**c.model_options, **c.strategy_options, **c.training.model_dump()} for c in cells]
-    names = dict.fromkeys(name for has in settings for name in has)
-    differ = [name for name in names if len({str(has.get(name)) for has in settings}) > 1]
-    return [
-        " ".join(f"{name}={has[name]}" for name in differ if has.get(name) is not None) for has in settings
-    ]
+    names = differing(settings)
+    return [" ".join(f"{n}={has[n]}" for n in names if has.get(n) is not None) for has in settings]
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:

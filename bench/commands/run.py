@@ -18,7 +18,7 @@ from spbench.bench.commands.options import (
     fresh,
     jobs,
     many,
-    output_folder,
+    path_option,
     printed,
 )
 from spbench.bench.commands.output import Output, Table
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )
 @jobs
 @executor
-@output_folder("Folder for results; default results/runs/NAME.")
+@path_option("--output", "Folder for results; default results/runs/NAME.")
 @fresh
 @click.option(
     "--timeout",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import Length, Numbers, choosing_cells, many, printed
+from spbench.bench.commands.options import Length, Numbers, choosing_cells, many, path_option, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError
@@ -29,9 +29,7 @@ _NAMED = 3
 @click.option("--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it.")
 @click.option("--seq-len", type=Length(), help="Likewise for the sequence length, as 131072 or 128K.")
 @many("--ranks", Numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), default="trace.json", show_default=True, help="The file."
-)
+@path_option("--output", "The file.", default="trace.json", show_default=True)
 @printed
 def command(
     scenario: str,

@@ -18,12 +18,12 @@ from spbench.bench.commands.options import (
     Words,
     device,
     many,
-    output_folder,
+    path_option,
     printed,
 )
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
-from spbench.bench.config.choices import cell_names, option_mistakes, strategy_problem, unknown
+from spbench.bench.config.choices import cell_names, check_known, names, option_mistakes, strategy_problem
 from spbench.bench.errors import UserError
 
 
@@ -40,7 +40,9 @@ from spbench.bench.errors import UserError
     "--backend", default="legacy_ddp", show_default=True, help="Gradients held and summed by this one."
 )
 @device
-@output_folder("Keep the verdicts in this folder, beside those of other cases; nowhere if left out.")
+@path_option(
+    "--output", "Keep the verdicts in this folder, beside those of other cases; nowhere if left out."
+)
 @printed
 def command(
     strategy: tuple[str, ...],
@@ -60,8 +62,8 @@ def command(
     A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
     """
     if peers:
-        from spbench.impls.peers.registry import absent
-        from spbench.impls.peers.registry import peers as all_peers
+        from spbench.impls.registries import absent
+        from spbench.impls.registries import peers as all_peers
 
         strategy += tuple(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires))
     strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
@@ -124,22 +126,16 @@ def _check_names(
         UserError: with the nearest name that there is.
     """
     from spbench.bench.model_files import names_a_file
-    from spbench.impls.backends.registry import backends
     from spbench.impls.models.model import models as all_models
     from spbench.impls.training.step import PRECISIONS
 
     for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
-    for kind, names, known in (
-        ("model", [name for name in models if not names_a_file(name)], sorted(all_models())),
-        ("dtype", dtypes, list(PRECISIONS)),
-        ("part", parts, sorted({part for model in all_models().values() for part in model.parts()})),
-        ("backend", [backend], sorted(backends())),
-    ):
-        for name in names:
-            if name not in known:
-                raise UserError(unknown(kind, name, known))
+    check_known("model", [name for name in models if not names_a_file(name)], names("model"))
+    check_known("dtype", dtypes, list(PRECISIONS))
+    check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
+    check_known("backend", [backend], names("backend"))
 
 
 def _options(strategies: Sequence[str], given: Sequence[tuple[str, str]]) -> dict[str, Any]:

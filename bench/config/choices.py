@@ -10,20 +10,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.cell import Cell, TrainingOptions, requirements
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engines
-from spbench.bench.engines.peer_packages import missing_problem
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.meter import meters
 from spbench.bench.search.quantities import Candidates, quantities
 from spbench.impls import loose_files
-from spbench.impls.backends.registry import backends
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import wrong_values
-from spbench.impls.peers.registry import peers
+from spbench.impls.registries import INSTALL, absent, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
-from spbench.impls.strategies.registry import strategies
 
 
 @declared
@@ -58,6 +55,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     mend = f"; here that is {here}" if here else suggestion(name, known)
     file = "; or give the path of a .py file" if kind in ("strategy", "model") else ""
     return f"unknown {kind} {name!r}{mend}{file}"
+
+
+def check_known(kind: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """UserError for the first of some names that nothing of a kind has."""
+    for name in given:
+        if name not in known:
+            raise UserError(unknown(kind, name, known))
 
 
 def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
@@ -102,7 +106,10 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
 def strategy_problem(name: str) -> str:
     """What is wrong with the name of a strategy, or of several around each other; empty if nothing. A peer
     whose package is not installed cannot be named."""
-    return _name_problem(name) or missing_problem(name)
+    if problem := _name_problem(name):
+        return problem
+    missing = absent(requirements(name))
+    return f"strategy {name} needs {' and '.join(missing)}; {INSTALL}" if missing else ""
 
 
 @declared

@@ -13,7 +13,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.choices import cell_names, names, strategy_problem, unknown
+from spbench.bench.config.choices import cell_names, check_known, names, strategy_problem
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.errors import UserError, suggestion
@@ -65,7 +65,7 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
         raise UserError(f"scenario {scenario.name} has no variant {narrowing.variant!r}{hint}")
     for cluster in narrowing.clusters:
         load_cluster(cluster)
-    _known("engine", narrowing.engines, names("engine"))
+    check_known("engine", narrowing.engines, names("engine"))
     cells = [cell for name in chosen for cell in scenario.cells[name]]
     for field, values in (("cluster", narrowing.clusters), ("engine", narrowing.engines)):
         if values:
@@ -83,7 +83,7 @@ def narrowed_cells(
     cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
     strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
     models = [name for text in narrowing.models for name in cell_names("model", text)]
-    _known("model", models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
+    check_known("model", models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
     for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
@@ -144,7 +144,7 @@ def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[
     for name, values in wanted.items():
         settings = [settings_of(cell) for cell in cells]
         known = list(dict.fromkeys(known for has in settings for known in has))
-        _known("setting", [name], known)
+        check_known("setting", [name], known)
         has = [of_cell.get(name, UNSET) for of_cell in settings]
         cells = [cell for cell, value in zip(cells, has, strict=True) if value in values]
         if not cells:
@@ -175,12 +175,6 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
             mesh = cell.mesh if cell.mesh is None or axes[-1] in cell.mesh else [*cell.mesh, axes[-1]]
             made.append(cell.model_copy(update={"sizes": sizes, "mesh": mesh}))
     return made
-
-
-def _known(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise UserError(unknown(kind, name, known))
 
 
 def _distinct(cells: Iterable[Cell]) -> list[Cell]:

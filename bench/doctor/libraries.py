@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from spbench.bench.doctor.check import Check, Observation
-from spbench.bench.provenance import installed_version
+from spbench.impls.discovery import installed_version
 
 _OLDEST_PYTHON = (3, 11)
 #: compute capabilities for which a kernel is compiled: P100, V100, A100, H100, B200

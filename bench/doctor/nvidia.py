@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spbench.bench.doctor.check import Check, Observation
-from spbench.bench.meters.nvml import NoPermission, NvmlProblem, nvml, reading
+from spbench.bench.meters.nvml import NvmlProblem, nvml, reading
 
 _GIB = 2**30
 #: links of a GPU at most
@@ -37,12 +37,12 @@ def driver() -> Iterator[Observation]:
 
 def _driver(library: Any) -> Iterator[Observation]:
     version, cuda = (
-        _read(library, f)
+        reading(library, f)
         for f in (library.nvmlSystemGetDriverVersion, library.nvmlSystemGetCudaDriverVersion)
     )
     newest = f", CUDA up to {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
     yield Observation("NVIDIA driver", "ok", f"{version or 'of unknown version'}{newest}")
-    count = _read(library, library.nvmlDeviceGetCount) or 0
+    count = reading(library, library.nvmlDeviceGetCount) or 0
     gpus = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     if not gpus:
         yield Observation("GPUs", "missing", "the driver sees none", "needed for GPUs alone")
@@ -52,18 +52,13 @@ def _driver(library: Any) -> Iterator[Observation]:
         yield from _peers(library, index, gpus)
 
 
-def _read(library: Any, function: Any, *arguments: Any) -> Any:
-    try:
-        return reading(library, function, *arguments)
-    except NoPermission:
-        return None
-
-
 def _gpu(library: Any, index: int, gpu: Any) -> Observation:
     try:
-        name, uuid = (_read(library, f, gpu) for f in (library.nvmlDeviceGetName, library.nvmlDeviceGetUUID))
-        memory = _read(library, library.nvmlDeviceGetMemoryInfo, gpu)
-        capability = _read(library, library.nvmlDeviceGetCudaComputeCapability, gpu)
+        name, uuid = (
+            reading(library, f, gpu) for f in (library.nvmlDeviceGetName, library.nvmlDeviceGetUUID)
+        )
+        memory = reading(library, library.nvmlDeviceGetMemoryInfo, gpu)
+        capability = reading(library, library.nvmlDeviceGetCudaComputeCapability, gpu)
     except NvmlProblem as problem:
         return Observation(f"GPU {index}", "missing", problem.what, problem.remedy)
     parts = [name or "of unknown name", uuid]
@@ -71,7 +66,7 @@ def _gpu(library: Any, index: int, gpu: Any) -> Observation:
         parts.append(f"{memory.total / _GIB:.1f} GiB, {memory.used / _GIB:.1f} GiB in use")
     if capability is not None:
         parts.append(f"compute capability {capability[0]}.{capability[1]}")
-    links = sum(bool(_read(library, library.nvmlDeviceGetNvLinkState, gpu, link)) for link in range(_LINKS))
+    links = sum(bool(reading(library, library.nvmlDeviceGetNvLinkState, gpu, link)) for link in range(_LINKS))
     parts.append(f"{links} NVLinks active" if links else "no NVLink")
     return Observation(f"GPU {index}", "ok", ", ".join(filter(None, parts)))
 
@@ -91,12 +86,12 @@ def _peers(library: Any, index: int, gpus: list[Any]) -> Iterator[Observation]:
 
 def _path(library: Any, gpu: Any, peer: Any) -> str:
     def possible(kind: int) -> bool:
-        status = _read(library, library.nvmlDeviceGetP2PStatus, gpu, peer, kind)
+        status = reading(library, library.nvmlDeviceGetP2PStatus, gpu, peer, kind)
         return status == library.NVML_P2P_STATUS_OK
 
     if possible(library.NVML_P2P_CAPS_INDEX_NVLINK):
         return "peer access over NVLink"
-    level = _read(library, library.nvmlDeviceGetTopologyCommonAncestor, gpu, peer)
+    level = reading(library, library.nvmlDeviceGetTopologyCommonAncestor, gpu, peer)
     across = f"across {_BETWEEN.get(level, 'an unknown path')}"
     # a tuple in nvidia-ml-py, by a stray comma
     read = library.NVML_P2P_CAPS_INDEX_READ

@@ -25,7 +25,7 @@ from spbench.bench.cell import Cell, Learning
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import build_training, rank_inputs, record_step, refuse_workspace_config
-from spbench.bench.engines.timed_steps import remark, timed_steps, with_device_peaks
+from spbench.bench.engines.timed_steps import add_timed_steps, remark
 from spbench.bench.engines.traces import Trace, add_step_time, merged
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.meter import meter_classes
@@ -123,8 +123,10 @@ def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
         generator, set_weights = torch.Generator().manual_seed(SEED), partial(initialize, seed=SEED)
         training, inputs = record_step(cell, mesh, recorder, generator, set_weights)
     trace = Trace.of(cell, dist.get_rank(), recorder)
-    timed = timed_steps(lambda: training.step(inputs), cell.timing, mesh.device_type)
-    return with_device_peaks(trace.measurement(capacity=None), dist.get_rank(), timed)
+    metered = trace.measurement(capacity=None)
+    return add_timed_steps(
+        metered, dist.get_rank(), lambda: training.step(inputs), cell.timing, mesh.device_type
+    )
 
 
 def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = None) -> list[dict[str, float]]:

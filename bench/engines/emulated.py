@@ -32,7 +32,7 @@ from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step, refuse_workspace_config
-from spbench.bench.engines.timed_steps import timed_steps, with_device_peaks
+from spbench.bench.engines.timed_steps import add_timed_steps
 from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.meter import meter_classes
@@ -190,8 +190,8 @@ def memory_fraction(usable_bytes: int | None, total_bytes: int) -> float:
 def played(cell: Cell, rank: int, timed: bool) -> Measurement:
     """A metered step of that rank in this process, then timed ones; without the time of communication.
 
-    Peaks are those of torch's caching allocator on GPUs, where :func:`timed_steps` runs; with ``timed`` False
-    one step is run there for them. Status numerics where a loss is not finite.
+    Peaks are those of torch's caching allocator on GPUs, of the timed steps; with ``timed`` False one step is
+    run there for them. Status numerics where a loss is not finite.
 
     Raises:
         torch.OutOfMemoryError: a GPU has no room.
@@ -200,10 +200,10 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
         recorder, training, inputs = _metered(cell, mesh)
         trace = Trace.of(cell, rank, recorder)
         timing = cell.timing if timed else cell.timing.model_copy(update={"warmup": 0, "samples": 1})
-        steps = timed_steps(lambda: training.step(inputs), timing, cell.device)
-        capacity = None if cell.device == "cuda" else load_cluster(cell.cluster).usable_memory_bytes
-        found = with_device_peaks(mismatched(trace.measurement(capacity)), rank, steps)
-        found.usable_memory_bytes = load_cluster(cell.cluster).usable_memory_bytes
+        usable = load_cluster(cell.cluster).usable_memory_bytes
+        metered = mismatched(trace.measurement(None if cell.device == "cuda" else usable))
+        found = add_timed_steps(metered, rank, lambda: training.step(inputs), timing, cell.device)
+        found.usable_memory_bytes = usable
         if not timed:
             found.step_time_samples_s = []
         if found.status == "ok" and not _finite(training.step(inputs)):
@@ -242,6 +242,4 @@ def _add_time(found: Measurement, traces: ClassTraces, rank: int) -> None:
     modelled = traces.simulator()().breakdown_of(rank)
     waits = {name: modelled[name] for name in ("exposed_communication_s", "bubble_s")}
     compute_s = statistics.median(found.step_time_samples_s)
-    add_step_time(found, traces.cell, compute_s + sum(waits.values()))
-    found.breakdown = {"compute_s": compute_s, **waits}
-    found.calibration = load_cluster(traces.cell.cluster).calibration_of(traces.cell.precision).label
+    add_step_time(found, traces.cell, compute_s + sum(waits.values()), {"compute_s": compute_s, **waits})

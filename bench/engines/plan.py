@@ -17,11 +17,10 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
-from spbench.impls.backends.registry import backend_class
-from spbench.impls.chunks import rank_module
-from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic
+from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.options import set_options
+from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.traffic import Traffic

@@ -14,8 +14,7 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
-from spbench.impls.chunks import rank_module
-from spbench.impls.composition import Composition
+from spbench.impls.composition import Composition, rank_module
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,83 +18,48 @@ from spbench.bench.meters.telemetry import telemetry_of
 _STATISTICS = ("num_alloc_retries", "num_ooms", "inactive_split_bytes.all.peak")
 
 
-@dataclass(frozen=True)
-class TimedSteps:
-    """What the steps have taken.
-
-    Attributes:
-        samples_s: seconds of each step on the slowest rank; the same on all ranks.
-        device: of this rank: ``host``, ``device``, and on a GPU the bytes of torch's caching allocator:
-            allocated before the steps, at the peak allocated and reserved, and what of
-            torch.cuda.memory_stats says that memory was short; under ``telemetry``,
-            :meth:`Telemetry.found`.
-    """
-
-    samples_s: list[float]
-    device: dict[str, Any] = field(default_factory=dict)
-
-
-def timed_steps(step: Callable[[], Any], timing: Timing, device_type: str) -> TimedSteps:
-    """Warm up, then time steps; all ranks call this together.
+def add_timed_steps(
+    metered: Measurement, rank: int, step: Callable[[], Any], timing: Timing, device_type: str
+) -> Measurement:
+    """Warm up, then time steps, and add to what the meters saw of a step: their seconds on the slowest rank,
+    what host and device say (:attr:`Measurement.ranks`), and the peaks of the device's own allocator in the
+    place of the meters' where it has one. All ranks call this together.
 
     Raises:
         torch.OutOfMemoryError: a GPU has no room for the step.
     """
+    on_gpu = device_type == "cuda"
+    found: dict[str, Any] = {"rank": rank, "host": platform.node()}
+    found["device"] = torch.cuda.get_device_name() if on_gpu else device_type
     for _ in range(timing.warmup):
         step()
-    before = allocator_before() if device_type == "cuda" else {}
-    with telemetry_of(torch.cuda.current_device() if device_type == "cuda" else None) as telemetry:
-        samples = seconds(step, device_type, timing.samples)
-    found = {"host": platform.node(), "device": device_name(device_type)}
-    if device_type == "cuda":
-        found |= before | allocator_peaks() | {"telemetry": telemetry.found(timing.samples)}
-    return TimedSteps(samples, found)
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        found["allocated_before_bytes"] = torch.cuda.memory_allocated()
+    with telemetry_of(torch.cuda.current_device() if on_gpu else None) as telemetry:
+        metered.step_time_samples_s = seconds(step, device_type, timing.samples)
+    if on_gpu:
+        torch.cuda.synchronize()
+        statistics = torch.cuda.memory_stats()
+        found["metered_peak_memory_bytes"] = metered.peak_memory_bytes
+        metered.by_class = []
+        metered.peak_memory_bytes = found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        metered.reserved_memory_bytes = found["reserved_memory_bytes"] = torch.cuda.max_memory_reserved()
+        found |= {name: statistics.get(name, 0) for name in _STATISTICS}
+        found["telemetry"] = telemetry.found(timing.samples)
+    metered.ranks = [found]
+    return metered
 
 
 def remark(ranks: Sequence[Mapping[str, Any]]) -> str:
     """A line on the first rank whose clocks fell while steps were timed; "" if none did.
 
     Args:
-        ranks: ``rank`` and :attr:`TimedSteps.device` of each.
+        ranks: as :attr:`Measurement.ranks`.
     """
     notes = {entry["rank"]: entry.get("telemetry", {}).get("clocks_note") for entry in ranks}
     return next((f"rank {rank}: {note}" for rank, note in notes.items() if note), "")
-
-
-def with_device_peaks(metered: Measurement, rank: int, steps: TimedSteps) -> Measurement:
-    """What the meters saw of a step, with the times of further ones, and with the peaks of the device's own
-    allocator in the place of the meters' where it has one."""
-    metered.step_time_samples_s = steps.samples_s
-    metered.ranks = [{"rank": rank, **steps.device}]
-    if "peak_memory_bytes" in steps.device:
-        metered.ranks[0]["metered_peak_memory_bytes"] = metered.peak_memory_bytes
-        metered.by_class = []
-        metered.peak_memory_bytes = steps.device["peak_memory_bytes"]
-        metered.reserved_memory_bytes = steps.device["reserved_memory_bytes"]
-    return metered
-
-
-def device_name(device_type: str) -> str:
-    """Of the device that this process uses, as its driver calls it; "cpu" of a CPU."""
-    return torch.cuda.get_device_name() if device_type == "cuda" else device_type
-
-
-def allocator_before() -> dict[str, Any]:
-    """Bytes that torch's caching allocator has given to tensors on this GPU; peaks count from now."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return {"allocated_before_bytes": torch.cuda.memory_allocated()}
-
-
-def allocator_peaks() -> dict[str, Any]:
-    """Peaks of torch's caching allocator on this GPU since :func:`allocator_before`."""
-    torch.cuda.synchronize()
-    statistics = torch.cuda.memory_stats()
-    return {
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_memory_bytes": torch.cuda.max_memory_reserved(),
-        **{name: statistics.get(name, 0) for name in _STATISTICS},
-    }
 
 
 def seconds(

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, requirements
 from spbench.bench.disk_cache import DiskCache, cache_folder
-from spbench.bench.engines.peer_packages import installed
 from spbench.bench.engines.traces import Trace
 from spbench.bench.measuring_code import code_digest
 from spbench.bench.meters.communication import CommunicationMeter, Operation
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.simulator.program import Group, Program
+from spbench.impls.registries import versions
 
 #: bytes of all traces; one of 64 ranks has some 50 kB, one of 1,024 some MB
 LIMIT_BYTES = 2 * 2**30
@@ -98,7 +98,7 @@ def trace_key(cell: Cell, rank: int, events: bool) -> str:
         "events": events,
         "code": code_digest(),
         "torch": torch.__version__,
-        "peers": installed(cell.strategy),
+        "peers": versions(requirements(cell.strategy)),
         "processor": platform.machine(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -216,12 +216,18 @@ def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def add_step_time(measurement: Measurement, cell: Cell, step_time_s: float) -> None:
-    """Set the step time, and throughput in tokens of the model and in samples of the whole batch."""
+def add_step_time(
+    measurement: Measurement, cell: Cell, step_time_s: float, breakdown: Mapping[str, float] | None = None
+) -> None:
+    """Set the step time, and throughput in tokens of the model and in samples of the whole batch; of a
+    simulated time also what it is made of, and whether the cluster is calibrated."""
     model = model_preset(*cell.model_arguments)
     measurement.step_time_s = step_time_s
     measurement.tokens_per_s = model.tokens(*cell.shape) / step_time_s
     measurement.samples_per_s = cell.shape[0] / step_time_s
+    if breakdown is not None:
+        measurement.breakdown = dict(breakdown)
+        measurement.calibration = load_cluster(cell.cluster).calibration_of(cell.precision).label
 
 
 def can_time(cell: Cell) -> bool:
@@ -258,9 +264,7 @@ class ClassTraces:
         found = self.memory_measurement()
         if found.status == "ok" and self.timed:
             timeline = self.simulator()()
-            add_step_time(found, self.cell, timeline.step_time_s)
-            found.breakdown = timeline.breakdown
-            found.calibration = load_cluster(self.cell.cluster).calibration_of(self.cell.precision).label
+            add_step_time(found, self.cell, timeline.step_time_s, timeline.breakdown)
         return found
 
     def memory_measurement(self) -> Measurement:

@@ -3,66 +3,51 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from spbench.bench.meters.meter import Call, Communication, Meter
+from spbench.bench.meters.prices import nbytes_of
 from spbench.bench.meters.torch_internals import OpOverload, group_named, schema_of
 from spbench.impls.traffic import wire_bytes
 
-
-def _nbytes(tensors: Any) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(_nbytes(t) for t in tensors)
-
-
-def _argument(index: int) -> Callable[[Sequence[Any]], int]:
-    return lambda args: _nbytes(args[index])
-
-
-#: c10d operator -> (collective, bytes of its payload from the operator's arguments). The payload is
-#: the whole tensor of WIRE_SHARE in spbench.impls.collectives.
-_OPERATORS: dict[str, tuple[str, Callable[[Sequence[Any]], int]]] = {
-    "send": ("send", _argument(0)),
-    "recv_": ("recv", _argument(0)),
-    "allreduce_": ("all_reduce", _argument(0)),
-    "allreduce_coalesced_": ("all_reduce", _argument(0)),
-    "broadcast_": ("broadcast", _argument(0)),
-    "reduce_": ("reduce", _argument(0)),
-    "allgather_": ("all_gather", _argument(0)),
-    "_allgather_base_": ("all_gather", _argument(0)),
-    "allgather_into_tensor_coalesced_": ("all_gather", _argument(0)),
-    "_reduce_scatter_base_": ("reduce_scatter", _argument(1)),
-    "reduce_scatter_": ("reduce_scatter", _argument(1)),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _argument(1)),
-    "alltoall_": ("all_to_all", _argument(1)),
-    "alltoall_base_": ("all_to_all", _argument(1)),
-    "barrier": ("barrier", lambda args: 0),
+#: collective -> the operators of c10d that are one. The payload, the whole tensor of WIRE_SHARE in
+#: spbench.impls.collectives, is the second argument of those that are given parts, and the first of others
+_C10D = {
+    "send": ("send",),
+    "recv": ("recv_",),
+    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
+    "broadcast": ("broadcast_",),
+    "reduce": ("reduce_",),
+    "all_gather": ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
+    "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    "all_to_all": ("alltoall_", "alltoall_base_"),
+    "barrier": ("barrier",),
 }
+_GIVEN_PARTS = ("reduce_scatter", "all_to_all")
 
-#: functional collectives, which DTensor and torch.compile use -> (collective, bytes of its payload). Their
-#: last positional argument is the group, and they return new tensors
-_FUNCTIONAL: dict[str, tuple[str, Callable[[Sequence[Any]], int]]] = {
-    "all_reduce": ("all_reduce", _argument(0)),
-    "all_reduce_": ("all_reduce", _argument(0)),
-    "all_reduce_coalesced": ("all_reduce", _argument(0)),
-    "all_reduce_coalesced_": ("all_reduce", _argument(0)),
-    "broadcast": ("broadcast", _argument(0)),
-    "broadcast_": ("broadcast", _argument(0)),
-    "all_gather_into_tensor": ("all_gather", lambda args: _nbytes(args[0]) * args[1]),
-    "all_gather_into_tensor_out": ("all_gather", lambda args: _nbytes(args[0]) * args[1]),
-    "all_gather_into_tensor_coalesced": ("all_gather", lambda args: _nbytes(args[0]) * args[1]),
-    "reduce_scatter_tensor": ("reduce_scatter", _argument(0)),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _argument(0)),
-    "all_to_all_single": ("all_to_all", _argument(0)),
-    "shard_dim_alltoall": ("all_to_all", _argument(0)),
+#: collective -> the functional operators, which DTensor and torch.compile use. Their last positional argument
+#: is the group, and they return new tensors; the payload is their first argument, in a gather a part of it
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    "broadcast": ("broadcast", "broadcast_"),
+    "all_gather": (
+        *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
+    ),
+    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("all_to_all_single", "shard_dim_alltoall"),
+}
+#: operator, with its namespace -> collective
+_COLLECTIVES = {
+    f"{namespace}::{operator}": collective
+    for namespace, table in (("c10d", _C10D), ("_c10d_functional", _FUNCTIONAL), ("_dtensor", _FUNCTIONAL))
+    for collective, operators in table.items()
+    for operator in operators
 }
 
 #: where operators that communicate live
@@ -85,17 +70,16 @@ def communication_of(operator: OpOverload, args: Sequence[Any]) -> Communication
     Raises:
         NotImplementedError: an operator whose bytes are not known, so that nothing is passed over.
     """
-    if not communicates(operator) or schema_of(operator).name in _SILENT:
+    if not communicates(operator) or (name := schema_of(operator).name) in _SILENT:
         return None
-    _, name = schema_of(operator).name.split("::")
-    if operator.namespace == "c10d" and name in _OPERATORS:
-        collective, payload = _OPERATORS[name]
+    if (collective := _COLLECTIVES.get(name)) is None:
+        raise NotImplementedError(f"the communication meter does not know operator {name!r}")
+    if operator.namespace == "c10d":
+        nbytes = 0 if collective == "barrier" else nbytes_of(args[collective in _GIVEN_PARTS])
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
-        return Communication(collective, payload(args), group)
-    if operator.namespace in ("_c10d_functional", "_dtensor") and name in _FUNCTIONAL:
-        collective, payload = _FUNCTIONAL[name]
-        return Communication(collective, payload(args), _group_named(args[-1]), returns_new=True)
-    raise NotImplementedError(f"the communication meter does not know operator {schema_of(operator).name!r}")
+        return Communication(collective, nbytes, group)
+    nbytes = nbytes_of(args[0]) * (args[1] if collective == "all_gather" else 1)
+    return Communication(collective, nbytes, _group_named(args[-1]), returns_new=True)
 
 
 def _group_named(group: Any) -> dist.ProcessGroup:

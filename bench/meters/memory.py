@@ -159,14 +159,8 @@ class Peak:
     at_end: int
 
 
-#: c10d operators whose first argument is filled from other ranks and was made for that
-_FILLED_FROM_OTHERS = frozenset(
-    f"c10d::{name}"
-    for name in (
-        *("recv_", "allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "alltoall_"),
-        *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "alltoall_base_"),
-    )
-)
+#: collectives whose operators of c10d fill their first argument, made for that, from other ranks
+_FILLED_FROM_OTHERS = ("recv", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @cache
@@ -231,7 +225,7 @@ class MemoryMeter(Meter):
     def _note_call(self, call: Call) -> None:
         communication = call.communication
         if communication is not None and not communication.returns_new:
-            if schema_of(call.func).name in _FILLED_FROM_OTHERS:
+            if communication.collective in _FILLED_FROM_OTHERS:
                 self.tag(_tensors_in(call.args[0]), "communication_buffers", keep=True)
             return
         for tensor in _tensors_in(call.result):

@@ -40,10 +40,6 @@ class NvmlProblem(Exception):
         self.what, self.remedy = what, remedy
 
 
-class NoPermission(Exception):
-    """One reading is refused to this user."""
-
-
 @contextmanager
 def nvml() -> Iterator[Any]:
     """The module ``pynvml``, initialized; inside, and only there, its functions can be called.
@@ -86,11 +82,13 @@ def gpu_handle(pynvml: Any, uuid: str) -> Any:
     raise problem
 
 
-def reading(pynvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function that calls ``pynvml`` returns; None where this GPU, driver or nvidia-ml-py lacks it.
+def reading(
+    pynvml: Any, function: Callable[..., Any], *arguments: Any, on_refusal: Callable[[], object] | None = None
+) -> Any:
+    """What a function that calls ``pynvml`` returns; None where this GPU, driver or nvidia-ml-py lacks it, or
+    the user may not read it, of which ``on_refusal`` is told.
 
     Raises:
-        NoPermission: the user may not read it.
         NvmlProblem: the GPU cannot be read any more.
     """
     try:
@@ -98,8 +96,8 @@ def reading(pynvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     except pynvml.NVMLError as error:
         if error.value in {getattr(pynvml, name, None) for name in _FATAL}:
             raise _problem(pynvml, error) from error
-        if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
-            raise NoPermission from error
+        if on_refusal is not None and error.value == pynvml.NVML_ERROR_NO_PERMISSION:
+            on_refusal()
         return None
     except AttributeError:  # of an older nvidia-ml-py
         return None

@@ -160,11 +160,11 @@ class Price:
                 if precision == _OTHER:
                     precision = _PRECISION.get(value.dtype, _OTHER)
             elif isinstance(value, (tuple, list)):
-                nbytes += _nbytes(value) * weight
+                nbytes += nbytes_of(value) * weight
         for name, value in kwargs.items():
-            nbytes += _nbytes(value) * self._keywords.get(name, 1)
+            nbytes += nbytes_of(value) * self._keywords.get(name, 1)
         if self._returned:
-            nbytes += _nbytes(result) * self._returned
+            nbytes += nbytes_of(result) * self._returned
         if self._product < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
             shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE
@@ -191,11 +191,12 @@ def _weight(argument: Any, operator: str) -> int:
     return 2 if read_and_written and operator not in _OVERWRITING else 1
 
 
-def _nbytes(value: Any) -> int:
+def nbytes_of(value: Any) -> int:
+    """Bytes of a tensor, or of all tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, (tuple, list)):
-        return sum(_nbytes(item) for item in value)
+        return sum(nbytes_of(item) for item in value)
     return 0
 
 

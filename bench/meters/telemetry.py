@@ -16,7 +16,6 @@ from typing import Any, Self
 
 from spbench.bench.meters.clock_events import ClockSample, fall, reason_names
 from spbench.bench.meters.nvml import (
-    NoPermission,
     NvmlProblem,
     gpu_handle,
     newer_or_older,
@@ -45,8 +44,8 @@ class _Quantity:
     read: Read
 
 
-def _clock(kind: str) -> Read:
-    return lambda lib, gpu: lib.nvmlDeviceGetClockInfo(gpu, getattr(lib, kind))
+def _clock(kind: str, function: str = "nvmlDeviceGetClockInfo") -> Read:
+    return lambda lib, gpu: getattr(lib, function)(gpu, getattr(lib, kind))
 
 
 def _pcie(kind: str) -> Read:
@@ -63,14 +62,6 @@ def _nvlink(kind: str) -> Read:
         return value.value.ullVal * _KIB if value.nvmlReturn == lib.NVML_SUCCESS else None
 
     return read
-
-
-def _name(lib: Any, gpu: Any) -> str:
-    return lib.nvmlDeviceGetName(gpu)
-
-
-def _highest_sm_clock(lib: Any, gpu: Any) -> int:
-    return lib.nvmlDeviceGetMaxClockInfo(gpu, lib.NVML_CLOCK_SM)
 
 
 def _temperature(lib: Any, gpu: Any) -> int:
@@ -230,8 +221,10 @@ class Telemetry:
 
     def _sample_until_stopped(self, library: Any, gpu: Any) -> None:
         seen, began = self._seen, time.perf_counter()
-        seen.gpu_name = self._read("name", _name, library, gpu)
-        seen.highest_sm_clock_mhz = self._read("sm_clock", _highest_sm_clock, library, gpu)
+        seen.gpu_name = self._read("name", lambda lib, gpu: lib.nvmlDeviceGetName(gpu), library, gpu)
+        seen.highest_sm_clock_mhz = self._read(
+            "sm_clock", _clock("NVML_CLOCK_SM", "nvmlDeviceGetMaxClockInfo"), library, gpu
+        )
         seen.begin = {name: self._read(name, read, library, gpu) for name, read in _COUNTERS.items()}
         self._ready.set()
         while not self._stop.wait(self._interval_s):
@@ -248,11 +241,7 @@ class Telemetry:
         return sample
 
     def _read(self, name: str, read: Read, library: Any, gpu: Any) -> Any:
-        try:
-            return reading(library, read, library, gpu)
-        except NoPermission:
-            self._seen.refused[name] = None
-            return None
+        return reading(library, read, library, gpu, on_refusal=lambda: self._seen.refused.setdefault(name))
 
 
 def telemetry_of(device_index: int | None) -> Telemetry:

@@ -12,7 +12,7 @@ from spbench.bench.report.gathered import Gathered
 from spbench.bench.report.page import DataTable
 from spbench.bench.reproduction.findings import Record, by_table, label_of, of_table
 from spbench.plots.axes import length_text
-from spbench.plots.series import settings
+from spbench.plots.series import differing, settings
 from spbench.plots.style import strategy_name
 
 Point = Mapping[str, Any]
@@ -73,11 +73,10 @@ def point_of(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 def labels(points: Sequence[Point], extra: Sequence[str] = ()) -> list[str]:
     """A text for each point: the method, and every setting in which the points differ."""
-    names = dict.fromkeys(name for point in points for name in point)
-    differing = [n for n in names if n not in _UNSHOWN and len({str(point.get(n)) for point in points}) > 1]
+    names = [name for name in differing(points) if name not in _UNSHOWN]
     texts = []
     for point, words in zip(points, extra or [""] * len(points), strict=True):
-        said = [_setting(name, point[name]) for name in differing if point.get(name) is not None]
+        said = [_setting(name, point[name]) for name in names if point.get(name) is not None]
         texts.append(", ".join(filter(None, [strategy_name(point["method"]), *said, words])))
     return texts
 

@@ -70,8 +70,12 @@ def _is_met(record: Record, records: Sequence[Record]) -> bool:
     if record["role"] == "formula":
         # one number that is evaluated at many cells
         same = [r for r in records if r["role"] == "formula" and r["source"] == record["source"]]
-        return all(r["relative_error"] is not None and abs(r["relative_error"]) <= _EXACT for r in same)
-    return record["relative_error"] is not None and abs(record["relative_error"]) <= TOLERANCE
+        return all(r["published"] == r["reproduced"] or _is_within(r, _EXACT) for r in same)
+    return _is_within(record, TOLERANCE)
+
+
+def _is_within(record: Record, tolerance: float) -> bool:
+    return record["relative_error"] is not None and abs(record["relative_error"]) <= tolerance
 
 
 def _statuses(records: Sequence[Record]) -> Iterable[bool]:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, requirements
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.declarations import declared
-from spbench.bench.engines.peer_packages import installed
 from spbench.bench.measuring_code import DIGEST_LENGTH, code_digest
-from spbench.bench.provenance import installed_version
 from spbench.bench.sweep.results import FINAL, Row
+from spbench.impls.discovery import installed_version
+from spbench.impls.registries import versions
 from spbench.impls.strategies.nesting import nesting
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
@@ -77,7 +77,7 @@ def _model(name: str, options: Mapping[str, Any], config: Mapping[str, Any] | No
 
 def _packages(strategy: str) -> list[Any]:
     """The versions of the packages that a peer calls; of other strategies nothing."""
-    found = installed(strategy)
+    found = versions(requirements(strategy))
     return [found] if found else []
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Status
-from spbench.bench.sweep.row_schema import WrongRow, parse_any_row, parse_row
+from spbench.bench.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 
 if TYPE_CHECKING:
@@ -196,17 +196,6 @@ class ResultsFile:
     def _ends_inside_a_line(self) -> bool:
         size = os.fstat(self._fd).st_size
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-
-
-def finite(value: Any) -> Any:
-    """The value with None for what JSON cannot say: infinities and not-a-number."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return value
 
 
 def flat(row: Row) -> dict[str, Any]:

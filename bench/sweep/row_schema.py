@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, PositiveInt, StringConstraints, TypeAdapter, ValidationError
@@ -163,10 +163,10 @@ def parse_any_row(line: bytes) -> tuple[dict[str, Any], list[str]]:
         what = ""
     not_finite = [dotted(path) for path in _not_finite(row)]
     try:  # with zeros in their places: is anything else wrong?
-        _ROW.validate_python(_replaced(row, 0))
+        _ROW.validate_python(finite(row, 0))
     except ValidationError as error:
         raise WrongRow(what) from error
-    return _replaced(row, math.nan), not_finite
+    return finite(row, math.nan), not_finite
 
 
 def _decoder(constants: list[str]) -> json.JSONDecoder:
@@ -187,10 +187,12 @@ def _not_finite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[
         yield from _not_finite(each, (*path, key))
 
 
-def _replaced(value: Any, by: float) -> Any:
-    """The value with another in place of each number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _replaced(each, by) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_replaced(each, by) for each in value]
-    return by if isinstance(value, float) and not math.isfinite(value) else value
+def finite(value: Any, by: float | None = None) -> Any:
+    """The value with another in place of each number that JSON cannot say: infinities and not-a-number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else by
+    if isinstance(value, Mapping):
+        return {key: finite(inner, by) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner, by) for inner in value]
+    return value

@@ -8,10 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, requirements
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_property
-from spbench.bench.engines.peer_packages import requirements
 from spbench.bench.measurement import Outcome, Run, run_cell
 from spbench.bench.provenance import project_commit, provenance
 from spbench.bench.ranks.processes import usable_cores

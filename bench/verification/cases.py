@@ -1,8 +1,8 @@
 """`spbench verify`: every strategy against the single-device model, on real ranks.
 
 For each case :mod:`spbench.bench.verification.oracle` compares outputs, input gradients and every parameter
-gradient on all ranks, and of whole models the bytes sent with the closed forms
-(:mod:`spbench.bench.verification.sent_bytes`); here the cases are chosen, run on a pool of ranks and judged.
+gradient on all ranks, and of whole models the bytes sent with the closed forms; here the cases are chosen,
+run on a pool of ranks and judged.
 
 Limits. In float64 a fixed 1e-10: reordered sums in tiny models make errors of 1e-14, a wrong term makes
 far more than 1e-6. In lower precisions no fixed number is honest, for the error that one device makes
@@ -34,13 +34,13 @@ from spbench.bench.ranks.rank_pool import Ranks
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank
 from spbench.impls.axes import Place
-from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.models.model import models as all_models
 from spbench.impls.options import set_options
+from spbench.impls.registries import DEFAULT_BACKEND, backend_class
+from spbench.impls.registries import strategies as all_strategies
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting
-from spbench.impls.strategies.registry import strategies as all_strategies
 from spbench.impls.training.step import PRECISIONS
 
 FLOAT64_LIMIT = 1e-10
@@ -140,20 +140,14 @@ def verify(
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
-        for strategy in nestings:
-            for name, preset in presets.items():
-                those = [p for p in preset.parts() if parts is None or p in parts]
-                wanted: list[tuple[str, Mapping[str, Any]]] = [(part, {}) for part in those]
-                wanted += [(part, varying) for part in those[-1:] for varying in preset.variants()]
-                meshes = [mesh for size in world_sizes for mesh in _meshes(strategy, size)]
-                for mesh, dtype in itertools.product(meshes, dtypes):
-                    for part, varying in wanted:
-                        varied = set_options(preset, varying, f"model {name}")
-                        case = Case(
-                            strategy, varied, part, dtype, batch, seq_len, options=chosen, backend=backend
-                        )
-                        variant = _spelled({**varying, **chosen})
-                        yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
+        for strategy, (name, preset) in itertools.product(nestings, presets.items()):
+            meshes = [mesh for size in world_sizes for mesh in _meshes(strategy, size)]
+            tried = _parts_and_variants(preset, parts)
+            for mesh, dtype, (part, varying) in itertools.product(meshes, dtypes, tried):
+                varied = set_options(preset, varying, f"model {name}")
+                case = Case(strategy, varied, part, dtype, batch, seq_len, options=chosen, backend=backend)
+                variant = _spelled({**varying, **chosen})
+                yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
 
 
 def _model(name: str) -> Model:
@@ -161,6 +155,13 @@ def _model(name: str) -> Model:
     if names_a_file(name):
         return model_preset(name, config=read_model_file(name)).shrunk()
     return model_preset(name)
+
+
+def _parts_and_variants(preset: Model, parts: Sequence[str] | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """The chosen parts of a model as the preset has them, then the largest of them with each variant."""
+    chosen = [part for part in preset.parts() if parts is None or part in parts]
+    varied = [(part, varying) for part in chosen[-1:] for varying in preset.variants()]
+    return [*((part, {}) for part in chosen), *varied]
 
 
 def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:

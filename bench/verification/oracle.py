@@ -9,7 +9,7 @@ shards, with gradients synchronised by the code that training uses. Dropout is o
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.recorder import Recorder
+from spbench.bench.verification.beside_values import check_bytes, check_elements, check_positions
 from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
-from spbench.bench.verification.evenness import check_elements, check_positions
-from spbench.bench.verification.sent_bytes import byte_differences
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
-from spbench.impls.backends.registry import DEFAULT_BACKEND, backend_class
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model
 from spbench.impls.options import set_options, with_options
+from spbench.impls.registries import DEFAULT_BACKEND, backend_class
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, initialize
@@ -130,20 +129,9 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         Finding(*check_elements(checked), 0.0),
         *(
             Finding(name, each, 0.0, of_bytes=True)
-            for name, each in _check_bytes(recorder, case, model, checked)
+            for name, each in check_bytes(recorder, case, model, checked)
         ),
     ]
-
-
-def _check_bytes(
-    recorder: Recorder, case: Case, model: Model, checked: VerifiedRun
-) -> Iterable[tuple[str, Discrepancy]]:
-    """Of the whole model alone, as closed forms are of that; the optimizer's step is run for its messages."""
-    if checked.part.build != model.build:
-        return []
-    with recorder, recorder.phase("optimizer"):
-        checked.backend.step()
-    return byte_differences(recorder, model, checked.backend, case.batch, case.seq_len)
 
 
 class VerifiedRun:

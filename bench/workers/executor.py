@@ -17,9 +17,8 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measurement import Outcome, Run
 from spbench.bench.measuring_code import code_digest
-from spbench.bench.provenance import installed_version
 from spbench.impls import loose_files
-from spbench.impls.discovery import named_classes, plugin_entries
+from spbench.impls.discovery import installed_version, named_classes, plugin_entries
 
 
 @dataclass(frozen=True)

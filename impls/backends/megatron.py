@@ -41,8 +41,7 @@ from spbench.impls.backends.buffer_layout import Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.weight_gathering import GatheredInForward
-from spbench.impls.chunks import chunks_of
-from spbench.impls.composition import Composition, by_partial_axes
+from spbench.impls.composition import Composition, by_partial_axes, chunks_of
 from spbench.impls.options import Options
 from spbench.impls.precision import Precision
 from spbench.impls.traffic import Traffic

@@ -102,6 +102,28 @@ def _scan(
 
 
 @triton.jit
+def _scores(
+    x, y, position, there, end, rate, x_row, y_row,
+    K: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr, TL: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """x[position] * y[there], decayed by their distance [TL, TL]; zero where ``there`` is after ``position``
+    (BACKWARD: before it)."""
+    scores = tl.zeros((TL, TL), tl.float32)
+    for k in tl.static_range(0, K, TK):
+        row = k + tl.arange(0, TK)
+        own = _rows(x, position, end, row, x_row, K)
+        others = _rows(y, there, end, row, y_row, K)
+        scores = tl.dot(own, tl.trans(others), scores, input_precision=PRECISION)
+    if BACKWARD:
+        distance = there[None, :] - position[:, None]
+    else:
+        distance = position[:, None] - there[None, :]
+    # never the power of a position on the other side: it would overflow
+    power = tl.exp(-rate * tl.maximum(distance, 0).to(tl.float32))
+    return tl.where(distance >= 0, scores * power, 0.0)
+
+
+@triton.jit
 def _positions(
     x, y, w, out, states, passed, rates, length, block, heads, count, tiles,
     x_batch, x_head, x_row, y_batch, y_head, y_row, w_batch, w_head, w_row, state_row, state_column,
@@ -146,19 +168,10 @@ def _positions(
     last = tl.cdiv(end - start, TL) if BACKWARD else tile + 1
     for other in range(first, last):
         there = start + other * TL + tl.arange(0, TL)
-        scores = tl.zeros((TL, TL), tl.float32)
-        for k in tl.static_range(0, K, TK):
-            row = k + tl.arange(0, TK)
-            own = _rows(x, position, end, row, x_row, K)
-            others = _rows(y, there, end, row, y_row, K)
-            scores = tl.dot(own, tl.trans(others), scores, input_precision=PRECISION)
-        if BACKWARD:
-            distance = there[None, :] - position[:, None]
-        else:
-            distance = position[:, None] - there[None, :]
-        # never the power of a position on the other side: it would overflow
-        power = tl.exp(-rate * tl.maximum(distance, 0).to(tl.float32))
-        scores = tl.where(distance >= 0, scores * power, 0.0)
+        scores = _scores(
+            x, y, position, there, end, rate, x_row, y_row,
+            K=K, BACKWARD=BACKWARD, PRECISION=PRECISION, TL=TL, TK=TK,
+        )  # fmt: skip
         b = _rows(w, there, end, column, w_row, N).to(OPERAND)
         total = tl.dot(scores.to(OPERAND), b, total, input_precision=PRECISION)
 

@@ -26,7 +26,7 @@ from spbench.impls.models.blocks.encoder import (
 from spbench.impls.models.blocks.text import masked_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
-from spbench.impls.strategies.linear import Linear
+from spbench.impls.strategies.layers import Linear
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spbench.impls.layout import Site, Unsupported
 from spbench.impls.peers import flash_attn_stand_in
-from spbench.impls.peers.registry import INSTALL, absent
+from spbench.impls.registries import INSTALL, absent
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import HEADS, POSITIONS, Ulysses

@@ -40,8 +40,7 @@ from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.strategies.layers import LayerHooks
-from spbench.impls.strategies.parameters import ParameterHooks
-from spbench.impls.strategies.planning import PlanningHooks
+from spbench.impls.strategies.planning import ParameterHooks, PlanningHooks
 
 __all__ = [
     "MEETINGS",

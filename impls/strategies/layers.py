@@ -13,7 +13,46 @@ from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_pa
 from spbench.impls.kernels.projection import project
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grouped_query import GroupedQueryLinear
-from spbench.impls.strategies.linear import GroupedLinear, Linear
+
+
+class Linear(nn.Module):
+    """x [..., in_features] -> x W^T + b [..., out_features]."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def project(self, x: Tensor) -> Tensor:
+        """x W^T alone."""
+        return project(x, self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(x, self.weight, self.bias)
+
+
+class GroupedLinear(nn.Module):
+    """x [..., in_features] -> ``groups`` times x W_g^T [..., out_features], as one matrix product.
+
+    The weight is [groups, out_features, in_features], so that a split of its second dim splits each group.
+    """
+
+    def __init__(self, in_features: int, out_features: int, groups: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.together(x).unbind(-2)
+
+    def together(self, x: Tensor) -> Tensor:
+        """All projections side by side [..., groups, out_features]."""
+        return self.project(x).unflatten(-1, self.weight.shape[:2])
+
+    def project(self, x: Tensor) -> Tensor:
+        """x times the weights of all groups."""
+        return project(x, self.weight)
 
 
 class LayerHooks:

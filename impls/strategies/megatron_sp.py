@@ -41,10 +41,10 @@ from spbench.impls.kernels.projection import (
 )
 from spbench.impls.kernels.reused_buffer import ReusedBuffer
 from spbench.impls.options import check_choices
+from spbench.impls.strategies.attention import as_sequences
 from spbench.impls.strategies.base import Site, Strategy, union
-from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.linear import Linear
-from spbench.impls.strategies.parameters import ParameterKind
+from spbench.impls.strategies.layers import Linear
+from spbench.impls.strategies.planning import ParameterKind
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions
 from spbench.impls.strategies.tensor_parallel import (
     ColumnParallelLinear,

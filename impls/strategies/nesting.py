@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from spbench.impls.axes import Place
 from spbench.impls.options import Options, set_options
-from spbench.impls.strategies.registry import strategies, strategy_class
+from spbench.impls.registries import strategies, strategy_class
 
 if TYPE_CHECKING:  # cells are checked and named with these, which needs no torch
     from spbench.impls.strategies.base import Strategy

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.collectives import reduce_from_group
-from spbench.impls.strategies.linear import GroupedLinear, Linear
+from spbench.impls.strategies.layers import GroupedLinear, Linear
 
 if TYPE_CHECKING:
     from spbench.impls.strategies.tensor_parallel import TensorParallel

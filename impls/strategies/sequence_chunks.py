@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.options import Options
+from spbench.impls.strategies.attention import Grid, attend_along, grid_of
 from spbench.impls.strategies.base import (
     SequenceDim,
     Shard,
@@ -19,8 +20,7 @@ from spbench.impls.strategies.base import (
     mark_shard,
     union,
 )
-from spbench.impls.strategies.grid import Grid, attend_along, grid_of
-from spbench.impls.strategies.parameters import ParameterKind
+from spbench.impls.strategies.planning import ParameterKind
 
 
 def chunk_of(x: Tensor, dim: int, number: int, parts: int) -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition, Stage
-from spbench.impls.training.pipeline import Inputs, Phase, summed
-from spbench.impls.training.stage_run import StageRun
+from spbench.impls.training.pipeline import Inputs, Phase, StageRun, summed
 
 
 @dataclass(frozen=True)

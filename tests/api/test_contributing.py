@@ -71,13 +71,11 @@ def test_impls_and_plots_know_nothing_of_bench() -> None:
         assert not [name for name in imported(path) if name.startswith("bench")], path
 
 
-def test_of_impls_only_the_registry_of_strategies_imports_the_peers() -> None:
+def test_of_impls_only_the_registries_import_the_peers() -> None:
     rooms = {path: set(imported(path)) for path in (ROOT / "impls").rglob("*.py")}
     peers = {path for path in rooms if path.parent.name == "peers"}
     importing = {path for path, names in rooms.items() if any(n.startswith("impls.peers") for n in names)}
-    assert {path.relative_to(ROOT).as_posix() for path in importing - peers} == {
-        "impls/strategies/registry.py"
-    }
+    assert {path.relative_to(ROOT).as_posix() for path in importing - peers} == {"impls/registries.py"}
     of_rooms = {name.split(".")[1] for path in peers for name in rooms[path] if name.count(".") > 1}
     modules = {path.stem for path in (ROOT / "impls").glob("*.py")}
     assert of_rooms - modules == {"peers", "kernels", "strategies"}

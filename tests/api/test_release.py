@@ -15,10 +15,10 @@ import yaml
 from tests.api.distributions import ROOT, environment, pip, succeed
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-#: what version 1.2.0 of the Citation File Format demands, and the kinds of what is used beyond that
+#: what version 1.2.0 of the Citation File Format demands, and what is ours beyond that, with its kinds
 CITATION = {
     "type": "object",
-    "required": ["cff-version", "message", "title", "authors"],
+    "required": ["cff-version", "message", "title", "authors", "version", "license"],
     "properties": {
         "cff-version": {"const": "1.2.0"},
         "type": {"enum": ["software", "dataset"]},

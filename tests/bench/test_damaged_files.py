@@ -23,7 +23,7 @@ from spbench.bench.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.history.run_record import as_lines
 from spbench.bench.verification.verdicts import read_verdicts
-from tests.bench.exports.rows import CLAIM, folder, made_up
+from tests.bench.exports.rows import CLAIM, commit_all, folder, made_up
 from tests.bench.history.records import cell, commit, record
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ_EXAMPLES", "0"))
@@ -134,6 +134,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The options of `spbench record` that say which commit was measured."""
+    repository = tmp_path_factory.mktemp("repository")
+    (repository / "code.py").write_text("")
+    return "--commit", commit_all(repository), "--repository", str(repository)
+
+
+@pytest.fixture(scope="module")
 def spoilt(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bytes], Path]:
     """Results like the base, of whose files one is replaced."""
     place = tmp_path_factory.mktemp("spoilt") / "suite"
@@ -148,17 +156,22 @@ def spoilt(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 @few
 @given(seed=SEEDS, name=st.sampled_from(["cells.jsonl", "comparison.csv"]))
-def test_results(base: Path, spoilt: Callable[[str, bytes], Path], seed: int, name: str) -> None:
+def test_results(
+    base: Path, spoilt: Callable[[str, bytes], Path], named: tuple[str, ...], seed: int, name: str
+) -> None:
     chance = random.Random(seed)
     place = spoilt(name, damaged((base / name).read_text(), chance))
     ran("compare", base, place)
     ran("compare", place, base)
-    system = chance.choice(["markdown", "junit", "hud", "github-action", "pytest-benchmark"])
+    system = chance.choice(SYSTEMS)
     output = place.parent / "out"
     export = ("export", "--to", system, place, "--output", output / system)
-    kept = ("record", place, "--history", output / "history", "--commit", "0123456")
+    kept = ("record", place, "--history", output / "history", *named)
     ran(*chance.choice([export, (*export, "--base", base), kept]))
 
+
+#: what results are exported to
+SYSTEMS = ("markdown", "junit", "hud", "github-action", "pytest-benchmark")
 
 JUDGED = ("peak_memory_bytes", "reserved_memory_bytes", "step_time_s", "tokens_per_s", "answer", "sent_bytes")
 PATHS = [
@@ -172,20 +185,22 @@ PATHS = [
 @few
 @given(place=st.sampled_from(PATHS), text=st.sampled_from(NO_NUMBERS))
 def test_no_number_is_never_a_silent_success(
-    base: Path, spoilt: Callable[[str, bytes], Path], place: tuple[int, tuple[Any, ...]], text: str
+    base: Path,
+    spoilt: Callable[[str, bytes], Path],
+    named: tuple[str, ...],
+    place: tuple[int, tuple[Any, ...]],
+    text: str,
 ) -> None:
     lines = [json.dumps(row) for row in ROWS]
     lines[place[0]] = replaced(lines[place[0]], place[1], text)
     results = spoilt("cells.jsonl", "\n".join(lines).encode())
     assert ran("compare", base, results) in (1, 2)
     assert ran("compare", results, base) == 2
-    assert ran("record", results, "--history", results / "history", "--commit", "0123456") == 2
+    assert ran("record", results, "--history", results / "history", *named) == 2
 
 
-@few
-@given(seed=SEEDS, name=st.sampled_from(["record.jsonl", "targets.yaml", "meant.yaml"]))
-def test_histories(tmp_path_factory: pytest.TempPathFactory, seed: int, name: str) -> None:
-    place = tmp_path_factory.getbasetemp() / "damaged_history"
+def write_history(place: Path) -> dict[str, str]:
+    """Three records, a target and a change that was meant; returns the texts of the files."""
     place.mkdir(exist_ok=True)
     cells = [cell("a", sent_bytes=7), cell("b", exact=False, step_time_s=[0.1, 0.3, 0.2])]
     texts = {
@@ -199,19 +214,46 @@ def test_histories(tmp_path_factory: pytest.TempPathFactory, seed: int, name: st
     }
     for file, text in texts.items():
         (place / file).write_text(text)
+    return texts
+
+
+@few
+@given(seed=SEEDS, name=st.sampled_from(["record.jsonl", "targets.yaml", "meant.yaml"]))
+def test_histories(tmp_path_factory: pytest.TempPathFactory, seed: int, name: str) -> None:
+    place = tmp_path_factory.getbasetemp() / "damaged_history"
+    texts = write_history(place)
     (place / name).write_bytes(damaged(texts[name], random.Random(seed)))
     ran("history", place, "--fail-on-regression")
+
+
+def write_verdicts(place: Path) -> str:
+    """Two verdicts; returns the text of their file."""
+    place.mkdir(exist_ok=True)
+    head = {"backend": "gloo", "device": "cpu", "commit": "0", "code": "1", "torch": "2", "time": "now"}
+    case = {"strategy": "s", "model": "m", "part": "p", "size": 1, "dtype": "float64", "status": "ok"}
+    numbers = {"error": 1e-12, "limit": 1e-10, "rank": 0, "batch": 2}
+    text = "".join(json.dumps(line) + "\n" for line in (head, case | numbers, case))
+    (place / "verdicts.jsonl").write_text(text)
+    return text
+
+
+def test_what_is_not_damaged_is_taken(base: Path, named: tuple[str, ...], tmp_path: Path) -> None:
+    """So that what the others find refused is refused for its damage."""
+    assert ran("compare", base, base) == 0
+    for system in SYSTEMS:
+        assert ran("export", "--to", system, base, "--output", tmp_path / system, "--base", base) == 0
+    assert ran("record", base, "--history", tmp_path / "kept", *named) == 0
+    write_history(tmp_path / "history")
+    assert ran("history", tmp_path / "history", "--fail-on-regression") == 0
+    write_verdicts(tmp_path / "verdicts")
+    assert [verdict["error"] for verdict in read_verdicts(tmp_path / "verdicts")] == [1e-12, None]
 
 
 @few
 @given(seed=SEEDS)
 def test_verdicts(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     place = tmp_path_factory.getbasetemp() / "damaged_verdicts"
-    place.mkdir(exist_ok=True)
-    head = {"backend": "gloo", "device": "cpu", "commit": "0", "code": "1", "torch": "2", "time": "now"}
-    case = {"strategy": "s", "model": "m", "part": "p", "size": "1", "dtype": "float64", "status": "ok"}
-    numbers = {"error": 1e-12, "limit": 1e-10, "rank": 0, "batch": "2"}
-    text = "".join(json.dumps(line) + "\n" for line in (head, case | numbers, case))
+    text = write_verdicts(place)
     (place / "verdicts.jsonl").write_bytes(damaged(text, random.Random(seed)))
     try:
         verdicts = read_verdicts(place)

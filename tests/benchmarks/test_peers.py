@@ -26,7 +26,7 @@ import torch
 from spbench.bench.commands.forms.as_table import drawn
 from spbench.bench.commands.output import Table
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.impls.peers.registry import absent, peers
+from spbench.impls.registries import absent, peers
 from spbench.impls.strategies.nesting import nesting
 from tests.benchmarks import mended
 from tests.benchmarks.contest import WORST_ERROR, Entrant, Found, Shape, contest

@@ -19,7 +19,7 @@ from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.provenance import provenance
 from spbench.impls.models.bert import BertModel
-from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.registries import strategy_class
 
 #: large enough that a step takes a few times as long as the system's noise, small enough for seconds
 _MODEL = {"hidden": 256, "heads": 4, **BertModel.plain_options}

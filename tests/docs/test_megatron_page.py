@@ -14,8 +14,8 @@ import yaml
 
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.config.choices import option_mistakes
-from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
+from spbench.impls.registries import backends
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "megatron.md").read_text()

@@ -12,8 +12,8 @@ import pytest
 
 from spbench.impls.discovery import DiscoveryError, FunctionModules, named_classes, named_values
 from spbench.impls.models.model import Model, models
+from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.registry import strategies
 
 Install = Callable[..., str]
 

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from pandas import DataFrame
 from PIL import Image
 
-from spbench.plots.drawing import Drawing
+from spbench.plots.grid import Drawing
 
 
 def drawn(draw: Drawing, rows: Any, comparison: DataFrame | None = None) -> Figure:

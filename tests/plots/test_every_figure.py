@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.plots import FIGURES
-from spbench.plots.drawing import Drawing
+from spbench.plots.grid import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from spbench.plots.style import GREY, method_color, short_name, strategy_name, tint
 from tests.plots.drawn import assert_nothing_overlaps

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from spbench.plots.drawing import Drawing
+from spbench.plots.grid import Drawing
 from spbench.plots.largest import draw_max_batch, draw_max_seqlen
 from spbench.plots.paper import save
 from spbench.plots.series import differing_settings

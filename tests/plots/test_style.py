@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spbench.impls.strategies.registry import strategies
+from spbench.impls.registries import strategies
 from spbench.plots.claims import claims_of, claims_panel
 from spbench.plots.grid import PanelGrid
 from spbench.plots.style import contrast, looks, method_color, strategy_name

@@ -21,9 +21,8 @@ from spbench.bench.reproduction.strategy_traces import LAYERS, read_trace
 from spbench.bench.sweep.digest import changed_parts
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
 from spbench.bench.verification.verdicts import Verdict, read_verdicts, verified_code
-from spbench.impls.peers.registry import absent, peers
+from spbench.impls.registries import absent, peers, strategies
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.registry import strategies
 from spbench.plots.style import strategy_name
 
 GROUP = "Strategies"

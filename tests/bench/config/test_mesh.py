@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, Sizes
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import UNSET, Narrowing, differing_settings, narrowed_cells
 from spbench.bench.errors import UserError
 from spbench.bench.published.selector import Selector
+from spbench.bench.yaml_files import MOST_RANKS
 
 RING: dict[str, Any] = {"strategy": "ring_self_attention", "sizes": {"sp": 4}}
 GROUPS: list[dict[str, Any]] = [
@@ -112,3 +113,11 @@ def test_a_selector_with_an_unknown_axis_is_refused(tmp_path: Path) -> None:
     claim = {"claim": "c", "published": {"file": "c.csv"}, "numerator": {"mesh": ["spp"]}}
     with pytest.raises(UserError, match=r"claims\[0\]\.numerator\.mesh: unknown axis 'spp'"):
         scenario(tmp_path, [RING], claims=[claim])
+
+
+def test_as_many_ranks_as_there_can_be() -> None:
+    assert Sizes(dp=MOST_RANKS // 2, sp=2).world == MOST_RANKS
+    with pytest.raises(
+        ValueError, match=f"are {MOST_RANKS // 2 * 3} ranks; there can be {MOST_RANKS} at most"
+    ):
+        Sizes(dp=MOST_RANKS // 2, sp=3)

@@ -84,6 +84,14 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.status, found.found) == ("warning", "0.1 of 0.1 GiB free in /dev/shm")
 
 
+@pytest.mark.parametrize(("cores", "status"), [(1, "warning"), (2, "ok")])
+def test_ranks_that_share_a_core(cores: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "usable_cores", lambda: cores)
+    (found,) = system.machine()
+    assert found.status == status
+    assert found.found.startswith(f"{cores} of ")
+
+
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     (found,) = libraries.triton()

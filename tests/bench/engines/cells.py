@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.engines.plan import plan
+from spbench.impls.layout import Unsupported
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 
@@ -14,6 +16,15 @@ def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
     sizes = {AXES[strategy]: n} if strategy in AXES else {}
     defaults = {"model": "bert-tiny", "strategy": strategy, "sizes": sizes, "batch": 3, "seq_len": 24}
     return Cell.model_validate(defaults | changes)
+
+
+def supported(cell: Cell) -> bool:
+    """Whether its strategy can run a cell."""
+    try:
+        plan(cell)
+    except Unsupported:
+        return False
+    return True
 
 
 def write_cluster(folder: Path, mib: int) -> str:

@@ -21,19 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spbench.bench.cell import Cell
 from spbench.bench.engines import emulated, virtual
 from spbench.bench.engines.emulated import BACKEND, EmulatedEngine, EmulatedGroup, memory_fraction
-from spbench.bench.engines.plan import plan, rank_classes
+from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine, fake_mesh
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search import search
 from spbench.bench.search.search import largest_fitting
-from spbench.impls.backends.registry import backends
 from spbench.impls.layout import Unavailable
 from spbench.impls.models.model import models
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import nesting
-from spbench.impls.strategies.registry import strategies
+from tests.bench.engines.cells import supported
 
 TINY = [name for name in models() if "-tiny" in name]
 RING = Cell.model_validate(
@@ -54,11 +53,7 @@ def cell_of(strategy: str, model: str, **changes: Any) -> Cell | None:
     sizes = dict.fromkeys(nesting(strategy).axes, 4)
     content = {"model": model, "strategy": strategy, "sizes": sizes, "batch": 2, "seq_len": 24} | changes
     cell = Cell.model_validate(content)
-    try:
-        plan(cell)
-    except Unsupported:
-        return None
-    return cell
+    return cell if supported(cell) else None
 
 
 def played(cell: Cell, rank: int) -> tuple[Trace, list[float]]:

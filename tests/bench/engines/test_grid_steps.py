@@ -11,8 +11,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
+from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.registry import strategy_class
 from tests.bench.engines.real_ranks import on_a_real_rank, seen
 
 STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "all_gather_kv", "tensor_parallel")

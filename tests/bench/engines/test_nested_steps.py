@@ -12,10 +12,9 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.axes import ALONE
-from spbench.impls.backends.registry import backends
+from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting, pairs
-from spbench.impls.strategies.registry import strategies
 from tests.bench.engines.real_ranks import on_real_ranks, seen
 
 ZIGZAG: dict[str, Any] = {"strategy_options": {"placement": "zigzag"}}

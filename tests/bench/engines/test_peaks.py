@@ -14,13 +14,11 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.engines.plan import plan
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls import collectives
-from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
-from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.registry import strategies
+from spbench.impls.registries import backends, strategies
+from tests.bench.engines.cells import supported
 from tests.bench.engines.real_ranks import ATTEMPTS, on_a_real_rank, seen
 
 #: sequence lengths that 2 and 4 ranks divide, of models whose positions lie on a grid
@@ -57,9 +55,7 @@ def combinations() -> Iterator[Any]:
         for model in (name for name in models() if "-tiny" in name):
             for n in (2, 4):
                 cell = combination(strategy, model, "legacy_ddp", n)
-                try:
-                    plan(cell)
-                except Unsupported:
+                if not supported(cell):
                     continue
                 default = n == 2 and model == DEFAULT_MODELS.get(strategy, "bert-tiny")
                 yield pytest.param(

@@ -15,7 +15,7 @@ from spbench.bench.engines.pipeline_stages import put_together
 from spbench.bench.engines.traces import ClassTraces, Trace
 from spbench.bench.engines.turns import NotAlike, Turns
 from spbench.impls.models.blocks.decoder import DecoderBlock
-from spbench.impls.training.stage_run import StageRun
+from spbench.impls.training.pipeline import StageRun
 from tests.bench.meters.same_traces import differences
 
 #: ranks of the pipeline, a layer each: the first holds 7 micro-batches, the last none

@@ -1,16 +1,18 @@
 """What steps on a real device say beside their times."""
 
 from spbench.bench.cell import Timing
-from spbench.bench.engines.timed_steps import remark, timed_steps
+from spbench.bench.engines.timed_steps import add_timed_steps, remark
+from spbench.bench.measurement import Measurement
 
 
 def test_steps_on_a_cpu() -> None:
     calls: list[None] = []
-    timed = timed_steps(lambda: calls.append(None), Timing(warmup=2, samples=3), "cpu")
+    metered, timing = Measurement(peak_memory_bytes=7), Timing(warmup=2, samples=3)
+    timed = add_timed_steps(metered, 1, lambda: calls.append(None), timing, "cpu")
     assert len(calls) == 5
-    assert len(timed.samples_s) == 3
-    assert timed.device["device"] == "cpu"
-    assert "telemetry" not in timed.device
+    assert len(timed.step_time_samples_s) == 3
+    assert (timed.ranks[0]["rank"], timed.ranks[0]["device"], timed.peak_memory_bytes) == (1, "cpu", 7)
+    assert "telemetry" not in timed.ranks[0]
 
 
 def test_a_row_says_on_which_rank_clocks_fell() -> None:

@@ -17,8 +17,7 @@ from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.meters import fast_recorder
 from spbench.bench.meters.fast_recorder import FastRecorder
-from spbench.impls.backends.registry import backends
-from spbench.impls.strategies.registry import strategies
+from spbench.impls.registries import backends, strategies
 from tests.bench.meters.same_traces import differences
 
 #: the model that each strategy is traced on; the others run BERT

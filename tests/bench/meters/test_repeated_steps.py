@@ -12,27 +12,18 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.engines.plan import plan
 from spbench.bench.meters import repeated_steps
-from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.models.model import model_preset, models
+from spbench.impls.registries import strategies
+from spbench.impls.rings import keyed_steps
 from spbench.impls.strategies import ring_attention
-from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.placements import PLACEMENTS, PlacedChunks
-from spbench.impls.strategies.registry import strategies
+from tests.bench.engines.cells import supported
 from tests.bench.meters.same_traces import differences
 from tests.bench.meters.shortened_loops import N, Steps, cell, differences_of_loops
 
 RANKS = (0, N // 2, N - 1)
 TINY = [name for name in models() if "-tiny" in name]
-
-
-def supported(asked: Cell) -> bool:
-    try:
-        plan(asked)
-    except Unsupported:
-        return False
-    return True
 
 
 def check_ranks(asked: Cell, steps: Steps, ranks: Sequence[int] = RANKS) -> None:

@@ -85,15 +85,14 @@ def test_there_are_too_few(agent: BaseProcess) -> None:
 
 def test_an_agent_that_stands_still_is_lost(agent: BaseProcess) -> None:
     assert agent.pid is not None
-    os.kill(agent.pid, signal.SIGSTOP)
-    try:
-        with (
-            ranks_for(2) as ranks,
-            pytest.raises(RankError, match="rank 1: no sign of life from its machine, "),
-        ):
-            ranks.run({"sp": 2}, sum_of_ranks, "sp", 5)
-    finally:
-        os.kill(agent.pid, signal.SIGCONT)
+    with ranks_for(2) as ranks:
+        ranks.run({"sp": 2}, sum_of_ranks, "sp", 5)  # one that has not begun is waited for
+        os.kill(agent.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(RankError, match="rank 1: no sign of life from its machine, "):
+                ranks.run({"sp": 2}, sum_of_ranks, "sp", 5)
+        finally:
+            os.kill(agent.pid, signal.SIGCONT)
 
 
 def test_gpus_are_counted_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.ranks.staged_group import STAGED
 from spbench.bench.verification.cases import verify
 from spbench.impls import collectives
-from spbench.impls.strategies.registry import strategies
+from spbench.impls.registries import strategies
 
 
 def results(mesh: DeviceMesh) -> tuple[str, list[torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from spbench.bench.published.comparison import Comparison
 from spbench.bench.regressions.judgement import judge
 from spbench.bench.regressions.result_files import read_results
 from tests.bench.commands.conftest import command_line, spbench
+from tests.bench.exports.rows import CLAIM
 from tests.bench.exports.rows import folder as results_folder
 
 __all__ = ["command_line", "spbench"]
@@ -44,22 +46,17 @@ def row(name: str, **measured: Any) -> dict[str, Any]:
 ROWS = [row("a"), row("b"), row("c/gloo")]
 
 
-ENTRY = Comparison(
-    claim="ratio",
-    published=2.0,
-    reproduced=2.2,
-    relative_error=0.1,
-    role="predicted",
-    note="",
-    variant="v",
-    numerator="a",
-    denominator="b",
-)
+ENTRY = replace(CLAIM, claim="ratio", variant="v")
 
-
-TABLE = Comparison(
-    **{**vars(ENTRY), "claim": "table", "denominator": "", "published": None, "reproduced": None}
-    | {"relative_error": None, "status_published": "oom", "status_reproduced": "oom"}
+TABLE = replace(
+    ENTRY,
+    claim="table",
+    denominator="",
+    published=None,
+    reproduced=None,
+    relative_error=None,
+    status_published="oom",
+    status_reproduced="oom",
 )
 
 

@@ -86,6 +86,12 @@ def rows_of(tab: Visit) -> list[str]:
     return tab.tab.locator("#cells tbody tr").all_inner_texts()
 
 
+def column_of(tab: Visit, head: str) -> list[str]:
+    """What the lines that the table of cells shows have in a column, numbers without commas."""
+    heads = [each.strip() for each in tab.tab.locator("#cells thead th").all_inner_texts()]
+    return [row.split("\t")[heads.index(head)].replace(",", "") for row in rows_of(tab)]
+
+
 def test_filters_stand_in_the_address_and_stay(tab: Visit, site: Site, browser: Browser) -> None:
     tab.open(site.folder / "cells.html")
     everything = tab.tab.locator("#matching").inner_text()
@@ -122,9 +128,7 @@ def test_what_is_downloaded_is_what_is_shown(tab: Visit, site: Site) -> None:
     for row in found:
         theirs = known[row["scenario"], row["key"]]
         assert {k: as_number(v) for k, v in row.items()} == {k: as_number(v) for k, v in theirs.items()}
-    heads = tab.tab.locator("#cells thead th").all_inner_texts()
-    at = [head.strip() for head in heads].index("seq len")
-    lengths = [row.split("\t")[at].replace(",", "") for row in rows_of(tab)]
+    lengths = column_of(tab, "seq len")
     assert lengths == [row["seq_len"] for row in found][: len(lengths)]
     assert sorted(map(int, filter(None, lengths)), reverse=True) == [int(n) for n in lengths if n]
 
@@ -171,11 +175,14 @@ def test_a_row_opens_its_details_by_keyboard(tab: Visit, site: Site) -> None:
 
 
 def test_columns_sort_by_keyboard(tab: Visit, site: Site) -> None:
-    tab.open(site.folder / "cells.html", "scenario=rsa_table4")
+    tab.open(site.folder / "cells.html", "scenario=rsa_table4&status=ok")
     header = tab.tab.get_by_role("columnheader", name="peak memory bytes")
     header.locator("[tabindex='0'], button").first.focus()
     tab.tab.keyboard.press("Enter")
     tab.tab.wait_for_function("decodeURIComponent(location.hash).includes('sort=peak_memory_bytes:asc')")
+    peaks = [int(peak) for peak in column_of(tab, "peak memory bytes") if peak]
+    assert len({*peaks}) > 3
+    assert peaks == sorted(peaks)
 
 
 def test_choices_above_a_heat_map_choose_its_numbers(tab: Visit, site: Site) -> None:

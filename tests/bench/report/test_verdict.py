@@ -56,6 +56,9 @@ def record(
         # a formula is one number, and must be equal at every cell
         ([record("f@1", role="formula"), record("f@2", role="formula")], "yes"),
         ([record("f@1", role="formula"), record("f@2", 0.001, role="formula")], "no"),
+        # nothing is sent, and nothing has no relative error
+        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 0.0}], "yes"),
+        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 8.0}], "no"),
     ],
 )
 def test_the_word_of_planted_records(records: list[dict[str, Any]], word: str) -> None:

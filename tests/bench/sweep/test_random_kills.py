@@ -149,5 +149,7 @@ def test_nothing_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         siege.run(200)
     finally:
         siege.command.end()
+    assert siege.kills == 200
+    assert min(siege.counts[kind] for kind in KILLS) > 20, siege.counts
     with capsys.disabled():
         print(f"\n{siege.kills} kills: {dict(siege.counts)}", end=" ")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from spbench.impls.collectives import all_reduce, reduce_from_group, ring
 from spbench.impls.kernels import cross_entropy
 from spbench.impls.strategies.base import SequenceDim, Site
-from spbench.impls.strategies.linear import Linear
-from spbench.impls.strategies.parameters import ParameterKind
+from spbench.impls.strategies.layers import Linear
+from spbench.impls.strategies.planning import ParameterKind
 from spbench.impls.strategies.ring_self_attention import RingOutput, RingScores, RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import ColumnParallelLinear, TensorParallel
 from spbench.impls.traffic import Traffic

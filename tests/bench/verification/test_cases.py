@@ -16,11 +16,11 @@ from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify, verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.axes import Place
-from spbench.impls.backends.gradients import ContiguousGradients
+from spbench.impls.backends.legacy_ddp import ContiguousGradients
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import model_preset, models
+from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy, Unsupported
-from spbench.impls.strategies.registry import strategies
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize

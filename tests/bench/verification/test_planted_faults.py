@@ -13,11 +13,11 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
+from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.nesting import Nesting
-from spbench.impls.strategies.registry import strategies
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel

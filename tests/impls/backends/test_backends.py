@@ -30,12 +30,11 @@ from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
-from spbench.impls.backends.registry import backends
 from spbench.impls.collectives import all_reduce
 from spbench.impls.models.model import model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
+from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
-from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.step import Training, initialize
 from tests.bench.verification import backend_faults as faults
 from tests.bench.verification.assertions import assert_green

@@ -24,7 +24,7 @@ from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron, MegatronOptions
 from spbench.impls.precision import PRECISIONS
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.training.stage_run import StageRun
+from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
 from tests.bench.verification import megatron_faults as faults
 from tests.impls.backends.test_backends import (

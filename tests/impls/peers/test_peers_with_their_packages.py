@@ -17,7 +17,7 @@ from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify_case
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
-from spbench.impls.peers.registry import INSTALL, absent, peers
+from spbench.impls.registries import INSTALL, absent, peers
 from spbench.impls.strategies.nesting import nesting
 
 RINGS = ("ring_flash_attention", "yunchang_ring")

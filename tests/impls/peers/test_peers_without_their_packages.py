@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,13 @@ import torch.nn.functional as F
 
 import spbench.impls.peers
 from spbench.bench.config.choices import strategy_problem
+from spbench.impls import registries
 from spbench.impls.axes import Place
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 from spbench.impls.peers import flash_attn_stand_in as stand_in
-from spbench.impls.peers import registry
+from spbench.impls.registries import strategies
 from spbench.impls.strategies.nesting import nesting
-from spbench.impls.strategies.registry import strategies
 
 ROOM = Path(spbench.impls.peers.__path__[0])
 LINE = "install the extra peers: pip install 'spbench[peers]'"
@@ -28,25 +27,22 @@ LINE = "install the extra peers: pip install 'spbench[peers]'"
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(registry, "version", version)
+    monkeypatch.setattr(registries, "installed_version", lambda name: None)
 
 
 @pytest.fixture
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "version", lambda name: "1")
+    monkeypatch.setattr(registries, "installed_version", lambda name: "1")
 
 
 def test_a_peer_is_found_by_being_there_and_is_no_strategy_of_ours() -> None:
-    assert {*registry.peers()} >= {"ring_flash_attention", "yunchang_usp", "torch_context_parallel"}
-    assert not {*registry.peers()} & {*strategies()}
-    assert nesting("yunchang_ring").classes == (registry.peers()["yunchang_ring"],)
+    assert {*registries.peers()} >= {"ring_flash_attention", "yunchang_usp", "torch_context_parallel"}
+    assert not {*registries.peers()} & {*strategies()}
+    assert nesting("yunchang_ring").classes == (registries.peers()["yunchang_ring"],)
 
 
 def test_every_peer_says_what_it_requires() -> None:
-    assert all(cls.requires for cls in registry.peers().values())
+    assert all(cls.requires for cls in registries.peers().values())
     assert not any(cls.requires for cls in strategies().values())
 
 
@@ -65,11 +61,11 @@ def test_its_module_is_imported_without_its_package(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize("name", registry.peers())
+@pytest.mark.parametrize("name", registries.peers())
 def test_one_that_is_missing_is_named_with_how_to_install_it(name: str) -> None:
-    missing = " and ".join(registry.peers()[name].requires)
+    missing = " and ".join(registries.peers()[name].requires)
     assert strategy_problem(name) == f"strategy {name} needs {missing}; {LINE}"
-    plan = registry.peers()[name].planned(2)
+    plan = registries.peers()[name].planned(2)
     with pytest.raises(Unsupported, match=f"^{name} needs {missing}; install the extra peers"):
         plan.check(model_preset("causal-transformer-tiny").sites(2, 24))
 
@@ -128,7 +124,7 @@ def test_sizes_that_a_peer_has_not_are_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels may run here")
 @pytest.mark.usefixtures("all_installed")
 def test_fla_says_that_it_needs_a_gpu() -> None:
-    plan = registry.peers()["fla_context_parallel"].planned(2)
+    plan = registries.peers()["fla_context_parallel"].planned(2)
     with pytest.raises(Unsupported, match=r"Triton kernels only for NVIDIA GPUs.*use lasp"):
         plan.check(model_preset("tnl-tiny").sites(2, 24))
 

@@ -17,10 +17,10 @@ from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.oracle import Case
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
+from spbench.impls.registries import strategy_class
+from spbench.impls.strategies.attention import Grid, part_of
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
-from spbench.impls.strategies.grid import Grid, part_of
-from spbench.impls.strategies.registry import strategy_class
 from tests.bench.verification.assertions import assert_green
 
 # -- plans -------------------------------------------------------------------------------------------

@@ -14,12 +14,11 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.oracle import Case, check_rank
-from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import Model, model_preset
+from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import PLACEMENTS
-from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 from tests.bench.engines.real_ranks import on_a_real_rank, seen

@@ -11,8 +11,8 @@ import pytest
 
 import spbench
 from spbench.impls.layout import MEETINGS, SITE_KINDS
+from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.registry import strategies
 
 PAGE = Path(__file__).parents[3] / "docs" / "add_strategy.md"
 ROWS = [

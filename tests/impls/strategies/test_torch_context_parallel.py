@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import trace
 from spbench.impls.axes import Place
-from spbench.impls.strategies.registry import strategy_class
+from spbench.impls.registries import strategy_class
 
 N, LENGTH = 4, 48
 #: torch's rotate method and, of ours, the strategy that sends what it sends

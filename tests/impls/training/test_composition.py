@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
@@ -16,14 +17,13 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
-from spbench.impls.chunks import rank_module
 from spbench.impls.collectives import all_reduce
-from spbench.impls.composition import Composition
+from spbench.impls.composition import Composition, rank_module
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.precision import PRECISIONS, default_dtype
+from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
-from spbench.impls.strategies.registry import strategy_class
 from spbench.impls.training.interleaved import turns_ahead
 from spbench.impls.training.step import Training, initialize
 
@@ -59,7 +59,6 @@ def errors_of_rank(
     if fault == "layers of the other chunk":
         module[0].blocks, module[1].blocks = module[1].blocks, module[0].blocks  # type: ignore[index]
     reference(whole)["loss"].backward()
-    truth = dict(reference.named_parameters())
 
     training = Training(
         module,
@@ -84,18 +83,28 @@ def errors_of_rank(
     loss = training.pipeline.run(training._split(mine), lambda x: x, lambda phase: nullcontext())
     training.backend.synchronize()
 
-    expected, got = {}, {}
-    for parameter_name, parameter in module.named_parameters():
-        gradient, shard = truth[parameter_name].grad, shard_of(parameter)
-        assert gradient is not None
-        expected[parameter_name] = shard.of(gradient) if shard else gradient
-        got[parameter_name] = parameter.grad
+    expected, got = gradients_of(reference, module)
     if around.stage.last:
         all_reduce(loss, place.group(*strategy.position_axes))
         with torch.no_grad():
             expected["loss"] = reference(whole)["loss"]
         got["loss"] = all_reduce(loss, place.group("dp"))
     return relative_errors(expected, got)
+
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+def gradients_of(reference: nn.Module, module: nn.Module) -> tuple[Gradients, Gradients]:
+    """The gradients that a rank should hold by those of one device, and those that it holds, by parameter."""
+    truth = dict(reference.named_parameters())
+    expected, got = Gradients(), Gradients()
+    for name, parameter in module.named_parameters():
+        gradient, shard = truth[name].grad, shard_of(parameter)
+        assert gradient is not None
+        expected[name] = shard.of(gradient) if shard else gradient
+        got[name] = parameter.grad
+    return expected, got
 
 
 #: strategy, sizes in the order of the mesh, micro-batches, schedule

@@ -12,7 +12,7 @@ from torch import nn
 
 from spbench.bench.engines import setup
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.training.stage_run import StageRun
+from spbench.impls.training.pipeline import StageRun
 from tests.bench.engines.devices import accelerator
 from tests.bench.engines.devices.tracing import cell_of, traced
 

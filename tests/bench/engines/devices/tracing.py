@@ -18,17 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves_with_path
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.plan import plan, rank_classes
+from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import fake_mesh, no_cyclic_collection
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.meters.recorder import Recorder
-from spbench.impls.backends.registry import backends
 from spbench.impls.models.model import models
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import nesting, pairs
-from spbench.impls.strategies.registry import strategies
+from tests.bench.engines.cells import supported
 from tests.bench.engines.devices import accelerator
 from tests.bench.meters.same_traces import differing_fields
 
@@ -78,11 +77,7 @@ def cell_of(strategy: str, model: str, backend: str, pp: int = 1) -> Cell | None
         "training": {"backend": backend, "micro_batches": pp},
     }
     cell = Cell.model_validate(content)
-    try:
-        plan(cell)
-    except Unsupported:
-        return None
-    return cell
+    return cell if supported(cell) else None
 
 
 def every_combination() -> Iterator[tuple[str, str, str, int]]:
