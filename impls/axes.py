@@ -57,7 +57,7 @@ def in_order(sizes: Sizes, order: Sequence[str]) -> dict[str, int]:
     """Ranks along every axis of the mesh, the axes of ``order`` first, in that order.
 
     Raises:
-        ValueError: the order names an unknown axis or an axis twice, or leaves out one of several ranks.
+        ValueError: the order names an unknown axis or one axis twice, or leaves out an axis of several ranks.
     """
     check_axis_names(order)
     for axis, size in sizes.items():
@@ -67,7 +67,8 @@ def in_order(sizes: Sizes, order: Sequence[str]) -> dict[str, int]:
 
 
 def spelled(sizes: Sizes) -> str:
-    """The axes of more than one rank in their order, as "dp2xsp8"; "1" if there are none."""
+    """The axes that have more than one rank, each with its ranks, in the order of ``sizes``, as "dp2xsp8";
+    "1" if no axis has."""
     return "x".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
 
 
@@ -218,7 +219,8 @@ class Place:
         from torch.utils._python_dispatch import _disable_current_modes
 
         several = [axis for axis in self._in_mesh_order(axes) if self.size(axis) > 1] or [*axes[:1]]
-        # a mesh holds and computes with real tensors on the CPU, which are none of the step's
+        # a device mesh keeps its ranks in real tensors on the CPU; inside a fake or metering mode these would
+        # be made fake, or counted as part of the step
         with _disable_current_modes():
             if len(several) == 1:
                 return self.mesh[several[0]]

@@ -27,14 +27,14 @@ it runs alike on NCCL, Gloo and the fake group, and a meter that observes the c1
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.kernels.reused_buffer import ReusedBuffer
 from spbench.impls.rings import OwnerKey, Ring, add_from_peer, exchange, owners_in_turn, ring
 
 __all__ = [
@@ -63,6 +63,23 @@ __all__ = [
     "start_reduce_scatter",
     "sum_over_group",
 ]
+
+
+class ReusedBuffer:
+    """Memory that is lent again and again and never given back, as Megatron-LM's GlobalMemoryBuffer: one flat
+    tensor a dtype, which grows to the largest shape that has been asked for. What was lent before may be
+    overwritten."""
+
+    def __init__(self) -> None:
+        self._held: dict[torch.dtype, Tensor] = {}
+
+    def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory of that shape, with the dtype and the device of ``like``."""
+        elements = math.prod(shape)
+        held = self._held.get(like.dtype)
+        if held is None or held.numel() < elements:
+            held = self._held[like.dtype] = like.new_empty(elements)
+        return held[:elements].view(tuple(shape))
 
 
 def __dir__() -> list[str]:

@@ -203,7 +203,8 @@ class FunctionModules:
 
 
 def _source(place: EntryPoint) -> str:
-    """What the file of an entry point's module says; "" if there is none, which is told when it is loaded."""
+    """The source of the module that an entry point names; "" if it cannot be found or read, for which loading
+    the entry point raises an error."""
     try:
         spec = importlib.util.find_spec(place.module)
         return Path((spec and spec.origin) or "").read_text()

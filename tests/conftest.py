@@ -32,25 +32,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
-#: the files whose tests take longest, 5 to 60 s of a core, beginning with the longest
+#: the files whose tests take longest, from 5 s of a core on, the longest first: files whose ranks wait for
+#: each other, in turns with files of one process, which fill the gaps
 LONGEST = (
     "bench/verification/test_cases.py",
-    "impls/models/test_decoder_models.py",
-    "bench/engines/test_memory_tracker.py",
-    "bench/engines/test_grid_steps.py",
-    "bench/meters/test_fast_recorder.py",
+    "bench/engines/test_pipeline_stages.py",
+    "impls/backends/test_backends.py",
+    "plots/test_every_figure.py",
+    "bench/verification/test_planted_faults.py",
+    "bench/simulator/test_folding.py",
     "impls/strategies/test_attention_alone.py",
     "bench/search/test_extrapolate.py",
+    "impls/training/test_composition.py",
     "bench/search/test_boundary.py",
-    "bench/published/test_roles.py",
-    "bench/sweep/test_digest.py",
+    "impls/strategies/test_grouped_query.py",
+    "bench/engines/test_virtual.py",
+    "bench/verification/test_nesting_checker.py",
+    "bench/engines/test_memory_tracker.py",
+    "impls/backends/test_megatron.py",
+    "bench/engines/test_splits.py",
+    "bench/engines/test_grid_steps.py",
     "bench/sweep/test_sweep.py",
     "bench/ranks/test_agents.py",
     "bench/ranks/test_rank_pool.py",
     "bench/ranks/test_processes.py",
     "bench/sweep/test_rank_faults.py",
-    "bench/engines/test_splits.py",
-    "bench/report/test_build.py",
+    "bench/test_declarations.py",
     "bench/workers/test_workers.py",
 )
 

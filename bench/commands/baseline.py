@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from spbench.bench.commands.execution import opened_executor, run_cells
-from spbench.bench.commands.options import Words, executor, jobs, many, path_option, printed, variant
+from spbench.bench.commands.options import WORDS, executor, jobs, many, path_option, printed, variant
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
@@ -27,7 +27,7 @@ FOLDER = Path("results", "baseline")
 
 
 @click.command("baseline")
-@many("--scenario", Words(), "Baselines of these scenarios.")
+@many("--scenario", WORDS, "Baselines of these scenarios.")
 @variant
 @jobs
 @executor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import Numbers, Words, many, path_option, printed
+from spbench.bench.commands.options import WORDS, many, numbers, path_option, printed
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError, suggestion
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     help="Of ranks; cuda where torch sees a GPU, else cpu, if left out.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks; 2, or all GPUs, if left out.")
-@many("--precision", Words(), "Of products and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out.")
+@many("--precision", WORDS, "Of products and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out.")
 @many(
     "--message-bytes",
-    Numbers(4),
+    numbers(4),
     "Sizes of the collectives' messages instead of 1 KiB to 64 MiB (1 GiB on GPUs).",
 )
-@many("--sides", Numbers(), "Sides of the matrices instead of 128 to 2048 (16384).")
-@many("--lengths", Numbers(), "Sequence lengths of attention instead of 128 to 2048 (32768).")
+@many("--sides", numbers(), "Sides of the matrices instead of 128 to 2048 (16384).")
+@many("--lengths", numbers(), "Sequence lengths of attention instead of 128 to 2048 (32768).")
 @path_option(
     "--output",
     "The measured cluster's file; samples and plots go beside it.",

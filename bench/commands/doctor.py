@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import Words, many, printed
+from spbench.bench.commands.options import WORDS, many, printed
 from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("doctor")
-@many("--check", Words(), "Only these checks; all if left out.")
+@many("--check", WORDS, "Only these checks; all if left out.")
 @printed
 def command(check: tuple[str, ...]) -> Output:
     """Say what of Python, torch, CUDA, GPUs, ranks and disks works here, each with a remedy.

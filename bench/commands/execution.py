@@ -154,8 +154,8 @@ def _swept(
 
 
 def _unpriced(rows: Sequence[Row]) -> str:
-    """A line on operators that no meter knows the cost of, with the most calls of each in a cell; "" if there
-    are none."""
+    """A line that names the operators whose cost is not known, each with the number of its calls in the cell
+    that has most; "" if there are none."""
     calls: dict[str, int] = {}
     for row in rows:
         for name, n in (row["measurement"].get("unpriced_operators") or {}).items():
@@ -205,11 +205,10 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
-    drawn = _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
-    if drawn is None:
+    if figure not in FIGURES:
         hint = suggestion(figure, FIGURES.names())
         message(f"spbench: warning: no figure drawn: unknown figure {figure!r}{hint}")
-    return drawn or ([], False)
+    return _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
 
 
 def draw_records(paper: str, records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[list[Path], bool]:
@@ -221,15 +220,13 @@ def draw_records(paper: str, records: Sequence[Mapping[str, Any]], folder: Path)
     """
     from pandas import DataFrame
 
-    return _drawn(paper, [], DataFrame([dict(record) for record in records]), folder) or ([], False)
+    return _drawn(paper, [], DataFrame([dict(record) for record in records]), folder)
 
 
-def _drawn(
-    figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
-) -> tuple[list[Path], bool] | None:
-    """The files of a figure, and whether drawing failed; None where there is no such figure."""
+def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path) -> tuple[list[Path], bool]:
+    """The files of a figure, none where there is no such figure, and whether drawing failed."""
     if figure not in FIGURES:
-        return None
+        return [], False
     try:
         return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
     except Exception as error:

@@ -21,33 +21,40 @@ Function = Callable[..., Any]
 Command = TypeVar("Command", bound=Function)
 
 
-class Words(click.ParamType[tuple[str, ...]]):
-    """Words separated by commas."""
+class Several(click.ParamType[tuple[Any, ...]]):
+    """Values separated by commas; ``read`` makes each of a word, or raises ValueError with what is wrong."""
 
-    name = "name[,name...]"
+    def __init__(self, name: str, read: Callable[[str], Any] = str):
+        self.name, self.read = name, read
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        return tuple(word.strip() for word in str(value).split(",") if word.strip())
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return tuple(self.read(word.strip()) for word in str(value).split(",") if word.strip())
+        except ValueError as error:
+            return self.fail(str(error), param, ctx)
 
 
-class Numbers(click.ParamType[tuple[int, ...]]):
-    """Whole numbers of at least ``least``, separated by commas."""
+def numbers(least: int = 1) -> Several:
+    """Whole numbers of at least ``least``."""
 
-    name = "n[,n...]"
+    def number(word: str) -> int:
+        if not word.isdecimal() or int(word) < least:
+            raise ValueError(f"{word!r} is not a whole number of at least {least}")
+        return int(word)
 
-    def __init__(self, least: int = 1):
-        self.least = least
+    return Several("n[,n...]", number)
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        words = [word.strip() for word in str(value).split(",") if word.strip()]
-        for word in words:
-            if not word.isdecimal() or int(word) < self.least:
-                self.fail(f"{word!r} is not a whole number of at least {self.least}", param, ctx)
-        return tuple(int(word) for word in words)
+
+def _setting(word: str) -> tuple[str, str]:
+    name, _, wanted = map(str.strip, word.partition("="))
+    if not (name and wanted):
+        raise ValueError(f"{word!r} is not SETTING=VALUE, such as training.backend=zero1")
+    return name, wanted
+
+
+WORDS = Several("name[,name...]")
+#: pairs of a setting's name and its value
+SETTINGS = Several("setting=value[,...]", _setting)
 
 
 class Length(click.IntRange):
@@ -65,28 +72,11 @@ class Length(click.IntRange):
         return number
 
 
-class Settings(click.ParamType[tuple[tuple[str, str], ...]]):
-    """Pairs of a setting's name and its value, separated by commas."""
-
-    name = "setting=value[,...]"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[tuple[str, str], ...]:
-        pairs = []
-        for word in filter(None, (word.strip() for word in str(value).split(","))):
-            name, equals, wanted = word.partition("=")
-            if not (name and equals and wanted):
-                self.fail(f"{word!r} is not SETTING=VALUE, such as training.backend=zero1", param, ctx)
-            pairs.append((name.strip(), wanted.strip()))
-        return tuple(pairs)
-
-
 def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(value for several in values for value in several))
 
 
-def many(flag: str, kind: click.ParamType[Any], text: str) -> Callable[[Command], Command]:
+def many(flag: str, kind: Several, text: str) -> Callable[[Command], Command]:
     """An option that may be repeated, or given several values at once."""
     return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
 
@@ -159,14 +149,14 @@ def choosing_cells(command: Function) -> Function:
         scenario,
         many(
             "--strategy",
-            Words(),
+            WORDS,
             "Only these strategies; one in a file of yours (FILE.py) in the place of those that spread a "
             "sample over the same axes. Repeatable, or a comma list.",
         ),
-        many("--model", Words(), "Only these models; one in a file of yours in the place of all."),
-        many("--cluster", Words(), "Run on these clusters instead of the scenario's."),
-        many("--world-size", Numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
-        many("--where", Settings(), "Only cells with this setting, such as training.backend=zero1."),
+        many("--model", WORDS, "Only these models; one in a file of yours in the place of all."),
+        many("--cluster", WORDS, "Run on these clusters instead of the scenario's."),
+        many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
+        many("--where", SETTINGS, "Only cells with this setting, such as training.backend=zero1."),
         variant,
     ]
     return functools.reduce(lambda inner, option: option(inner), reversed(options), narrowed)

@@ -11,7 +11,7 @@ import click
 
 from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
 from spbench.bench.commands.options import (
-    Words,
+    WORDS,
     choosing_cells,
     device,
     executor,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @choosing_cells
-@many("--engine", Words(), "Run on these engines instead of the scenario's.")
+@many("--engine", WORDS, "Run on these engines instead of the scenario's.")
 @device
 @click.option(
     "--rank",

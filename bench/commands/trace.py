@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import Length, Numbers, choosing_cells, many, path_option, printed
+from spbench.bench.commands.options import Length, choosing_cells, many, numbers, path_option, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError
@@ -28,16 +28,11 @@ _NAMED = 3
 @choosing_cells
 @click.option("--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it.")
 @click.option("--seq-len", type=Length(), help="Likewise for the sequence length, as 131072 or 128K.")
-@many("--ranks", Numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
+@many("--ranks", numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
 @path_option("--output", "The file.", default="trace.json", show_default=True)
 @printed
 def command(
-    scenario: str,
-    narrowing: Narrowing,
-    batch: int | None,
-    seq_len: int | None,
-    ranks: tuple[int, ...],
-    output: Path,
+    scenario: str, narrowing: Narrowing, ranks: tuple[int, ...], output: Path, **shape: int | None
 ) -> Output:
     """Write the simulated step of one cell, event by event, as a trace that Perfetto opens.
 
@@ -46,8 +41,7 @@ def command(
     from spbench.bench.config.scenario import load_scenario
 
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
-    cell = the_cell(load_scenario(scenario), narrowing, {"batch": batch, "seq_len": seq_len})
-    return write_trace(cell, ranks, output)
+    return write_trace(the_cell(load_scenario(scenario), narrowing, shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import click
 
 from spbench.bench.commands.options import (
-    Numbers,
-    Settings,
-    Words,
+    SETTINGS,
+    WORDS,
     device,
     many,
+    numbers,
     path_option,
     printed,
 )
@@ -28,14 +28,14 @@ from spbench.bench.errors import UserError
 
 
 @click.command("verify")
-@many("--strategy", Words(), "Verify these strategies; all if left out.")
-@many("--model", Words(), "On these models (a config.json: shrunk); the tiny ones if left out.")
+@many("--strategy", WORDS, "Verify these strategies; all if left out.")
+@many("--model", WORDS, "On these models (a config.json: shrunk); the tiny ones if left out.")
 @click.option("--pairs", is_flag=True, help="Every two strategies of which one can be around the other.")
 @click.option("--peers", is_flag=True, help="Every peer that is installed, and no other if none is named.")
-@many("--strategy-option", Settings(), "With these options of the strategies, such as placement=zigzag.")
-@many("--world-size", Numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out, 4 for pairs.")
-@many("--dtype", Words(), "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
-@many("--part", Words(), "These parts of the models; all if left out.")
+@many("--strategy-option", SETTINGS, "With these options of the strategies, such as placement=zigzag.")
+@many("--world-size", numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out, 4 for pairs.")
+@many("--dtype", WORDS, "In these precisions (fp64, fp32, bf16, fp16); fp64 if left out.")
+@many("--part", WORDS, "These parts of the models; all if left out.")
 @click.option(
     "--backend", default="legacy_ddp", show_default=True, help="Gradients held and summed by this one."
 )

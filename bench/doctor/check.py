@@ -18,6 +18,7 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from spbench.bench.ranks.processes import environment_of_child
 from spbench.impls.discovery import named_values
 
 #: what the child runs: the function's module and name are its arguments
@@ -109,7 +110,7 @@ class _Running:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=os.environ | _same_modules(),
+            env=os.environ | environment_of_child(),
             start_new_session=True,  # so that processes of the check end with it
         )
 
@@ -145,8 +146,3 @@ def print_observations() -> None:
     with redirect_stdout(sys.stderr):
         found = [asdict(each) for each in getattr(importlib.import_module(module), function)()]
     print(json.dumps(found))
-
-
-def _same_modules() -> dict[str, str]:
-    """An environment in which modules are found where this process finds them."""
-    return {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}

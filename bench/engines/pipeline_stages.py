@@ -1,32 +1,93 @@
 """Stages of a pipeline that differ only in how many micro-batches they hold: few are traced, the others are
 put together from their parts.
 
-A stage runs some forwards ahead of its first backward. Stages whose modules have the same form do the same in
-a turn of the same kind (see :mod:`spbench.bench.engines.turns`), whatever they hold. The two traced stages
-with the fewest micro-batches give the proof: the trace of the second, put together from that of the first,
-must equal the traced one in every field. If it does not, each stage is traced.
+Time is counted in turns: turn t runs the forward of micro-batch t and the backward of micro-batch t - ahead,
+where there are these. So a step has a warm-up of forwards, a steady state of both, and an end of backwards.
+Stages whose modules have the same form do the same in a turn of the same kind, whatever they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from torch import nn
 
-from spbench.bench.cell import Cell
-from spbench.bench.engines.plan import RankClass, stage_module
 from spbench.bench.engines.traces import Trace
-from spbench.bench.engines.turns import OF_TURNS, NotAlike, Turns
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.simulator.program import WAIT, Program
-from spbench.impls.training.pipeline import forwards_ahead
+
+#: turns of one kind that are told apart before they repeat; what a turn frees or waits for is of one of as
+#: many turns before it, or of its micro-batch's forward
+_APART = 2
+#: the fewest micro-batches held by a stage whose parts others are put together from
+_FEWEST = 2 * _APART
+#: the phases of a turn; all others come after the last turn
+OF_TURNS = ("forward", "backward")
 
 #: (step, turn); the last turn of a step is followed by its end, and set-up is before the first
 _Key = tuple[int, int]
 _SET_UP = (-1, 0)
+
+
+class NotAlike(ValueError):
+    """A trace is not made of turns that depend only on how many micro-batches the stage holds."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a step: of ``count`` micro-batches, ``ahead`` of which run forward before the first
+    backward."""
+
+    count: int
+    ahead: int
+
+    def __len__(self) -> int:
+        return self.count + self.ahead
+
+    def phases(self, turn: int) -> list[str]:
+        """The phases of a turn, in order."""
+        return [*OF_TURNS[turn >= self.count : 1 + (turn >= self.ahead)]]
+
+    @property
+    def complete(self) -> bool:
+        """Whether turns of every kind occur."""
+        return self.ahead >= _FEWEST and self.count > 2 * self.ahead + _APART
+
+    def like(self, turn: int, other: Turns) -> int:
+        """The turn of another stage that does what this stage does in a turn; both :attr:`complete`."""
+        back = turn - self.ahead
+        if turn < self.ahead:
+            return min(turn, _APART)
+        if back < self.ahead:  # of a micro-batch of the warm-up
+            return other.ahead + min(back, _APART)
+        if turn < self.count - 1:
+            return 2 * other.ahead + min(back - self.ahead, _APART)
+        if turn in (self.count - 1, len(self) - 1, len(self)):
+            return turn - self.count + other.count if turn < self.count else turn - len(self) + len(other)
+        return other.count + min(turn - self.count, _APART)
+
+    def moved(self, turn: int, of: int, other: Turns, to: int) -> int:
+        """The turn that turn ``to`` of another stage refers to, where its like, ``turn`` of this stage,
+        refers to turn ``of``.
+
+        Raises:
+            NotAlike: it cannot be told which.
+        """
+        by = turn - of
+        if turn < len(self):
+            if by <= _APART:
+                return to - by
+            if by - self.ahead in (0, 1):  # what the micro-batch's forward made, or received before it
+                return to - by + self.ahead - other.ahead
+        else:  # the end of the step refers to the first and the last turns of each kind
+            for mine, theirs in ((len(self), len(other)), (self.count, other.count)):
+                if abs(of - mine) <= _APART:
+                    return of - mine + theirs
+            if of <= 1 or of - self.ahead in (0, 1):
+                return of if of <= 1 else of - self.ahead + other.ahead
+        raise NotAlike(f"turn {turn} refers to turn {of}")
 
 
 class _Cut:
@@ -212,65 +273,3 @@ def same(ours: Trace, theirs: Trace) -> bool:
         (getattr(ours.program, field.name), getattr(theirs.program, field.name)) for field in fields(Program)
     ]
     return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
-
-
-def stage_traces(cell: Cell, classes: Sequence[RankClass], trace: Callable[[int], Trace]) -> list[Trace]:
-    """The trace of the first rank of each of a cell's rank classes.
-
-    Args:
-        trace: traces a rank.
-    """
-    alike: dict[Hashable, dict[int, list[int]]] = {}
-    for each in classes:
-        ahead = forwards_ahead(cell.training.schedule, each.stage, cell.training.micro_batches)
-        alike.setdefault(_form(cell, each), {}).setdefault(ahead, []).append(each.first)
-    traces = {
-        rank: replace(made, rank=rank)
-        for by_ahead in alike.values()
-        for ranks, made in _by_ahead(by_ahead, cell.training.micro_batches, trace)
-        for rank in ranks
-    }
-    return [traces[each.first] for each in classes]
-
-
-def _by_ahead(
-    ranks: Mapping[int, Sequence[int]], micro_batches: int, trace: Callable[[int], Trace]
-) -> Iterator[tuple[Sequence[int], Trace]]:
-    """Ranks whose stages have the same form, and the trace of each of them.
-
-    Args:
-        ranks: by how many micro-batches they run ahead; ranks that hold as many have one trace.
-    """
-    source: tuple[Trace, Turns] | None = None
-    proved = False
-    for ahead in sorted(ranks):
-        turns, made = Turns(micro_batches, ahead), None
-        if source is not None and turns.complete:
-            try:
-                made = put_together(*source, turns)
-            except NotAlike:
-                source, proved = None, False
-        if made is None or not proved:
-            traced = trace(ranks[ahead][0])
-            if made is not None:
-                proved = same(made, traced)
-            if turns.complete and not proved:
-                source = traced, turns
-            made = traced
-        yield ranks[ahead], made
-
-
-def _form(cell: Cell, each: RankClass) -> Hashable:
-    """What the trace of a rank depends on, beside how many micro-batches its stage holds: whether the stage
-    is the first or the last, the rank's place in its strategy, and its modules with their settings."""
-    if cell.training.schedule == "interleaved":
-        return each.first
-    modules = tuple(_settings(module) for module in stage_module(cell, each).modules())
-    return each.stage.first, each.stage.last, tuple(each.coordinates.items()), modules
-
-
-def _settings(module: nn.Module) -> Hashable:
-    own = vars(module).items()
-    plain = tuple((name, value) for name, value in own if isinstance(value, (bool, int, float, str)))
-    shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in module.named_parameters(recurse=False))
-    return type(module), plain, shapes

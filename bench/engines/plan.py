@@ -33,8 +33,8 @@ class RankClass:
 
     Attributes:
         stage: their pipeline stage.
-        coordinates: of the first of them along the strategy's axes.
-        ranks: first the one that stands for all, see :meth:`Strategy.roles`.
+        coordinates: along the strategy's axes, of the first of the ranks.
+        ranks: in the order of :meth:`Strategy.roles`; the first stands for all.
     """
 
     stage: Stage
@@ -92,8 +92,8 @@ class Plan:
         return next(sent for each, sent in zip(self.classes, self.traffic, strict=True) if rank in each.ranks)
 
     def formula(self, rank: int) -> list[dict[str, Any]]:
-        """The closed form of a global rank as rows: phase, purpose, collective, count, payload_bytes (of
-        one), axis (those of the group, as "dp_sp") and sent_bytes (of one rank, all of them)."""
+        """What a global rank sends by the closed form, in rows: phase, purpose, collective, axis (the axes of
+        its group, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
         return [
             {
                 "phase": t.phase,
@@ -135,8 +135,8 @@ class Plan:
 
 
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
-    """The cell's strategy without process groups, for checks, and for closed forms of what the rank at these
-    coordinates sends; at 0 along the axes that are left out.
+    """The cell's strategy without process groups. It can check sizes, and has the closed forms of what the
+    rank at these coordinates sends. An axis that is left out has the coordinate 0.
 
     Raises:
         Unsupported: an axis has more than one rank that the strategy does not use.
@@ -203,7 +203,7 @@ def plan(cell: Cell) -> Plan:
 
 
 def _batch_parts(cell: Cell) -> int:
-    """Micro-batches of all replicas.
+    """The number of micro-batches that the batch is divided into, over all replicas.
 
     Raises:
         Unsupported: they do not divide the batch.
@@ -249,7 +249,7 @@ def _check_schedule(cell: Cell) -> None:
 
 
 def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Composition) -> nn.Module:
-    """The module of a rank, for the shapes of its parameters."""
+    """The module of a rank on the meta device: its parameters have shapes, and no values."""
     with torch.device("meta"):
         return rank_module(partial(model.build, strategy, seq_len), around)
 
@@ -262,7 +262,7 @@ def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
 
 
 def model_parameters(cell: Cell) -> int:
-    """Parameters of the whole model, with the padding of its vocabulary that the strategy asks for."""
+    """How many parameters the whole model has, with the padding of its vocabulary for the strategy."""
     parts = planned_strategy(cell).vocabulary_parts
     sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(site.dims["elements"] for site in sites if site.kind == "parameters")

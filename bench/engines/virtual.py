@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import trace_cache
 from spbench.bench.engines.engine import Engine
-from spbench.bench.engines.pipeline_stages import stage_traces
-from spbench.bench.engines.plan import plan, rank_classes
+from spbench.bench.engines.pipeline_stages import NotAlike, Turns, put_together, same
+from spbench.bench.engines.plan import RankClass, plan, rank_classes, stage_module
 from spbench.bench.engines.setup import record_step, workspace_bytes
 from spbench.bench.engines.traces import ClassTraces, Trace, can_time
 from spbench.bench.measurement import Measurement
@@ -32,8 +33,10 @@ from spbench.bench.meters.torch_internals import (
     FakeTensorMode,
     check_internals,
     disable_fake_tensor_cache,
+    too_large_unsupported,
 )
 from spbench.impls.axes import device_mesh, ranks_along
+from spbench.impls.training.pipeline import forwards_ahead
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: step of a ring and stage of a pipeline is run, no trace is read from disk, and every rank is simulated
@@ -135,7 +138,7 @@ def _traced(cell: Cell, rank: int, events: bool) -> Trace:
         else:
             # what it remembers stands before the mode's own cache, which would only cost its entries
             recorder, cache = FastRecorder(mode, mesh, events=events), disable_fake_tensor_cache(mode)
-        with mode, recorder, cache:
+        with mode, recorder, cache, too_large_unsupported():
             record_step(cell, mesh, recorder)
         return Trace.of(cell, rank, recorder)
 
@@ -156,3 +159,68 @@ def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
     else:
         traces = stage_traces(cell, classes, traced)
     return ClassTraces(cell, classes, traces, fold=not _plain())
+
+
+def stage_traces(cell: Cell, classes: Sequence[RankClass], trace: Callable[[int], Trace]) -> list[Trace]:
+    """The trace of the first rank of each of a cell's rank classes.
+
+    Args:
+        trace: traces a rank.
+    """
+    alike: dict[Hashable, dict[int, list[int]]] = {}
+    for each in classes:
+        ahead = forwards_ahead(cell.training.schedule, each.stage, cell.training.micro_batches)
+        alike.setdefault(_form(cell, each), {}).setdefault(ahead, []).append(each.first)
+    traces = {
+        rank: replace(made, rank=rank)
+        for by_ahead in alike.values()
+        for ranks, made in _by_ahead(by_ahead, cell.training.micro_batches, trace)
+        for rank in ranks
+    }
+    return [traces[each.first] for each in classes]
+
+
+def _by_ahead(
+    ranks: Mapping[int, Sequence[int]], micro_batches: int, trace: Callable[[int], Trace]
+) -> Iterator[tuple[Sequence[int], Trace]]:
+    """Ranks whose stages have the same form, and the trace of each of them.
+
+    The two traced stages with the fewest micro-batches give the proof: the trace of the second, put together
+    from that of the first, must equal the traced one in every field. If it does not, each stage is traced.
+
+    Args:
+        ranks: by how many micro-batches they run ahead; ranks that hold as many have one trace.
+    """
+    source: tuple[Trace, Turns] | None = None
+    proved = False
+    for ahead in sorted(ranks):
+        turns, made = Turns(micro_batches, ahead), None
+        if source is not None and turns.complete:
+            try:
+                made = put_together(*source, turns)
+            except NotAlike:
+                source, proved = None, False
+        if made is None or not proved:
+            traced = trace(ranks[ahead][0])
+            if made is not None:
+                proved = same(made, traced)
+            if turns.complete and not proved:
+                source = traced, turns
+            made = traced
+        yield ranks[ahead], made
+
+
+def _form(cell: Cell, each: RankClass) -> Hashable:
+    """What the trace of a rank depends on, beside how many micro-batches its stage holds: whether the stage
+    is the first or the last, the rank's place in its strategy, and its modules with their settings."""
+    if cell.training.schedule == "interleaved":
+        return each.first
+    modules = tuple(_settings(module) for module in stage_module(cell, each).modules())
+    return each.stage.first, each.stage.last, tuple(each.coordinates.items()), modules
+
+
+def _settings(module: nn.Module) -> Hashable:
+    own = vars(module).items()
+    plain = tuple((name, value) for name, value in own if isinstance(value, (bool, int, float, str)))
+    shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in module.named_parameters(recurse=False))
+    return type(module), plain, shapes

@@ -55,12 +55,7 @@ class ExportRequest:
         Raises:
             UserError: there is none; with what there is instead.
         """
-        values = [
-            ExportedValue(suite, row, reading)
-            for suite in self.suites
-            for row, reading in suite.values()
-            if not metrics or reading.metric.name in metrics
-        ]
+        values = [value for suite in self.suites for value in _of(suite, metrics)]
         if not values:
             raise UserError(f"nothing to export: {'; '.join(self.left_out(*metrics))}")
         return values
@@ -77,14 +72,18 @@ class ExportRequest:
         what = " or ".join(metrics) or "value"
         lines = []
         for suite in self.suites:
-            has = {
-                row["key"] for row, reading in suite.values() if not metrics or reading.metric.name in metrics
-            }
+            has = {value.row["key"] for value in _of(suite, metrics)}
             left = Counter(row["status"] for row in suite.rows if row["key"] not in has)
             if left:
                 counts = ", ".join(f"{count} {status}" for status, count in left.items())
                 lines.append(f"{suite.name}: left out {left.total()} cells without a {what}: {counts}")
         return lines
+
+
+def _of(suite: Suite, metrics: Sequence[str]) -> list[ExportedValue]:
+    """The numbers of a suite of these metrics, or of all."""
+    values = (ExportedValue(suite, *each) for each in suite.values())
+    return [value for value in values if not metrics or value.reading.metric.name in metrics]
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 Candidates come from ruptures: the segmentation with the least sum of squares within segments plus a penalty
 for each change, found exactly by PELT (Killick, Fearnhead and Eckley 2012). The noise is estimated from
-differences of neighbours, in which changes of level hardly show, and outliers are clipped as by a Hampel
-filter, so that single ones make no segment. A candidate counts only if its effect is large enough and
-Student's t-test between the segments on its sides, corrected for the number of places it was chosen from,
-finds it significant. Where exactly it happened is uncertain by as much as noise allows: a confidence set by
-likelihood ratio (Hansen 2000).
+differences of neighbours, of which few span a change of level. Outliers are clipped by a Hampel filter, so
+that a single one makes no segment. A candidate counts only if its effect is large enough and Student's t-test
+between the segments on its sides, corrected for the number of places it was chosen from, finds it
+significant. Its place comes with a confidence set by likelihood ratio (Hansen 2000), wider the more noise
+there is.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 #: relative; a smaller change of a measured level is not reported
 MINIMUM_EFFECT = 0.02
 
-#: values of a level at least: two bad nights in a row are none
+#: the fewest values that make a level, so that two bad nights in a row make none
 MINIMUM_LENGTH = 3
 
-#: of a change, in units of the noise's variance, over the logarithm of the number of values
+#: a change costs this times the logarithm of the number of values, in variances of the noise
 PENALTY = 3.0
 
 #: the probability, under normal noise, with which a candidate may come from a sequence without changes;
@@ -36,10 +36,10 @@ SIGNIFICANCE = 1e-4
 #: "Sample splitting and threshold estimation", table I
 CONFIDENCE = 7.35
 
-#: noise is at least this, relative; clocks and a quiet machine can make neighbours equal
+#: the least noise that is assumed, relative: on a quiet machine neighbours can be equal
 _LEAST_NOISE = 1e-3
 
-#: values on which a Hampel filter looks, and the deviation in standard deviations beyond which it clips
+#: of the Hampel filter: how many values a neighbourhood has, and how many standard deviations it leaves alone
 _WINDOW, _OUTLYING = 5, 3.0
 
 #: standard deviation of normal noise over its median absolute deviation
@@ -101,7 +101,8 @@ def _candidates(standardized: NDArray[Any]) -> list[int]:
 
 
 def _confirmed(logs: NDArray[Any], bounds: list[int]) -> list[int]:
-    """Without the bounds that are not significant or too small, the least significant one left out first."""
+    """The bounds whose changes are significant and large enough: the least significant bound is left out, and
+    the others are judged again, until all are."""
     while len(bounds) > 2:
         pairs = zip(bounds, bounds[1:], bounds[2:], strict=False)
         doubts = [_doubt(logs[start:place], logs[place:end]) for start, place, end in pairs]
@@ -113,8 +114,8 @@ def _confirmed(logs: NDArray[Any], bounds: list[int]) -> list[int]:
 
 
 def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
-    """The probability that noise makes a difference of means so large at the best place of this stretch; 1 of
-    an effect that is too small."""
+    """The probability that noise alone makes a difference of means so large at the best of all places of this
+    stretch; 1 where the effect is too small to count."""
     effect = abs(right.mean() - left.mean())
     if effect < math.log1p(MINIMUM_EFFECT):
         return 1.0
@@ -132,8 +133,8 @@ def _tails(statistic: float, degrees: int) -> float:
 
 
 def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangePoint]:
-    """A change point for each bound; neighbours around which a line fits clearly better than levels make one
-    drift."""
+    """A change point for each bound. It is a drift where a line fits clearly better than two levels; drifts
+    that follow each other are one."""
     found: list[ChangePoint] = []
     for start, place, end in zip(bounds, bounds[1:], bounds[2:], strict=False):
         if not _is_drift(logs[start:end], place - start, noise):

@@ -11,16 +11,16 @@ from itertools import groupby
 from spbench.bench.history.run_record import Commit, RunRecord
 from spbench.bench.regressions.metrics import METRICS, STATUSES, Metric, Reading
 
-#: of a cell: its values are places in :data:`SHOWN_STATUSES`
+#: the metric of a cell's status; its values are places in :data:`SHOWN_STATUSES`
 STATUS = Metric("status", "", "smaller")
 
-#: the better, the earlier; the last: a machine that has recorded the cell before has not recorded it
+#: from best to worst; "missing": a machine that recorded the cell before has not recorded it this time
 SHOWN_STATUSES = (*STATUSES, "missing")
 
-#: newest values whose median is the present one of a measured metric
+#: the present value of a measured metric is the median of so many of the newest
 _NEWEST = 3
 
-#: the order of a cell's metrics; others follow
+#: the place of each metric among those of a cell; metrics that are not here come after these
 _PLACES = {metric.name: place for place, metric in enumerate((STATUS, *METRICS))}
 
 
@@ -29,10 +29,10 @@ class Point:
     """A value at a commit.
 
     Attributes:
-        value: measured: the median of what the records of this commit say; exact: what the newest of them
-            says.
-        samples: of a measured value, of all these records.
-        software: versions of libraries, of the system and of the GPU's driver, of the newest of them.
+        value: of a measured metric, the median over the records of this commit; of an exact one, that of the
+            newest record.
+        samples: of a measured metric, those of all these records; else empty.
+        software: versions of libraries, of the system and of the GPU's driver, by the newest record.
     """
 
     commit: Commit
@@ -63,7 +63,7 @@ class Series:
     @property
     def current(self) -> float:
         """The present value: the newest one, or of a measured metric the median of the newest three, so that
-        one bad night is none."""
+        one bad night alone does not change it."""
         newest = [point.value for point in self.points[-1 if self.exact else -_NEWEST :]]
         return statistics.median(newest)
 
@@ -112,8 +112,10 @@ def _key(record: RunRecord, cell: str, machine: str, value: Reading) -> _Key:
 
 
 def _statuses(records: Iterable[RunRecord]) -> Iterator[tuple[RunRecord, str, str, str]]:
-    """The record, cell, machine ("": all) and status of each cell at each commit of a suite; "missing" if a
-    machine that had recorded the cell did so no more, and no other did."""
+    """For each commit of a suite and each cell: record, cell, machine ("": all of them) and status.
+
+    The status is "missing" where a machine that recorded the cell earlier has a record of this commit without
+    the cell, and no other machine has one with it."""
     earlier: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for _, group in groupby(records, key=lambda record: record.commit.hash):
         found: dict[tuple[str, str], tuple[RunRecord, str]] = {}

@@ -14,14 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from spbench.bench.meters.memory import GRANULE
+import numpy as np
 
 MIB = 2**20
+#: what is handed out is a multiple of this many bytes
+GRANULE = 512
 SMALL_LIMIT = 1 * MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 LARGE_SEGMENT_LIMIT = 10 * MIB
 SEGMENT_GRANULE = 2 * MIB
+
+
+def rounded(nbytes: np.ndarray) -> np.ndarray:
+    """Bytes as the allocator counts them: whole granules, at least one, and nothing for nothing."""
+    return -(-nbytes // GRANULE) * GRANULE
 
 
 class _Block:
@@ -74,7 +81,7 @@ class CachingAllocator:
         return self.take(nbytes).address
 
     def take(self, nbytes: int) -> _Block:
-        """The same, returning the block, which stays the same until it is given back."""
+        """As :meth:`malloc`, but returns the block, which is the same object until it is given back."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         small = size <= SMALL_LIMIT
         block = self._take(size, small) or self._new_segment(size, small)
@@ -172,7 +179,7 @@ class Replay:
         peak_allocated, peak_reserved: bytes.
         blocks: bytes of the block that each storage was given, by its number; 0 for one of no bytes, or that
             was not reached.
-        reserved: the largest number of bytes reserved before each of the events that were asked for.
+        reserved: for each of the ``stops`` that were asked for, the most bytes that were reserved before it.
         events: how many were served; all, if it fits.
         out_of_memory: the request that failed, and the state then; None if it fits.
     """

@@ -19,27 +19,21 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.meters.allocator import rounded
 from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.torch_internals import (
+    beyond_64_bits,
     in_backward,
     is_traceable_wrapper_subclass,
     schema_of,
     storage_key,
 )
-from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
-
-#: the CUDA caching allocator hands out multiples of this many bytes
-GRANULE = 512
+from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 CATEGORIES = (
     *("parameters", "gradients", "optimizer_state", "inputs", "activations"),
     *("communication_buffers", "workspaces", "temporaries"),
 )
-
-
-def rounded(nbytes: np.ndarray) -> np.ndarray:
-    """Bytes as the allocator counts them: whole granules, at least one, and nothing for nothing."""
-    return -(-nbytes // GRANULE) * GRANULE
 
 
 @dataclass
@@ -114,9 +108,14 @@ class MemoryLog:
 
         Args:
             nbytes: of each storage, by its number, as an allocator counts it.
+
+        Raises:
+            Unsupported: a sum does not fit in 64 bits.
         """
         events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
         live = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
+        if live.min(initial=0) < 0:  # where it goes beyond, it goes on from below
+            raise beyond_64_bits("what is alive at once has")
         categories, peaks = np.asarray(self._categories()), []
         for start, end in pairwise([self.step_start, *self.step_ends]):
             at = start + int(np.argmax(live[start:end]))

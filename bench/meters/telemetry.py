@@ -14,20 +14,23 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any, Self
 
-from spbench.bench.meters.clock_events import ClockSample, fall, reason_names
 from spbench.bench.meters.nvml import (
+    ClockSample,
     NvmlProblem,
+    fall,
     gpu_handle,
     newer_or_older,
     nvml,
     reading,
+    reason_names,
 )
 
-#: of rest between two samples; a sample takes 40 ms where PCIe's throughput is read, over 20 ms each way
+#: seconds of rest between two samples; one takes 40 ms where PCIe's throughput is read, 20 ms each way
 INTERVAL_S = 0.1
-#: for which an answer of the library is waited for: when it is opened, and at the end of the steps
+#: seconds to wait for the library: until it is open, and at the end of the steps
 _OPENING_S, _CLOSING_S = 30.0, 2.0
-#: KB of a PCIe throughput; the library's documentation does not say which
+#: bytes of the units in which PCIe's throughput and NVLink's are given; of the first the library's
+#: documentation says KB, but not which
 _KB, _KIB = 1000, 1024
 _ALL_LINKS = 2**32 - 1
 
@@ -101,7 +104,8 @@ _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean"
 
 @dataclass
 class _Seen:
-    """What the thread has read; the values of a sample by quantity, ``at_s`` after the beginning."""
+    """What the thread has read. A sample has the value of each quantity by name, the ``reasons`` of the
+    clocks, and ``at_s``, seconds since the thread began."""
 
     gpu_name: str | None = None
     highest_sm_clock_mhz: int | None = None

@@ -6,6 +6,7 @@ place. :func:`check_internals` says which, before the first trace of a process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spbench.bench.errors import UserError
+from spbench.impls.layout import Unsupported
 
 #: the first and last releases of torch with which the tests of meters passed; the nightly job runs both
 TESTED = ("2.12", "2.15")
@@ -40,6 +42,9 @@ try:
 except ImportError as error:
     raise _moved(str(error)) from error
 
+#: what torch says of such a tensor, with its sizes
+_OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]+\])")
+
 __all__ = [
     "FakeProcessGroup",
     "FakeStore",
@@ -47,6 +52,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "beyond_64_bits",
     "check_internals",
     "disable_fake_tensor_cache",
     "fake_tensor",
@@ -58,6 +64,7 @@ __all__ = [
     "replaced",
     "schema_of",
     "storage_key",
+    "too_large_unsupported",
     "without_dispatch",
 ]
 
@@ -125,6 +132,25 @@ def fake_like(x: FakeTensor) -> FakeTensor:
 def is_shared(storage: torch.UntypedStorage) -> bool:
     """Whether more than one tensor lies on a storage, which Python knows by one name more."""
     return bool(torch._C._storage_Use_Count(storage_key(storage)) > 2)
+
+
+def beyond_64_bits(what: str) -> Unsupported:
+    """The error for a step in which something has more bytes than can be counted."""
+    return Unsupported(
+        f"{what} more bytes than 64 bits count", "choose a smaller batch or sequence, or fused attention"
+    )
+
+
+@contextmanager
+def too_large_unsupported() -> Iterator[None]:
+    """Inside, a tensor whose bytes do not fit in 64 bits, so that torch cannot make it, not even a fake one,
+    is :class:`Unsupported`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (sizes := _OVERFLOW.search(str(error))) is None:
+            raise
+        raise beyond_64_bits(f"a tensor of shape {sizes[1]} has") from error
 
 
 @contextmanager

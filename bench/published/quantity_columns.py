@@ -121,6 +121,11 @@ class QuantityColumn(StrictModel):
         )
         return None if value is None else value / self.unit
 
+    def measured(self, ours: float) -> float:
+        """The measured number that is ``ours`` in the compared unit; bytes are whole."""
+        value = ours * self.unit
+        return round(value) if self.field.endswith("_bytes") else value
+
     def _of_classes(self, measurement: Mapping[str, Any], cell: Cell, number: RankNumber) -> Any:
         """The largest value of the field over the classes of ranks at the step (of a peak: up to that step),
         or of the class of one rank; None where there is none."""

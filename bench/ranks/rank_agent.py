@@ -1,8 +1,8 @@
 """An agent: what a process of torchrun, or of a launcher like it, becomes.
 
-It starts a process for its rank, gives it the jobs that the coordinator posts
-(:mod:`spbench.bench.ranks.torchrun`), and answers what became of it. So a rank that crashes, hangs or runs
-out of memory ends with its job, and the launcher, which would end all ranks, does not notice.
+An agent starts a process for its rank, hands it the jobs that the coordinator posts
+(:mod:`spbench.bench.ranks.torchrun`), and posts how each job ended. A rank that crashes, hangs or runs out of
+memory ends its own process alone; the agent lives on, so the launcher sees no failure and ends no other rank.
 
 Agents and coordinator share one TCPStore: torchrun's own if it has one, else rank 0's. Values are pickles, so
 whoever reaches the store's port can run code here. Its keys:

@@ -210,7 +210,8 @@ def _cells(baseline: Path, runs: Path, papers: Sequence[PaperResults]) -> Iterat
 
 
 def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
-    """A row for each cell of published tables, with the numbers that were compared, in our units."""
+    """A row for each cell of published tables, with the numbers that were compared. PAPER.csv has these in
+    the units of the comparison alone, so they are turned back into what was measured."""
     columns = {
         (table.table, name): quantity
         for table in scenario.answers(PublishedTable)
@@ -236,6 +237,5 @@ def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
             },
         )
         if record["reproduced"] is not None:
-            value = record["reproduced"] * quantity.unit
-            row["measurement"][quantity.field] = round(value) if quantity.field.endswith("_bytes") else value
+            row["measurement"][quantity.field] = quantity.measured(record["reproduced"])
     yield from rows.values()

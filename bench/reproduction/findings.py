@@ -175,7 +175,7 @@ def errors_by_role(records: Sequence[Record]) -> str:
 
 
 def _statuses(records: Sequence[Record]) -> str:
-    """Of the published statuses, how many ours agree with; "" where there are none."""
+    """How many of the published statuses are ours too, as "3 of 4"; "" where none is published."""
     stated = [r for r in records if r["status_published"] not in ("", UNSTATED)]
     right = sum(r["status_published"] == r["status_reproduced"] for r in stated)
     return f"{right} of {len(stated)}" if stated else ""

@@ -1,11 +1,11 @@
 """Collectives as NCCL's tuning model times them: the least over its algorithms and protocols.
 
 Ring and tree, each by the protocols LL (8-byte flags), LL128 (128-byte lines) and Simple: latency + bytes /
-bandwidth, where small messages are left to the protocols of low latency and, for all-reduce, to trees. Facts
-from NCCL 2.30.7, github.com/NVIDIA/nccl commit 5067397c2676d5aed50042fc39e5c8ee96eb0027, src/graph/tuning.cc
+bandwidth. So small messages go by the protocols of low latency and, in an all-reduce, by trees. Facts from
+NCCL 2.30.7, github.com/NVIDIA/nccl commit 5067397c2676d5aed50042fc39e5c8ee96eb0027, src/graph/tuning.cc
 (ncclTunerConstantsDefaults, ncclTopoTuneModel, treeCorrectionFactor, ncclTopoGetAlgoTime). NVLS, CollNet and
-PAT are not modelled. Where NCCL's correction of a tree's bandwidth jumps at a power of two of the size, it is
-interpolated here, so that no larger message takes less time.
+PAT are not modelled. NCCL's correction of a tree's bandwidth jumps at powers of two of the size; here it is
+interpolated, so that no larger message takes less time.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ _TREE_PERCENT: dict[NcclProtocol, str] = {
     "simple": "90 90 90 90 90 90 90 80 70 60 60 50 50 50 50 60 70 80 70 70 80 90 90 90",
 }
 _TREE_SHARE = {protocol: [int(x) / 100 for x in text.split()] for protocol, text in _TREE_PERCENT.items()}
-#: latency of a ring over nodes with the Simple protocol grows by this where messages fill its channels
+#: factor of the latency of an all-reduce in a ring over nodes by Simple, on Volta another, for messages of at
+#: least so many bytes for each rank and channel
 _PLATEAU, _PLATEAU_VOLTA, _PLATEAU_BYTES = 1.4, 1.9, 64
 
 _RINGED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
@@ -80,7 +81,7 @@ _RINGED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     """Seconds of a collective, by the algorithm and protocol that take least; see :func:`ring_seconds`.
 
-    All-to-all, which NCCL sends pair by pair, is as there.
+    All-to-all, which NCCL sends pair by pair, takes as long as there.
     """
     if kind == "all_to_all":
         return pairwise_seconds(nbytes / group.size, group)
@@ -146,7 +147,7 @@ def _bus_bandwidth(kind: str, group: GroupLinks, way: _Way) -> float:
 
 
 def _ring_latency(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> float:
-    """Microseconds: a hop for each step; of each round as many between nodes as there are nodes, less one."""
+    """Microseconds: a hop for each step. In each round one hop less than there are nodes is between nodes."""
     n, nodes, hop = group.size, group.nodes, _NVLINK[way]
     if kind in ("broadcast", "reduce"):
         # on one node all channels go the same way, and pieces follow each other closely

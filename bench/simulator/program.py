@@ -36,10 +36,10 @@ class Group:
 
     Attributes:
         axes: indices of the mesh axes on which members differ.
-        places: coordinates of each member along these axes, in the order of the group's ranks; from the start
-            of its run on.
-        runs: of each of these axes the length of the runs of consecutive coordinates each of which is a group
-            of this kind, where some axis is cut into several; else empty.
+        places: coordinates of each member along these axes, in the order of the group's ranks, counted
+            from the start of the run.
+        runs: for each of these axes, the length of the runs of coordinates into which it is cut, each a group
+            of this kind; empty where no axis is cut.
     """
 
     axes: tuple[int, ...]
@@ -71,26 +71,26 @@ class Group:
 
 
 def _run(along: Sequence[int], size: int) -> int:
-    """The length of a group's run of coordinates along an axis of ``size``, if runs of that length make up
-    the axis; else the size, as of a group that is the only one of its kind."""
+    """How many consecutive coordinates a group has along an axis of ``size``, if runs of that length fill the
+    axis; else ``size``, as for a group that is the only one of its kind."""
     first, length = min(along), len(set(along))
     consecutive = max(along) - first + 1 == length
     return length if consecutive and first % length == 0 and size % length == 0 else size
 
 
 def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:
-    """How far a peer is along each axis, round the end."""
+    """The distance of a peer along each axis, counted upwards and round the end."""
     pairs = zip(coordinates(rank, mesh), coordinates(peer, mesh), mesh, strict=True)
     return tuple((b - a) % n for a, b, n in pairs)
 
 
 def shifted(rank: int, by: Sequence[int], mesh: Mesh) -> int:
-    """The rank that far away, round the end."""
+    """The rank at that distance, see :func:`offset`."""
     return int(shifted_ranks(np.array(rank), by, mesh))
 
 
 def shifted_ranks(ranks: np.ndarray, by: Sequence[int], mesh: Mesh) -> np.ndarray:
-    """For each of the ranks, the one that far away, round the end."""
+    """For each of the ranks, the one at that distance, see :func:`offset`."""
     coords = np.unravel_index(ranks, mesh)
     return np.asarray(
         np.ravel_multi_index(tuple((c + d) % n for c, d, n in zip(coords, by, mesh, strict=True)), mesh)
@@ -293,5 +293,5 @@ class ProgramBuilder:
         return np.repeat(np.array(streams, dtype=np.int8), lengths)
 
     def _column(self, index: int, dtype: type) -> np.ndarray:
-        """One field of all rows; without a list of them, for a large program has millions."""
+        """One field of all rows, without a list in between: a large program has millions of rows."""
         return np.fromiter(map(itemgetter(index), self.rows), dtype, len(self.rows))

@@ -112,8 +112,8 @@ def is_final(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool
 
 
 def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digesting = digest) -> str:
-    """One line on the cells' rows that would be final but for their digest: how many of how many, and which
-    parts have changed in how many of them; "" if there are none.
+    """A line for people on the earlier results that are run again because what made them has changed: how
+    many of how many, and in how many of them which parts of the digest changed; "" if there are none.
 
     Args:
         rows: by key; those of other cells are left out.

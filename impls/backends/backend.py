@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.options import Options
-from spbench.impls.precision import Precision
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.traffic import Traffic
 

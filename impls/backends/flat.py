@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import HeldPart
-from spbench.impls.precision import Precision
+from spbench.impls.backends.optimizer import Precision
 
 
 def padded(elements: int, size: int) -> int:

@@ -39,11 +39,10 @@ from torch import Tensor, nn
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.buffer_layout import Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
-from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of
 from spbench.impls.options import Options
-from spbench.impls.precision import Precision
 from spbench.impls.traffic import Traffic
 
 #: elements of a bucket by default: at least so many, and so many a replica

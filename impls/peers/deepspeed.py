@@ -24,7 +24,7 @@ class DeepSpeedUlysses(UlyssesPeer):
         if self.place.mesh.device_type != "cuda":
             backend = "gloo"
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it has found no other
-            # an all-reduce by shared memory, which it would compile here for minutes; it has no part in this
+            # else it would compile an all-reduce by shared memory here, for minutes, which nothing here uses
             imported("deepspeed.ops:__compatible_ops__")["deepspeed_shm_comm"] = False
         imported("deepspeed.comm:init_distributed")(backend, auto_mpi_discovery=False, verbose=False)
         layer = imported("deepspeed.sequence.layer:DistributedAttention")

@@ -1,9 +1,10 @@
 """Context parallelism of flash-linear-attention (https://github.com/fla-org/flash-linear-attention).
 
-fla has it for delta rules. Their state, without the part that rewrites it (a = b = 0 of the diagonal plus low
-rank one), is S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T, which is linear attention with decay where g is minus
-its rate. Every rank makes of its chunk the state and the D x D matrix that carries an earlier state over,
-gathers those of all ranks, and multiplies those before its own.
+fla has it for delta rules. The one whose transition is a diagonal plus a low rank rewrites nothing of its
+state where a = b = 0: S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T. This is linear attention with decay, where g
+is minus its rate. Each rank works out the state of its chunk alone and the D x D matrix that carries an
+earlier state past the chunk, gathers both from all ranks, and puts together those of the chunks before its
+own.
 """
 
 from __future__ import annotations

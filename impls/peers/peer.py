@@ -63,7 +63,7 @@ class RingPeer(Peer, RingAttention):
         self._functions = {placement: imported(path) for placement, path in self.functions.items()}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
-        # without a mask any placement is as good, and only the contiguous functions take that
+        # without a mask the placement makes no difference, and only the contiguous functions do without one
         function = self._functions[placement or "contiguous"]
         by_position = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
         o: Tensor = function(*by_position, causal=placement is not None, group=self.group)

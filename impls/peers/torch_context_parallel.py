@@ -1,7 +1,7 @@
 """Context parallelism of torch (torch.distributed.tensor.experimental): its ring attention.
 
-torch dispatches scaled_dot_product_attention to its ring for CUDA's operators alone, so here the ring's own
-functions are called, of whose arguments one is the attention to a block. That is
+torch dispatches scaled_dot_product_attention to its ring for CUDA's operators alone, so the ring's own
+functions are called here. They take the attention to one block as an argument, which is
 :mod:`spbench.impls.kernels.flash_attention` on every device.
 """
 
@@ -48,7 +48,7 @@ class TorchContextParallelOptions(PlacementOptions):
 
 @contextmanager
 def _ring_options(balanced: bool, rotate: str) -> Iterator[None]:
-    """Inside, torch's ring, whose options are the process's, has these."""
+    """Inside, torch's ring has these options, which are global to the process."""
     rings: Any = importlib.import_module(RINGS)
     options = rings._cp_options
     before = options.enable_load_balance, options.rotate_method
@@ -120,11 +120,11 @@ class TorchContextParallel(Peer, PlacedChunks):
         importlib.import_module(RINGS)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """Keys and values by either way forward and backward, and their gradients, in float32, from rank to
-        rank until they are home, after N steps.
+        """Keys and values travel as ``rotate`` says, forward and backward. Their gradients, in float32, go
+        from rank to rank for N steps, after which they are at home.
 
-        A step from rank to rank is an all-to-all whose whole share goes to one rank. It is counted like any
-        other all-to-all, as in the meters, which makes of N bytes N - 1.
+        A step from rank to rank is an all-to-all in which all of a rank's bytes go to one other. Here and in
+        the meters it is counted as any other all-to-all: (N - 1) / N of the bytes.
         """
         for site in as_sequences(sites, self.grid_dim):
             if site.kind not in self.meets or self.size == 1:

@@ -64,7 +64,7 @@ class YunchangUSP(Peer, PlacedChunks):
     rings = {"contiguous": "basic", "zigzag": "zigzag", "striped": "strip"}
 
     def load(self) -> None:
-        groups = imported("yunchang.globals:PROCESS_GROUP")  # from which layers take them as they are made
+        groups = imported("yunchang.globals:PROCESS_GROUP")  # which a layer takes them from when it is made
         assert self.place.mesh is not None
         groups.ULYSSES_PG, groups.RING_PG = (self.place.mesh.get_group(axis) for axis in self.axes)
         layer = imported("yunchang.hybrid.attn_layer:LongContextAttention")

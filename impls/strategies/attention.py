@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spbench.impls.collectives import ReusedBuffer
+from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
-from spbench.impls.kernels.matrix_products import strided_product
-from spbench.impls.kernels.reused_buffer import ReusedBuffer
+from spbench.impls.kernels.projection import strided_product
 from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
 from spbench.impls.layout import Site, Unsupported
 from spbench.impls.strategies.delegation import left_within, property_left_within
-from spbench.impls.strategies.dropout_masks import DropoutRandom
 
 #: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
 #: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.axes import ALONE, Place, union
-from spbench.impls.kernels.reused_buffer import ReusedBuffer
+from spbench.impls.collectives import ReusedBuffer
+from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.layout import (
     MEETINGS,
     SequenceDim,
@@ -38,7 +39,6 @@ from spbench.impls.layout import (
 from spbench.impls.options import Options, set_options
 from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.delegation import left_within, property_left_within
-from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.strategies.layers import LayerHooks
 from spbench.impls.strategies.planning import ParameterHooks, PlanningHooks
 

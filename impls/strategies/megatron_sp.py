@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.collectives import (
+    ReusedBuffer,
     joined,
     reduce_scatter,
     scatter_to_group,
@@ -39,7 +40,6 @@ from spbench.impls.kernels.projection import (
     project,
     weight_gradient,
 )
-from spbench.impls.kernels.reused_buffer import ReusedBuffer
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import as_sequences
 from spbench.impls.strategies.base import Site, Strategy, union

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import BackendSettings
-from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer import PRECISIONS, Optimizer, Precision, default_dtype
 from spbench.impls.composition import Composition, chunks_of
 from spbench.impls.options import set_options
-from spbench.impls.precision import PRECISIONS, Precision, default_dtype
 from spbench.impls.registries import DEFAULT_BACKEND, backend_class
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.training.interleaved import InterleavedPipeline

@@ -35,9 +35,10 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_limit_is_kept_by_the_next_process(tmp_path: Path) -> None:
-    for number in range(5):
-        DiskCache(tmp_path, limit_bytes=25).write(f"{number}{number}", b"0123456789")
-    assert len(keys(DiskCache(tmp_path, 25))) == 2
+    for limit, kept in ((25, 2), (30, 3)):
+        for number in range(5):
+            DiskCache(tmp_path, limit).write(f"{number}{number}", b"0123456789")
+        assert len(keys(DiskCache(tmp_path, limit))) == kept
 
 
 def _make(folder: Path, made: Path) -> None:

@@ -21,6 +21,7 @@ from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from spbench.plots.style import GREY, method_color, short_name, strategy_name, tint
 from tests.plots.drawn import assert_nothing_overlaps
 from tests.plots.rows import row_of
+from tests.slow import slow
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -76,19 +77,20 @@ def comparison_of(rows: list[Row]) -> pd.DataFrame:
     )
 
 
+@pytest.mark.parametrize("width", [COLUMN_INCHES, slow(PAGE_INCHES)])
 @pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
-def test_text_is_readable_and_colours_are_the_methods(scenario: str, name: str) -> None:
+def test_text_is_readable_and_colours_are_the_methods(scenario: str, name: str, width: float) -> None:
     rows = rows_of(scenario)
     draw = FIGURES.load(name)
     assert isinstance(draw, Drawing)
     assert draw.name == name
     sent = comparison_of(rows) if name in ("dsp_communication", "lasp_communication") else pd.DataFrame()
     grid = draw.grid(rows, sent)
-    for width in [PAGE_INCHES, COLUMN_INCHES][: 1 if grid.page_only else 2]:
-        figure = grid.draw(width)
-        assert figure.get_figwidth() == width
-        assert figure.axes
-        assert_nothing_overlaps(figure)
+    width = PAGE_INCHES if grid.page_only else width
+    figure = grid.draw(width)
+    assert figure.get_figwidth() == width
+    assert figure.axes
+    assert_nothing_overlaps(figure)
     # of one row, which may be lost, and of none
     for few in (rows[-1:], rows[9:10], []):
         assert_nothing_overlaps(draw.figure(few, sent))

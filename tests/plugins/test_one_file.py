@@ -15,6 +15,7 @@ import yaml
 
 import spbench
 from tests.plugins.additions import ADDITIONS, EXAMPLES, Addition, Installation, as_files, as_plugins
+from tests.slow import slow
 
 SCENARIO = """
 title: What was added
@@ -57,7 +58,7 @@ NAMES = (
 Rows = dict[tuple[str, str, str], dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[as_plugins, pytest.param(as_files, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[as_plugins, slow(as_files)])
 def installation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Installation:
     install: Callable[..., Installation] = request.param
     made = install(tmp_path_factory.mktemp(install.__name__))
@@ -69,7 +70,7 @@ def installation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return made
 
 
-@pytest.fixture(scope="module", params=[pytest.param("run", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[slow("run")])
 def report(installation: Installation) -> dict[str, Any]:
     """What `spbench run` prints of the scenario in the form that was added."""
     done = installation.spbench("run", "--scenario", "added.yaml", "--output", "rows", "--format", "yaml")
@@ -130,7 +131,7 @@ def test_virtual_and_real_ranks_agree(rows: Rows) -> None:
         assert real["measurement"][name] == virtual["measurement"][name]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("commands", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[slow("commands")])
 def plugins(installation: Installation) -> Installation:
     if len(installation.path) == 1:
         pytest.skip("for the plug-ins only, as it takes seconds and is the same for files")

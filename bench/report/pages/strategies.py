@@ -63,11 +63,8 @@ def _all(
         own = [verdict for verdict in verdicts if verdict["strategy"] == name]
         lines.append(
             {
-                "name": name,
+                **_about(name, cls),
                 "path": path_of(name),
-                "summary": in_line(cls.summary),
-                "source": in_line(cls.source),
-                "axes": ", ".join(cls.axes),
                 "verified": numbers.count_by_status(own) if own else None,
                 "same_code": {verdict["code"] for verdict in own} == {verified_code()},
                 "cells": len(numbers.uses(name, gathered.cells)),
@@ -88,15 +85,17 @@ def _all(
 def _peers() -> list[dict[str, Any]]:
     return [
         {
-            "name": name,
-            "summary": in_line(cls.summary),
-            "source": in_line(cls.source),
-            "axes": ", ".join(cls.axes),
+            **_about(name, cls),
             "requires": ", ".join(cls.requires),
             "installed": not absent(cls.requires),
         }
         for name, cls in sorted(peers().items())
     ]
+
+
+def _about(name: str, cls: type[Strategy]) -> dict[str, Any]:
+    about = {"name": name, "axes": ", ".join(cls.axes)}
+    return {**about, "summary": in_line(cls.summary), "source": in_line(cls.source)}
 
 
 # -- one of them -----------------------------------------------------------------------------------------

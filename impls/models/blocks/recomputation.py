@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from spbench.impls.strategies.dropout_masks import DropoutRandom
+from spbench.impls.kernels.dropout import DropoutRandom
 
 Output = TypeVar("Output")
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cli import exit_code
+from tests.bench.exports.rows import git
 
 #: reads the turns that were taken before it from a file, so that times are in order without waiting
 STAND_IN = """
@@ -54,12 +55,6 @@ out = Path(arguments["--output"])
 out.mkdir(parents=True)
 (out / "cells.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 """
-
-
-def git(repository: Path, *arguments: str) -> str:
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    command = ["git", *identity, "-C", str(repository), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 class Project:

@@ -56,10 +56,12 @@ def on_a_real_rank(mesh: DeviceMesh, cell: Cell, settle_s: float) -> Seen:
     return seen(Trace.of(cell, dist.get_rank(), recorder))
 
 
-def on_real_ranks(pool: RankPool, sizes: Mapping[str, int], cell: Cell, wanted: Sequence[Seen]) -> list[Seen]:
+def on_real_ranks(
+    pool: RankPool, sizes: Mapping[str, int], cell: Cell, wanted: Sequence[Seen], attempts: int = ATTEMPTS
+) -> list[Seen]:
     """What each real rank saw, with the lowest peak of a few attempts, or less if they see what is wanted."""
     lowest: list[Seen] = []
-    for attempt in range(ATTEMPTS):
+    for attempt in range(attempts):
         really = pool.run(sizes, on_a_real_rank, cell, 0.001 * 4**attempt)
         lowest = [
             min(low, seen, key=lambda s: s.peak) for low, seen in zip(lowest or really, really, strict=True)
@@ -67,3 +69,12 @@ def on_real_ranks(pool: RankPool, sizes: Mapping[str, int], cell: Cell, wanted: 
         if lowest == wanted:
             break
     return lowest
+
+
+def assert_real_ranks_send_the_same(pool: RankPool, cell: Cell) -> None:
+    """As the virtual ones, operation by operation, of every rank, and what the closed forms say."""
+    for rank, found in enumerate(pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.0)):
+        virtually = seen(virtual.trace(cell, rank))
+        assert found.counts == virtually.counts
+        assert found.difference == virtually.difference == []
+        assert found.counts

@@ -13,7 +13,8 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
-from tests.bench.engines.real_ranks import on_a_real_rank, seen
+from tests.bench.engines.real_ranks import assert_real_ranks_send_the_same
+from tests.slow import slow
 
 STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "all_gather_kv", "tensor_parallel")
 
@@ -28,22 +29,17 @@ def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
     ("strategy", "n", "checkpointing"),
     [
         *((strategy, 3, True) for strategy in ("dsp", "ulysses", "megatron_sp")),
-        pytest.param("dsp", 4, False, marks=pytest.mark.slow),
-        *(pytest.param(other, 3, True, marks=pytest.mark.slow) for other in STRATEGIES[3:]),
+        slow("dsp", 4, False),
+        *(slow(other, 3, True) for other in STRATEGIES[3:]),
     ],
 )
 def test_real_ranks_send_what_virtual_ones_do(
     pool: RankPool, strategy: str, n: int, checkpointing: bool
 ) -> None:
-    """Operation by operation, of every rank; 3 and 4 ranks do not divide the 2 places of a frame."""
+    """3 and 4 ranks do not divide the 2 places of a frame."""
     options = {"checkpointing": checkpointing, "layers": 1}
     cell = cell_of(strategy, n, precision="bf16", model_options=options)
-    really = pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.0)
-    for rank, found in enumerate(really):
-        virtually = seen(virtual.trace(cell, rank))
-        assert found.counts == virtually.counts
-        assert found.difference == virtually.difference == []
-        assert found.counts
+    assert_real_ranks_send_the_same(pool, cell)
 
 
 ST_DIT = "st-dit-tiny", {"temporal": 16, "patch": 4}, 16 * 4 * 16
@@ -57,7 +53,7 @@ SHAPES = [(*ST_DIT, 1, 16, True), (*CUBE, 0, 8, False), (*ST_DIT, 0, 8, False), 
     ("strategy", "shape"),
     [
         # each strategy in one shape, each shape with some strategies; in the slow run all with all
-        pytest.param(strategy, shape, marks=[pytest.mark.slow] if (n - m) % 4 else [])
+        slow(strategy, shape) if (n - m) % 4 else (strategy, shape)
         for n, strategy in enumerate(STRATEGIES)
         for m, shape in enumerate(SHAPES)
     ],
@@ -110,10 +106,7 @@ def test_inference_is_the_forward_of_a_training_step(strategy: str) -> None:
 
 
 def test_inference_on_real_ranks(pool: RankPool) -> None:
-    cell = inference("dsp", 3)
-    for rank, found in enumerate(pool.run({"sp": 3}, on_a_real_rank, cell, 0.0)):
-        assert found.counts == seen(virtual.trace(cell, rank)).counts
-        assert found.difference == []
+    assert_real_ranks_send_the_same(pool, inference("dsp", 3))
 
 
 @pytest.mark.parametrize(

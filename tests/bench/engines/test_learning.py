@@ -21,6 +21,7 @@ from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIA
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from tests.bench.verification.faults import BiasesNotSynchronized, OneNthGradients, OrderLossOnEveryRank
+from tests.slow import slow
 
 STEPS = 6
 #: float32 rounds to 6e-8; in so few steps it grows little
@@ -62,7 +63,7 @@ def largest(ours: Curves, theirs: Curves) -> float:
 @pytest.mark.parametrize(
     ("strategy", "sizes", "micro_batches"),
     [
-        ("tensor_parallel", {"tp": 4}, 1),
+        slow("tensor_parallel", {"tp": 4}, 1),
         ("ring_self_attention", {"sp": 4}, 1),
         ("ring_self_attention", {"sp": 2, "pp": 2}, 2),
         ("tensor_parallel", {"tp": 2, "dp": 2}, 1),
@@ -78,7 +79,7 @@ def test_curves_are_those_of_one_device(
     assert found[-1]["mlm"] < found[0]["mlm"] - 0.1
 
 
-@pytest.mark.parametrize("fault", [OneNthGradients, BiasesNotSynchronized, OrderLossOnEveryRank])
+@pytest.mark.parametrize("fault", [OneNthGradients, slow(BiasesNotSynchronized), OrderLossOnEveryRank])
 def test_a_fault_shows(pool: RankPool, alone: Curves, fault: type[Strategy]) -> None:
     assert largest(curves(pool, cell("ring_self_attention", {"sp": 4}), fault), alone) > VISIBLE
 

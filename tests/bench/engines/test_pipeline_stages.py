@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import pipeline_stages, virtual
-from spbench.bench.engines.pipeline_stages import put_together
+from spbench.bench.engines import virtual
+from spbench.bench.engines.pipeline_stages import NotAlike, Turns, put_together
 from spbench.bench.engines.traces import ClassTraces, Trace
-from spbench.bench.engines.turns import NotAlike, Turns
 from spbench.impls.models.blocks.decoder import DecoderBlock
 from spbench.impls.training.pipeline import StageRun
 from tests.bench.meters.same_traces import differences
+from tests.slow import slow
 
 #: ranks of the pipeline, a layer each: the first holds 7 micro-batches, the last none
 PP = 8
@@ -79,7 +79,7 @@ def check(cell: Cell, traced: list[int]) -> set[int]:
         # Adam's moments are made by the first of two steps, and gradients summed in the last backward
         ({"training": {"backend": "megatron", "moments": "later", "steps": 2}}, {1}),
         # roles in a ring; what a stage sends is gathered on the next
-        ({"strategy": "megatron_sp+ring_attention", "sizes": {"pp": PP, "tp": 2, "sp": 2}}, {1}),
+        slow({"strategy": "megatron_sp+ring_attention", "sizes": {"pp": PP, "tp": 2, "sp": 2}}, {1}),
         (
             {"training": {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 8}, "batch": 8,
              "model_options": {"layers": 2 * PP}},
@@ -153,7 +153,7 @@ def a_kernel_slower(trace: Trace) -> Trace:
 
 
 @pytest.mark.parametrize(("fault", "field"), [(a_storage_larger, "sizes"), (a_kernel_slower, "flops")])
-@pytest.mark.parametrize("proof", [True, False])
+@pytest.mark.parametrize("proof", [True, slow(False)])
 def test_a_fault_is_seen(
     fault: Callable[[Trace], Trace],
     field: str,
@@ -162,11 +162,11 @@ def test_a_fault_is_seen(
     traced: list[int],
 ) -> None:
     """By the proof, so that each stage is traced; without it, by these tests."""
-    monkeypatch.setattr(pipeline_stages, "put_together", lambda *args: fault(put_together(*args)))
+    monkeypatch.setattr(virtual, "put_together", lambda *args: fault(put_together(*args)))
     if proof:
         assert check(cell_of(), traced) == set()
         return
-    monkeypatch.setattr(pipeline_stages, "same", lambda ours, theirs: True)
+    monkeypatch.setattr(virtual, "same", lambda ours, theirs: True)
     with pytest.raises(AssertionError, match=field):
         check(cell_of(), traced)
 

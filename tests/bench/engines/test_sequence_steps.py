@@ -14,7 +14,8 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.models.model import models
-from tests.bench.engines.real_ranks import on_a_real_rank, seen
+from tests.bench.engines.real_ranks import assert_real_ranks_send_the_same
+from tests.slow import slow
 
 STRATEGIES = {"ulysses": "sp", "megatron_sp": "tp", "ring_attention": "sp", "all_gather_kv": "sp"}
 #: each strategy with models that it can run
@@ -29,6 +30,8 @@ PAIRS = [
     ("ring_attention", "linear-transformer-tiny"),
     ("all_gather_kv", "causal-transformer-tiny"),
 ]
+#: real ranks run the others in :mod:`tests.bench.engines.test_peaks`, without checkpointing
+REALLY = [pair if pair[1] != "causal-transformer-tiny" else slow(*pair) for pair in PAIRS]
 
 
 def cell_of(strategy: str, n: int, model: str, **changes: Any) -> Cell:
@@ -36,27 +39,22 @@ def cell_of(strategy: str, n: int, model: str, **changes: Any) -> Cell:
     return Cell.model_validate(options | {"seq_len": 24} | changes)
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-@pytest.mark.parametrize(("strategy", "model"), PAIRS)
+@pytest.mark.parametrize("checkpointing", [slow(False), True])
+@pytest.mark.parametrize("n", [2, slow(3), slow(4)])
+@pytest.mark.parametrize(("strategy", "model"), REALLY)
 def test_real_ranks_send_what_virtual_ones_do(
     pool: RankPool, strategy: str, n: int, model: str, checkpointing: bool
 ) -> None:
-    """Operation by operation. Their peaks are compared elsewhere, for Gloo copies what it reduce-scatters."""
+    """Their peaks are compared elsewhere, for Gloo copies what it reduce-scatters."""
     cell = cell_of(strategy, n, model, precision="bf16", model_options={"checkpointing": checkpointing})
-    really = pool.run({STRATEGIES[strategy]: n}, on_a_real_rank, cell, 0.0)
-    for rank, found in enumerate(really):
-        virtually = seen(virtual.trace(cell, rank))
-        assert found.counts == virtually.counts
-        assert found.difference == virtually.difference == []
-        assert found.counts
+    assert_real_ranks_send_the_same(pool, cell)
 
 
 def of_settings() -> Iterator[Any]:
     """Ranks, checkpointing and precision, of which two combinations are of every run."""
     for settings in product((2, 4, 8, 64), (False, True), ("fp16", "fp32", "fp64")):
         always = settings in ((2, True, "fp32"), (64, False, "fp16"))
-        yield pytest.param(*settings, marks=[] if always else pytest.mark.slow)
+        yield settings if always else slow(*settings)
 
 
 @pytest.mark.parametrize(("n", "checkpointing", "precision"), [*of_settings()])

@@ -14,6 +14,7 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.search.quantities import Candidates
 from spbench.bench.search.search import largest_that_fits
 from tests.bench.engines.cells import write_cluster
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 
@@ -141,16 +142,13 @@ def searching(folder: Path, mib: int, strategy: str, sizes: dict[str, int], **ch
 @pytest.mark.parametrize(
     ("strategy", "sizes", "changes", "multiple"),
     [
-        pytest.param("megatron_sp+ring_self_attention", {"tp": 2, "sp": 3}, {}, 6, marks=pytest.mark.slow),
-        pytest.param(
-            "tensor_parallel+ring_self_attention", {"tp": 2, "sp": 3}, {}, 3, marks=pytest.mark.slow
-        ),
-        pytest.param(
+        slow("megatron_sp+ring_self_attention", {"tp": 2, "sp": 3}, {}, 6),
+        slow("tensor_parallel+ring_self_attention", {"tp": 2, "sp": 3}, {}, 3),
+        slow(
             "ulysses+ring_self_attention",
             {"sp": 2, "cp": 2},
             {"search": {"quantity": "seq_len", "step": 2}},
             8,
-            marks=pytest.mark.slow,
         ),
         # a zigzag's rank has two chunks, so that a multiple of the ranks is not enough
         (

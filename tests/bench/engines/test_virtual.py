@@ -27,11 +27,12 @@ from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.traffic import Traffic
 from tests.bench.engines.cells import AXES, cell_of, write_cluster
 from tests.bench.engines.real_ranks import on_real_ranks, seen
+from tests.slow import slow
 
 RANKS = [
     ("single", 1),
     *((strategy, 2) for strategy in AXES),
-    *(pytest.param(strategy, n, marks=pytest.mark.slow) for strategy in AXES for n in (1, 3, 4)),
+    *(slow(strategy, n) for strategy in AXES for n in (1, 3, 4)),
 ]
 
 
@@ -41,10 +42,10 @@ RANKS = [
         ("bert-tiny", "fp32", False),
         ("bert-tiny", "fp16", True),
         ("bert-tiny-linformer", "fp16", False),
-        pytest.param("bert-tiny", "fp16", False, marks=pytest.mark.slow),
-        pytest.param("bert-tiny", "fp32", True, marks=pytest.mark.slow),
-        pytest.param("bert-tiny-linformer", "fp32", False, marks=pytest.mark.slow),
-        pytest.param("bert-tiny-linformer", "fp16", True, marks=pytest.mark.slow),
+        slow("bert-tiny", "fp16", False),
+        slow("bert-tiny", "fp32", True),
+        slow("bert-tiny-linformer", "fp32", False),
+        slow("bert-tiny-linformer", "fp16", True),
     ],
 )
 @pytest.mark.parametrize(("strategy", "n"), RANKS)
@@ -71,7 +72,7 @@ def test_virtual_ranks_are_as_real_ones(
         ({"layers": 1, "linformer": 32}, "bf16"),
         ({"layers": 1, "checkpointing": True}, "fp64"),
         *(
-            pytest.param(changes, precision, marks=pytest.mark.slow)
+            slow(changes, precision)
             for changes, others in (
                 ({}, ("bf16", "fp64")),
                 ({"layers": 1, "linformer": 32}, ("fp16", "fp64")),
@@ -200,8 +201,10 @@ def test_two_traces_are_equal(strategy: str) -> None:
     assert first.communication.counts == second.communication.counts
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("strategy", AXES)
+@pytest.mark.parametrize(
+    ("strategy", "checkpointing"),
+    [("tensor_parallel", True), ("ring_self_attention", False), *map(slow, AXES, (False, True))],
+)
 def test_tensors_die_by_the_program_not_by_the_garbage_collector(strategy: str, checkpointing: bool) -> None:
     """Else a peak would depend on when Python looks for cycles; real ranks do not turn that off."""
     cell = cell_of(strategy, 2, model_options={"checkpointing": checkpointing})

@@ -18,7 +18,7 @@ from spbench.bench.engines.trace_cache import trace_key
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.memory import MemoryLog
-from spbench.impls.kernels.matrix_products import accumulate_mm_, te_accumulate_mm_, te_mm
+from spbench.impls.kernels.projection import accumulate_mm_, te_accumulate_mm_, te_mm
 from spbench.impls.rings import keyed_steps
 from spbench.impls.strategies.base import Unsupported
 

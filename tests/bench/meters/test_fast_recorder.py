@@ -19,6 +19,7 @@ from spbench.bench.meters import fast_recorder
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.impls.registries import backends, strategies
 from tests.bench.meters.same_traces import differences
+from tests.slow import mostly_slow
 
 #: the model that each strategy is traced on; the others run BERT
 MODELS = {
@@ -82,7 +83,7 @@ _IN_EVERY_RUN = {
 
 def in_every_run(names: Iterable[str]) -> list[Any]:
     """Names of cells, for a test's parameters: those that are not in every run are marked slow."""
-    return [name if name in _IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return mostly_slow(names, *_IN_EVERY_RUN)
 
 
 def plain(asked: Cell, rank: int, monkeypatch: pytest.MonkeyPatch) -> Trace:

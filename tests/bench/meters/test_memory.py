@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,8 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
 from spbench.bench.engines.setup import set_up
-from spbench.bench.meters.memory import MemoryLog, rounded
+from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.meters.allocator import rounded
+from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.meters.recorder import Recorder
+from spbench.impls.layout import Unsupported
+from tests.bench.engines.cells import cell_of
 
 
 @pytest.fixture(autouse=True)
@@ -254,3 +259,18 @@ def test_checkpointing_lowers_the_peak(strategy: str, axis: str) -> None:
     assert peaks[1].nbytes < peaks[0].nbytes / 2
     assert peaks[1].held["activations"] < peaks[0].held["activations"] / 2
     assert peaks[1].held["parameters"] == peaks[0].held["parameters"]
+
+
+@pytest.mark.parametrize("plain", ["", "1"])
+def test_more_bytes_than_64_bits_count(monkeypatch: pytest.MonkeyPatch, plain: str) -> None:
+    """The scores of 2**28 positions are out of memory, those of 2**29 have too large a sum, and of 2**30 not
+    even a fake tensor can be."""
+    monkeypatch.setenv(virtual.PLAIN_TRACE, plain)
+    longs = [
+        cell_of("tensor_parallel", 2, batch=1, seq_len=2**n, cluster="piz-daint-p100") for n in (28, 29, 30)
+    ]
+    assert VirtualEngine().measure(longs[0]).status == "oom"
+    shape = re.escape(f"[6, {2**30}, {2**30}]")
+    for long, what in zip(longs[1:], ("what is alive at once", f"a tensor of shape {shape}"), strict=True):
+        with pytest.raises(Unsupported, match=f"{what} has more bytes than 64 bits count; choose a smaller"):
+            VirtualEngine().measure(long)

@@ -13,6 +13,7 @@ from spbench.bench.meters import repeated_steps
 from spbench.impls.rings import Key, keyed_steps
 from spbench.impls.training import pipeline
 from tests.bench.meters.same_traces import differences
+from tests.slow import slow
 
 STAGES, MICRO_BATCHES = 3, 10
 
@@ -68,7 +69,7 @@ def differences_of_steps(asked: Cell, rank: int, micro_batches: MicroBatches) ->
     [
         # what runs ahead, as many again until what dies was born in the steady state, two alike, first, last
         (1, 6),
-        pytest.param(0, 8, marks=pytest.mark.slow),
+        slow(0, 8),
         # the losses are kept; the first, two alike, the last
         (2, 5),
     ],

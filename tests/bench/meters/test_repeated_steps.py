@@ -21,6 +21,7 @@ from spbench.impls.strategies.placements import PLACEMENTS, PlacedChunks
 from tests.bench.engines.cells import supported
 from tests.bench.meters.same_traces import differences
 from tests.bench.meters.shortened_loops import N, Steps, cell, differences_of_loops
+from tests.slow import slow
 
 RANKS = (0, N // 2, N - 1)
 TINY = [name for name in models() if "-tiny" in name]
@@ -36,9 +37,7 @@ def check_ranks(asked: Cell, steps: Steps, ranks: Sequence[int] = RANKS) -> None
 
 
 #: in every run the middle rank, which has owners of lower and of higher ranks
-of_ranks = pytest.mark.parametrize(
-    "ranks", [RANKS[1:2], pytest.param(RANKS, marks=pytest.mark.slow)], ids=str
-)
+of_ranks = pytest.mark.parametrize("ranks", [RANKS[1:2], slow(RANKS)], ids=str)
 
 
 @of_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,20 @@ def test_what_is_not_judged_is_said(new: dict[str, Any], note: str) -> None:
     assert unjudged == ({"a"} if "only changes" not in note else set())
     assert changes == {}
     assert any(note in line for line in notes), notes
+
+
+def test_how_much_could_be_seen_is_said() -> None:
+    """A t-test of n rounds a side knows a change to about t * deviation * sqrt(2 / n), here 5.9%."""
+    _, _, (note,) = measured_changes(*Machine(seed=5, deviation=0.05).rows(METRICS, 12))
+    half, worst = (float(share) for share in re.findall(r"to within ([\d.]+)%", note))
+    assert 4 < half < 8
+    assert half < worst < 20
+
+
+def test_a_median_and_a_minimum_that_disagree_are_no_change() -> None:
+    new = one_process(3.0, 40)
+    new["a"]["measurement"]["step_time_samples_s"][0] = 0.1
+    assert measured_changes(one_process(samples=40), new)[0] == {}
 
 
 def test_of_one_process_a_side_much_is_found() -> None:

@@ -11,6 +11,7 @@ from spbench.bench.engines import virtual
 from spbench.bench.meters.memory import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
 from tests.bench.engines.cells import cell_of
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 
@@ -47,21 +48,18 @@ CASES = [
 
 def cases(*always: int) -> pytest.MarkDecorator:
     """A parameter for each of the cases, of which only these are always run."""
-    marked = [
-        pytest.param(*case, marks=[] if number in always else pytest.mark.slow)
-        for number, case in enumerate(CASES)
-    ]
+    marked = [case if number in always else slow(*case) for number, case in enumerate(CASES)]
     return pytest.mark.parametrize(("strategy", "n", "changes"), marked)
 
 
-@cases(1, 2)
+@cases(1)
 def test_length(strategy: str, n: int, changes: dict[str, Any]) -> None:
     trace = tracer("seq_len", strategy, n, **changes)
     predict = PeakModel(trace, [96, 192, 288], 6)
     assert predict(1536) == pytest.approx(trace(1536, 6).peak().nbytes, rel=1e-3)
 
 
-@cases(0, 3)
+@cases(0)
 def test_batch(strategy: str, n: int, changes: dict[str, Any]) -> None:
     trace = tracer("batch", strategy, n, **changes)
     predict = PeakModel(trace, [2, 4], 6)
@@ -69,6 +67,7 @@ def test_batch(strategy: str, n: int, changes: dict[str, Any]) -> None:
         assert predict(batch) == pytest.approx(trace(batch, 6).peak().nbytes, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_real_size() -> None:
     trace = tracer("seq_len", "ring_self_attention", 4, model="bert-base", batch=16)
     predict = PeakModel(trace, [128, 256, 384], 12)

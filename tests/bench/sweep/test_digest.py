@@ -29,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("kept_traces")
 
 SCENARIO = """
 title: Own cluster
-defaults: {model: bert-tiny, seq_len: 64, precision: fp16, search: {quantity: batch, limit: 65536}}
+defaults:
+  {model: bert-tiny, model_options: {layers: 1}, seq_len: 64, precision: fp16,
+   search: {quantity: batch, limit: 65536}}
 groups:
   - {strategy: single, cluster: own.yaml}
   - {strategy: single, cluster: piz-daint-p100}

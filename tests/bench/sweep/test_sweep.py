@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from spbench.bench.cell import Cell, Learning
+from spbench.bench.cli import exit_code
+from spbench.bench.declarations import kept_on_disk
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Outcome
 from spbench.bench.sweep.results import ResultsFile, read_rows
@@ -122,8 +125,17 @@ def test_full_disk_ends_the_sweep_and_its_processes(tmp_path: Path, monkeypatch:
 # -- real interruptions of a real command ----------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def _code_was_asked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the commands below ask of the code is on disk, so that none of them imports torch for it."""
+    command = Command(tmp_path_factory.mktemp("asked"))
+    with pytest.MonkeyPatch.context() as patched, kept_on_disk():
+        patched.setattr("spbench.bench.sweep.sweep.sweep", partial(sweep, run=fakes.answer))
+        assert exit_code(command.arguments) == 0
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[Command]:
+def command(tmp_path: Path, _code_was_asked: None) -> Iterator[Command]:
     command = Command(tmp_path)
     yield command
     command.end()

@@ -25,6 +25,7 @@ from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 from tests.bench.verification.assertions import assert_green
+from tests.slow import slow
 
 TINY = [name for name in models() if "-tiny" in name]
 PARALLEL = [cls for cls in strategies().values() if cls.axes]
@@ -57,11 +58,15 @@ ONE_OF_EACH_KIND = ["bert-tiny", "tnl-tiny", "st-dit-tiny"]
 
 
 def in_float64() -> Iterator[Any]:
-    """Strategies, models, ranks and parts; by default on three ranks: a first, a middle and a last one."""
-    for number, (strategy, model) in enumerate(product(strategies(), TINY)):
-        whole = model not in ONE_OF_EACH_KIND
-        marks = pytest.mark.slow if whole and number % 2 else ()
-        parts = ["model"] if whole else None
+    """Strategies, models, ranks and parts; by default on three ranks: a first, a middle and a last one.
+
+    By default a strategy runs a model of each kind of attention and a third of the others, another third than
+    the strategy before it. Every other model has its parts alone, too, which name what is wrong in the whole.
+    """
+    for (i, strategy), (j, model) in product(enumerate(strategies()), enumerate(TINY)):
+        kind = model in ONE_OF_EACH_KIND
+        marks = () if kind or (i + j) % 3 == 0 else pytest.mark.slow
+        parts = None if kind and (i + j) % 2 == 0 else ["model"]
         yield pytest.param(strategy, model, {3}, parts, id=f"{strategy}-{model}-3", marks=marks)
         yield pytest.param(
             strategy, model, {1, 2, 3, 4}, None, marks=pytest.mark.slow, id=f"{strategy}-{model}-all"
@@ -104,11 +109,7 @@ def covering_all_collectives() -> list[type[Strategy]]:
 #: a lower precision is the strategy's business more than the model's
 IN_LOWER_PRECISION = [
     *(pytest.param(cls, "bf16", ONE_OF_EACH_KIND) for cls in covering_all_collectives()),
-    *(
-        pytest.param(cls, dtype, TINY, marks=pytest.mark.slow)
-        for cls in PARALLEL
-        for dtype in ("bf16", "fp32", "fp16")
-    ),
+    *(slow(cls, dtype, TINY) for cls in PARALLEL for dtype in ("bf16", "fp32", "fp16")),
 ]
 
 
@@ -125,7 +126,7 @@ def test_lower_precision_is_at_its_noise_floor(
     ("softmax", "seq_len"),
     [
         *(("fused", 20), ("plain", 20), ("megatron", 20), ("megatron", 16)),  # a kernel of more than 16 keys
-        *(pytest.param(softmax, 16, marks=pytest.mark.slow) for softmax in ("fused", "plain")),
+        *(slow(softmax, 16) for softmax in ("fused", "plain")),
     ],
 )
 @pytest.mark.parametrize("mask_shape", ["keys", "square"])
@@ -153,7 +154,7 @@ def with_first_models() -> Iterator[Any]:
     """The pairs of CAN_RUN, in every run those with the first model of each strategy."""
     for strategy, model in CAN_RUN:
         first = next(name for cls, name in CAN_RUN if cls is strategy)
-        yield pytest.param(strategy, model, marks=[] if model == first else pytest.mark.slow)
+        yield (strategy, model) if model == first else slow(strategy, model)
 
 
 @pytest.mark.parametrize(("strategy", "model"), [*with_first_models()])

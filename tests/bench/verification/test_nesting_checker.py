@@ -12,6 +12,7 @@ from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting, pairs
 from tests.bench.verification.assertions import assert_green
+from tests.slow import slow
 
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")
 LINEAR = model_preset("tnl-tiny", {"attention_norm": "head"})
@@ -52,8 +53,13 @@ def test_every_pair_on_every_tiny_model_and_variant() -> None:
 # -- options, and three around each other ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["striped", "zigzag"])
-@pytest.mark.parametrize("outer", ["tensor_parallel", "megatron_sp", "ulysses"])
+@pytest.mark.parametrize(
+    ("outer", "placement"),
+    [
+        *(("tensor_parallel", "zigzag"), ("megatron_sp", "striped"), ("ulysses", "zigzag")),
+        *(slow("tensor_parallel", "striped"), slow("megatron_sp", "zigzag"), slow("ulysses", "striped")),
+    ],
+)
 def test_placements_of_a_ring_within(pool: RankPool, outer: str, placement: str) -> None:
     strategy = nesting(f"{outer}+ring_attention")
     case = Case(strategy, DECODER, "model", options={"placement": placement})

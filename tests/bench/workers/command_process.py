@@ -39,13 +39,13 @@ class Command:
             GATE: str(self.gate),
             LOG: str(self.log),
         }
-        self.command = [sys.executable, "-m", __name__, "run", "--scenario", str(file)]
-        self.command += ["--output", str(folder / "out"), "--jobs", "2", *options]
+        self.arguments = ["run", "--scenario", str(file), "--output", str(folder / "out"), "--jobs", "2"]
+        self.arguments += options
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
         self.process = subprocess.Popen(
-            self.command,
+            [sys.executable, "-m", __name__, *self.arguments],
             env=self.environment,
             cwd=self.folder,
             start_new_session=True,

@@ -30,14 +30,15 @@ from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
+from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
 from spbench.impls.models.model import model_preset
-from spbench.impls.precision import PRECISIONS, default_dtype
 from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.training.step import Training, initialize
 from tests.bench.verification import backend_faults as faults
 from tests.bench.verification.assertions import assert_green
+from tests.slow import mostly_slow
 
 LENGTH, STEPS = 24, 2
 #: reordered sums make errors of 1e-14, a wrong factor or a missing part far more than this
@@ -116,14 +117,27 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
     return errors
 
 
-SIZES = [
-    pytest.param("lasp", {"sp": 2}, 1, marks=pytest.mark.slow),
-    pytest.param("lasp", {"dp": 2, "sp": 2}, 1, marks=pytest.mark.slow),
+SIZES: list[tuple[str, dict[str, int], int]] = [
     ("lasp", {"sp": 2, "dp": 2}, 1),  # another order of the mesh
-    ("tensor_parallel", {"dp": 2, "tp": 2}, 2),
     ("single", {"dp": 3}, 1),  # uneven shards
+    ("tensor_parallel", {"dp": 2, "tp": 2}, 2),
     ("single", {}, 2),
+    ("lasp", {"sp": 2}, 1),
+    ("lasp", {"dp": 2, "sp": 2}, 1),
 ]
+
+
+def trained() -> Iterator[Any]:
+    """Backends and sizes, by default the first two sizes; with several micro-batches, every other backend."""
+    for number, backend in enumerate(backends()):
+        for place, (strategy, sizes, micro_batches) in enumerate(SIZES):
+            often = place < 2 or (place < 4 and number % 2 == place % 2)
+            mesh = "x".join(f"{axis}{n}" for axis, n in sizes.items())
+            yield pytest.param(
+                cell(backend, strategy, micro_batches, sizes=sizes, mesh=[*sizes]),
+                id=f"{backend}-{strategy}-{mesh}-{micro_batches}",
+                marks=() if often else pytest.mark.slow,
+            )
 
 
 def assert_right(pool: RankPool, asked: Cell, cls: type[Backend]) -> None:
@@ -141,13 +155,9 @@ def assert_first_wrong(pool: RankPool, asked: Cell, fault: type[Backend], where:
         assert not any(name.startswith("elements") for name in wrong)
 
 
-@pytest.mark.parametrize(("strategy", "sizes", "micro_batches"), SIZES)
-@pytest.mark.parametrize("backend", backends())
-def test_gradients_and_updates_are_those_of_one_device(
-    pool: RankPool, backend: str, strategy: str, sizes: dict[str, int], micro_batches: int
-) -> None:
-    asked = cell(backend, strategy, micro_batches, sizes=sizes, mesh=[*sizes])
-    assert_right(pool, asked, backends()[backend])
+@pytest.mark.parametrize("asked", [*trained()])
+def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
+    assert_right(pool, asked, backends()[asked.training.backend])
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
@@ -177,8 +187,10 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: st
     assert_first_wrong(pool, cell(fault.name, sizes={"dp": 2, "sp": 2}), fault, where)
 
 
-@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)), 4])
-@pytest.mark.parametrize("backend", [name for name in backends() if name != "legacy_ddp"])
+@pytest.mark.parametrize("n", mostly_slow((1, 3, 4), 4))
+@pytest.mark.parametrize(
+    "backend", mostly_slow(sorted({*backends()} - {"legacy_ddp"}), "megatron", "zero3", "fsdp_flat")
+)
 def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
     for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):
         case = Case(strategy_class(strategy), model_preset(model), "model", seq_len=LENGTH, backend=backend)
@@ -258,7 +270,7 @@ HELD: dict[str, Callable[[int], tuple[float, float]]] = {
 }
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("n", mostly_slow((2, 8), 8))
 @pytest.mark.parametrize("backend", backends())
 def test_what_is_held_between_steps(backend: str, n: int) -> None:
     at_peak, elements = heavy_run(backend, n).peak_held, model_parameters(heavy(backend, n))

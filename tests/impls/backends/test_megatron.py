@@ -16,13 +16,13 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import model_parameters
 from spbench.bench.engines.virtual import VirtualEngine, only_plain_traces
-from spbench.bench.meters.memory import GRANULE
+from spbench.bench.meters.allocator import GRANULE
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron, MegatronOptions
-from spbench.impls.precision import PRECISIONS
+from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
@@ -34,6 +34,7 @@ from tests.impls.backends.test_backends import (
     assert_sends_its_closed_form,
     cell,
 )
+from tests.slow import slow
 
 SHARDED = {"distributed_optimizer": True}
 #: buckets of a few hundred elements, so that the tiny models have several
@@ -54,7 +55,7 @@ VALUES = [
     ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE),
     ("single", {"dp": 2, "pp": 2}, GATHERED_LATE),
     *(
-        pytest.param(*value, marks=pytest.mark.slow)
+        slow(*value)
         for value in (
             ("lasp", {"dp": 2, "sp": 2}, SHARDED),
             ("lasp", {"sp": 2, "dp": 2}, BUCKETS),
@@ -102,10 +103,10 @@ def test_planted_faults_are_seen(
     ("strategy", "sizes", "options", "precision"),
     [
         ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE, "bf16"),
-        pytest.param("lasp", {"sp": 2, "dp": 2}, SHARDED, "fp16", marks=pytest.mark.slow),
-        pytest.param("lasp", {"dp": 3}, SHARDED, "fp32", marks=pytest.mark.slow),
-        pytest.param("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16", marks=pytest.mark.slow),
-        pytest.param("single", {"pp": 2, "dp": 2}, GATHERED_LATE, "bf16", marks=pytest.mark.slow),
+        slow("lasp", {"sp": 2, "dp": 2}, SHARDED, "fp16"),
+        slow("lasp", {"dp": 3}, SHARDED, "fp32"),
+        slow("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16"),
+        slow("single", {"pp": 2, "dp": 2}, GATHERED_LATE, "bf16"),
     ],
 )
 def test_closed_form_virtual_and_real_ranks_send_the_same(
@@ -255,7 +256,7 @@ def in_stages(options: dict[str, Any], **changed: Any) -> Cell:
     return megatron("single", 4, options, **changed, model_options={"layers": 4, "tied": True})
 
 
-SLOW = [pytest.param(o, marks=pytest.mark.slow) for o in ({**INTERLEAVED, **SHARDED}, INTERLEAVED)]
+SLOW = [slow(o) for o in ({**INTERLEAVED, **SHARDED}, INTERLEAVED)]
 
 
 @pytest.mark.parametrize("options", [{**INTERLEAVED, **GATHERED_LATE}, *SLOW])

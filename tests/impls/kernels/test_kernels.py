@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from spbench.impls.kernels import dropout_attention, matrix_products, rotary, swiglu  # noqa: F401  # operators
+from spbench.impls.kernels import dropout_attention, projection, rotary, swiglu  # noqa: F401  # operators
 from spbench.impls.kernels.bias_gelu import bias_gelu
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.kernels.dropout import bias_dropout_add, masked_dropout

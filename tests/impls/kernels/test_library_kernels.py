@@ -8,12 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.cross_entropy import cross_entropy_in_place
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
-from spbench.impls.kernels.matrix_products import strided_product
-from spbench.impls.kernels.projection import Placeholders, fuse_accumulation, mark_library, project
-from spbench.impls.kernels.reused_buffer import ReusedBuffer
+from spbench.impls.kernels.projection import (
+    Placeholders,
+    fuse_accumulation,
+    mark_library,
+    project,
+    strided_product,
+)
 from spbench.impls.kernels.rotary import fused_rotary, rotated
 from spbench.impls.kernels.softmax import softmax_of_scores
 from spbench.impls.kernels.swiglu import swiglu

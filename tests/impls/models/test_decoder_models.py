@@ -26,6 +26,7 @@ from spbench.impls.models.tnl import decay_rates, slopes
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
+from tests.slow import slow
 
 DECODERS = [name for name, model in models().items() if isinstance(model, DecoderModel)]
 TINY = [name for name in DECODERS if "-tiny" in name]
@@ -253,8 +254,8 @@ def cell(model: str, **changes: Any) -> Cell:
     [
         ({"tp": 2, "pp": 2}, True),
         ({"tp": 2, "dp": 2}, False),
-        pytest.param({"tp": 4}, True, marks=pytest.mark.slow),
-        pytest.param({"tp": 2}, False, marks=pytest.mark.slow),
+        slow({"tp": 4}, True),
+        slow({"tp": 2}, False),
     ],
 )
 def test_tensor_parallelism_sends_what_its_formula_says(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from spbench.impls.composition import Stage
 from spbench.impls.models.blocks.grid_blocks import GridModel
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
@@ -97,3 +98,11 @@ def test_tokens_are_the_patches(name: str) -> None:
     assert model.tokens(3, length) == inputs["noisy"].numel() // model.token_channels
     assert model.tokens(3, length) * model.patch == 3 * length
     assert model_preset("bert-tiny").tokens(3, length) == 3 * length
+
+
+@pytest.mark.parametrize("name", ["st-dit-tiny", "transformer-3d-tiny"])
+def test_there_are_no_pipeline_stages(name: str) -> None:
+    stage, model = Stage(0, 2), model_preset(name)
+    for ask in (lambda: model.build(Strategy(), 24, stage), lambda: model.sites(1, 24, 1, stage)):
+        with pytest.raises(Unsupported, match="has no pipeline stages; use pp 1"):
+            ask()

@@ -10,7 +10,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import trace
 from spbench.bench.meters.prices import PRODUCTS
 from spbench.bench.simulator.program import ATTENTION
-from spbench.impls.kernels.matrix_products import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
+from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 B, L, Z, A, LAYERS = 2, 64, 12, 4, 2
 #: FLOPs of one product of all queries with all keys, or of scores with values

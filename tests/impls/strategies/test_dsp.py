@@ -22,6 +22,7 @@ from spbench.impls.strategies.attention import Grid, part_of
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
 from tests.bench.verification.assertions import assert_green
+from tests.slow import slow
 
 # -- plans -------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ CUBE = {"leading": (5, 3), "layers": 1}
         ("transformer-3d-tiny", CUBE, 15, 2),  # one place only
     ],
 )
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("n", [slow(2), 3, 4])
 def test_dims_that_ranks_do_not_divide(
     pool: RankPool, n: int, model: str, options: dict[str, Any], seq_len: int, grid_dim: int
 ) -> None:

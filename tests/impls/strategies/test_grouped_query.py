@@ -21,8 +21,9 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
-from tests.bench.engines.real_ranks import on_a_real_rank, seen
+from tests.bench.engines.real_ranks import assert_real_ranks_send_the_same
 from tests.bench.verification.assertions import assert_green
+from tests.slow import mostly_slow, slow
 
 #: 12 heads, 4 of keys and values, norms of queries and keys
 MODEL = "causal-transformer-tiny-gqa"
@@ -95,15 +96,15 @@ def on_ranks() -> Iterator[Any]:
     """Strategies, their ranks and options; of 3 ranks, and of 4 where heads are split, in the default run."""
     for strategy in (*SPLITTING, "ulysses"):
         for n in (2, 3, 4):
-            yield pytest.param(strategy, n, {}, marks=[] if n > 2 else pytest.mark.slow)
+            yield (strategy, n, {}) if n > 2 else slow(strategy, n, {})
     for placement in PLACEMENTS:
         for n in (2, 3):
-            marks = [] if (n, placement) == (3, "zigzag") else pytest.mark.slow
-            yield pytest.param("ring_attention", n, {"placement": placement}, marks=marks)
+            case = "ring_attention", n, {"placement": placement}
+            yield case if (n, placement) == (3, "zigzag") else slow(*case)
     yield "single", 1, {}
 
 
-@pytest.mark.parametrize("kv_heads", [4, pytest.param(2, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("kv_heads", [4, slow(2), 1])
 @pytest.mark.parametrize(("strategy", "n", "options"), [*on_ranks()])
 def test_outputs_and_gradients(
     pool: RankPool, strategy: str, n: int, options: Mapping[str, Any], kv_heads: int
@@ -118,14 +119,14 @@ def worst(pool: RankPool, strategy: str, sizes: dict[str, int], kv_heads: int) -
     return max((f.found.error, f.tensor) for rank in pool.run(sizes, check_rank, case) for f in rank)
 
 
-@pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("kv_heads", [slow(4), 1])
 @pytest.mark.parametrize("outer", SPLITTING)
 @pytest.mark.parametrize("inner", ["ring_attention", "ulysses"])
 def test_around_each_other(pool: RankPool, outer: str, inner: str, kv_heads: int) -> None:
     assert worst(pool, f"{outer}+{inner}", {"tp": 2, "sp": 2}, kv_heads)[0] < 1e-10
 
 
-@pytest.mark.parametrize("backend", sorted(backends()))
+@pytest.mark.parametrize("backend", mostly_slow(sorted(backends()), "fsdp_flat", "megatron", "zero3"))
 def test_backends_hold_replicas(pool: RankPool, backend: str) -> None:
     case = Case(TensorParallel, grouped(2), "model", backend=backend)
     assert_green(pool, case, 4)
@@ -140,8 +141,8 @@ def cell(strategy: str, sizes: dict[str, int], kv_heads: int, **changes: Any) ->
     return Cell.model_validate(settings | {"model_options": options, "cluster": "dgx-a100"} | changes)
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6, 12))])
+@pytest.mark.parametrize("precision", ["fp16", slow("fp32")])
+@pytest.mark.parametrize("n", mostly_slow((2, 4, 6, 12), 4))
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("strategy", SPLITTING)
 def test_formula_is_what_virtual_ranks_send(strategy: str, kv_heads: int, n: int, precision: str) -> None:
@@ -155,10 +156,7 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, kv_heads: int, n: int
 
 
 @pytest.mark.parametrize("backend", sorted(backends()))
-@pytest.mark.parametrize(
-    "strategy",
-    ["megatron_sp+ring_attention", pytest.param("tensor_parallel+ring_attention", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("strategy", ["megatron_sp+ring_attention", slow("tensor_parallel+ring_attention")])
 def test_formula_of_backends(strategy: str, backend: str) -> None:
     asked = cell(strategy, {"tp": 4, "sp": 3, "dp": 2}, 2, precision="fp16", training={"backend": backend})
     assert VirtualEngine().measure(asked).formula_difference == []
@@ -180,11 +178,7 @@ def test_a_stage_without_softmax_attention_makes_no_groups(strategy: str) -> Non
 def test_real_ranks_send_what_virtual_ones_do(
     pool: RankPool, strategy: str, sizes: dict[str, int], kv_heads: int
 ) -> None:
-    asked = cell(strategy, sizes, kv_heads, precision="bf16")
-    for rank, found in enumerate(pool.run(sizes, on_a_real_rank, asked, 0.0)):
-        virtually = seen(virtual.trace(asked, rank))
-        assert found.counts == virtually.counts
-        assert found.difference == virtually.difference == []
+    assert_real_ranks_send_the_same(pool, cell(strategy, sizes, kv_heads, precision="bf16"))
 
 
 def test_memory_of_keys_falls_with_their_heads() -> None:

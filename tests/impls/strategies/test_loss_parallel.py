@@ -13,6 +13,7 @@ from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.bench.verification.assertions import assert_green
+from tests.slow import slow
 
 #: strategy -> the options with which it splits the vocabulary
 SPLIT: dict[str, dict[str, str]] = {"tensor_parallel": {}, "megatron_sp": {"vocabulary": "split"}}
@@ -51,7 +52,7 @@ def test_gathered_logits_take_bytes_and_memory(strategy: str, cross_entropy: str
     assert gathered.peak_memory_bytes - parallel.peak_memory_bytes > B * L * V * (1 - 1 / N) * 4
 
 
-@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("n", [slow(3), 4])
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_gathered_logits_give_the_gradients_of_one_device(pool: RankPool, strategy: str, n: int) -> None:
     options = {**SPLIT[strategy], "loss": "gathered"}

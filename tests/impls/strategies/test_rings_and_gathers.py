@@ -19,6 +19,7 @@ from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention
 from tests.bench.verification.attention_model import AttentionModel, formula
+from tests.slow import slow
 
 
 @pytest.mark.parametrize("n", [2, 8])
@@ -47,7 +48,7 @@ def peaks_of_ranks(n: int, strategy: str, **options: str) -> tuple[list[int], in
 
 
 @pytest.mark.parametrize("options", [*({"placement": p} for p in PLACEMENTS), {"gradients": "ring"}], ids=str)
-@pytest.mark.parametrize("n", [4, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [4, slow(3)])
 def test_no_peak_is_larger_than_those_of_the_ranks_that_are_traced(n: int, options: dict[str, str]) -> None:
     peaks, traced = peaks_of_ranks(n, "all_gather_kv", **options)
     assert max(peaks) == traced
@@ -74,10 +75,7 @@ def test_gradients_round_a_ring_leave_half_a_block_out_of_the_peak() -> None:
     [
         ("causal-transformer-tiny", "zigzag"),
         ("st-dit-tiny", "contiguous"),
-        *(
-            pytest.param("causal-transformer-tiny", placement, marks=pytest.mark.slow)
-            for placement in ("contiguous", "striped")
-        ),
+        *(slow("causal-transformer-tiny", placement) for placement in ("contiguous", "striped")),
     ],
 )
 @pytest.mark.parametrize("around", ["tensor_parallel", "megatron_sp", "ulysses"])

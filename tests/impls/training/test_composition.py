@@ -17,15 +17,16 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.impls.axes import Place
+from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, rank_module
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.precision import PRECISIONS, default_dtype
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.interleaved import turns_ahead
 from spbench.impls.training.step import Training, initialize
+from tests.slow import slow
 
 BATCH, LENGTH = 8, 24
 OPTIONS = {"layers": 4, "vocabulary_multiple": 2}
@@ -176,17 +177,11 @@ def test_four_axes_on_sixteen_ranks(name: str, model: str, options: dict[str, An
 
 
 TIED = model_preset("causal-transformer-tiny", {"layers": 8, "tied": True})
-OF_MODELS: list[tuple[str, dict[str, int], int, str, Model]] = [
+OF_MODELS = [
     ("dsp", {"sp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
     ("megatron_sp", {"tp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
-    ("single", {"pp": 4}, 8, "interleaved", model_preset("bert-tiny", {"layers": 8})),
-    (
-        "single",
-        {"pp": 4},
-        8,
-        "interleaved",
-        model_preset("causal-transformer-tiny", {"layers": 8, "tied": True}),
-    ),
+    slow("single", {"pp": 4}, 8, "interleaved", model_preset("bert-tiny", {"layers": 8})),
+    ("single", {"pp": 4}, 8, "interleaved", TIED),
 ]
 
 
@@ -214,9 +209,8 @@ def test_planted_faults_are_seen(
 
 
 @pytest.mark.parametrize("strategy", ["single", "tensor_parallel", "ring_self_attention"])
-@pytest.mark.parametrize("pp", [1, 4])
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("pp", "dp"), [(4, 2), slow(1, 1), slow(1, 2), slow(4, 1)])
+@pytest.mark.parametrize("precision", ["fp16", slow("fp32")])
 def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp: int, precision: str) -> None:
     cls = strategy_class(strategy)
     cell = Cell(
@@ -277,9 +271,7 @@ def interleaved_cell(pp: int, virtual_stages: int, strategy: str = "single", **a
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "axes"), [("single", {}), pytest.param("megatron_sp", {"tp": 2}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("strategy", "axes"), [("single", {}), slow("megatron_sp", {"tp": 2})])
 def test_interleaved_stages_send_what_the_closed_form_says(strategy: str, axes: dict[str, int]) -> None:
     assert VirtualEngine().measure(interleaved_cell(2, 2, strategy, **axes)).formula_difference == []
 

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.axes import Place
-from spbench.impls.kernels.dropout import masked_dropout
+from spbench.impls.kernels.dropout import DropoutRandom, masked_dropout
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy, shard_of
-from spbench.impls.strategies.dropout_masks import DropoutRandom
 from spbench.impls.training.step import PRECISIONS, Precision, Training, default_dtype, initialize
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
