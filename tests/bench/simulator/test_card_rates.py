@@ -112,6 +112,7 @@ def test_attention_without_a_mask_and_of_another_head_size() -> None:
     queries and keys; a head of 3 features is nearest to one of 2."""
     on = with_card(attention=ATTENTION_RATES)
     assert attention_seconds(on, "flash", 4, 6, False) == [24 * 8 * 4 / 200, 24 * 8 * 10 / 25]
+    assert attention_seconds(on, "flash", 6, 4, False) == [24 * 8 * 4 / 200, 24 * 8 * 10 / 25]
     assert attention_seconds(on, "flash", 4, 4, True, size=3) == [10 * 3 * 4 / 25, 10 * 3 * 10 / 70]
 
 
