@@ -24,7 +24,15 @@ def order_lines(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Li
             continue
         batch = cell.batch or 1
         options = sorted((k, v) for k, v in cell.model_options.items() if not k.startswith("recompute"))
-        run = (table_of(record), cell.model, str(options), cell.seq_len, cell.sizes.world, cell.variant)
+        run = (
+            table_of(record),
+            cell.model,
+            str(options),
+            cell.seq_len,
+            cell.sizes.world,
+            cell.cluster,
+            cell.variant,
+        )
         runs.setdefault(run, []).append((cell, published / batch, ours / batch))
     return [_line(run, times) for run, times in runs.items() if len({_split(c) for c, _, _ in times}) > 1]
 
@@ -34,12 +42,13 @@ def _split(cell: Cell) -> str:
 
 
 def _line(run: tuple[Any, ...], times: Sequence[tuple[Cell, float, float]]) -> Line:
-    table, model, _, seq_len, world, _ = run
+    table, model, _, seq_len, world, cluster, _ = run
     fastest = min(times, key=lambda each: each[1])
     chosen = min(times, key=lambda each: each[2])
     return {
         "table": table,
         "model": model,
+        "cluster": cluster,
         "seq_len": seq_len,
         "GPUs": world,
         "splits": len(times),

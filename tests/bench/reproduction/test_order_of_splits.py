@@ -42,8 +42,12 @@ def test_splits_of_one_run_are_set_in_order() -> None:
     """Times are by sample: two replicas of two ranks take 30 for two samples, so 15."""
     split = [cell(), cell(strategy="ring_attention"), cell(sizes={"dp": 2, "sp": 2}, batch=2)]
     other = cell(seq_len=128)  # of which there is one split
+    elsewhere = cell(cluster="dgx-a100")  # likewise
     records = [record(of, *times) for of, times in zip(split, [(10, 12), (20, 11), (30, 40)], strict=True)]
-    (line,) = order_lines([*records, record(other, 1, 1)], {c.key: c for c in (*split, other)})
+    (line,) = order_lines(
+        [*records, record(other, 1, 1), record(elsewhere, 1, 1)],
+        {c.key: c for c in (*split, other, elsewhere)},
+    )
     assert (line["table"], line["seq_len"], line["GPUs"], line["splits"]) == ("t", 64, 4, 3)
     assert line["tau"] == "-0.33"
     assert (line["fastest published"], line["fastest ours"]) == ("sp4", "sp4")
