@@ -20,17 +20,10 @@ from pydantic import (
     model_validator,
 )
 
+from spbench.bench.counts import MOST_POSITIONS, MOST_RANKS, MOST_STEPS, Count, Ranks, Repeats
 from spbench.bench.declarations import declared
 from spbench.bench.model_files import names_a_file, read_model_file
-from spbench.bench.yaml_files import (
-    MOST_POSITIONS,
-    MOST_RANKS,
-    MOST_STEPS,
-    Count,
-    Ranks,
-    Repeats,
-    StrictModel,
-)
+from spbench.bench.yaml_files import StrictModel
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
 from spbench.impls.registries import DEFAULT_BACKEND, backends
 from spbench.impls.strategies.nesting import nesting

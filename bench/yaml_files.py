@@ -1,4 +1,4 @@
-"""Declarations: YAML files checked against pydantic models, with errors that fit in one line; counts in them.
+"""Declarations: YAML files checked against pydantic models, with errors that fit in one line.
 
 Nothing here imports torch, so that listing what is declared is quick.
 """
@@ -11,10 +11,10 @@ from functools import cache
 from importlib.resources import files
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spbench.bench.errors import UserError, suggestion
 
@@ -22,25 +22,6 @@ Path_ = Sequence[str | int]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 SUFFIXES = (".yaml", ".yml")
-
-#: of a suffix of a count: 128K is 128 * 1024
-_FACTORS = {"K": 2**10, "M": 2**20, "G": 2**30}
-#: beyond these no cell is of use, and sums over it would overflow or take all memory
-MOST_RANKS, MOST_POSITIONS, MOST_STEPS = 2**17, 2**36, 10**6
-
-
-def with_suffix(value: Any) -> Any:
-    """The whole number that a text such as 128K or 1M stands for; else the value itself."""
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,12})([KMG])", value)):
-        return int(match[1]) * _FACTORS[match[2]]
-    return value
-
-
-#: samples of a batch, or positions of a sequence
-Count = Annotated[int, BeforeValidator(with_suffix), Field(gt=0, le=MOST_POSITIONS)]
-Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
-#: parts of a step, or steps, which are gone through one after another
-Repeats = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 
 
 class StrictModel(BaseModel):

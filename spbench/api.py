@@ -18,6 +18,7 @@ from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import measure, run_cell
 from spbench.bench.provenance import project_commit
+from spbench.bench.sweep.digest import digests_of_a_run
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
 from spbench.bench.yaml_files import dotted
@@ -89,12 +90,14 @@ def run(
 
 def _run_here(cells: Sequence[Cell], results: ResultsFile) -> None:
     """Run the cells that are unfinished in this process, one after another."""
-    todo = unfinished(cells, results)
+    digest_of = digests_of_a_run()
+    todo = unfinished(cells, results, digest_of)
+    made_by = {cell.key: digest_of(cell) for cell in todo}  # before the cells run, as in a sweep
     refused = unproven(todo)
     project = project_commit(Path.cwd())
     for cell in todo:
         outcome = refused.get(cell.key) or measure(run_cell, cell)
-        results.append(as_row(cell, outcome, project=project))
+        results.append(as_row(cell, outcome, made_by[cell.key], project))
 
 
 def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrowing: Narrowing) -> list[Cell]:

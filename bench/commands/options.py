@@ -66,7 +66,7 @@ class Length(click.IntRange):
         super().__init__(min=1)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from spbench.bench.yaml_files import with_suffix
+        from spbench.bench.counts import with_suffix
 
         number: int = super().convert(with_suffix(value), param, ctx)
         return number

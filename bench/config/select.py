@@ -16,8 +16,8 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.choices import cell_names, check_known, names, strategy_problem
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
+from spbench.bench.counts import with_suffix
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.yaml_files import with_suffix
 
 ALL = "all"
 

@@ -35,6 +35,7 @@ from spbench.bench.meters.torch_internals import (
     disable_fake_tensor_cache,
     too_large_unsupported,
 )
+from spbench.bench.ranks.processes import environment_with
 from spbench.impls.axes import device_mesh, ranks_along
 from spbench.impls.training.pipeline import forwards_ahead
 
@@ -44,18 +45,9 @@ from spbench.impls.training.pipeline import forwards_ahead
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 
-@contextmanager
-def only_plain_traces() -> Iterator[None]:
+def only_plain_traces() -> AbstractContextManager[None]:
     """Inside, this process and those that it starts take the plain path; see :data:`PLAIN_TRACE`."""
-    before = os.environ.get(PLAIN_TRACE)
-    os.environ[PLAIN_TRACE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[PLAIN_TRACE]
-        else:
-            os.environ[PLAIN_TRACE] = before
+    return environment_with({PLAIN_TRACE: "1"})
 
 
 class VirtualEngine(Engine):

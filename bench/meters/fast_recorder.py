@@ -30,7 +30,7 @@ from spbench.bench.meters.torch_internals import (
     storage_key,
 )
 from spbench.bench.simulator.program import EventRow
-from spbench.impls.rings import choosing_steps
+from spbench.impls.keyed_steps import choosing_steps
 
 _Path = tuple[int | str, ...]
 _Key = tuple[Any, ...]

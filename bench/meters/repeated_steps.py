@@ -3,7 +3,7 @@
 A ring of N ranks takes N steps a layer, and nearly all of them do the same: they call the same operators on
 the same shapes, post the same messages, and free what an earlier step made. So do the micro-batches of a
 pipeline stage once it alternates forward and backward. :class:`RepeatedSteps` watches what a loop of
-:mod:`impls.rings` writes into the meters, step by step. Where the last two steps have one key and wrote
+:mod:`impls.keyed_steps` writes into the meters, step by step. Where the last two steps have one key and wrote
 the same, the last one is written down again for each further step of that key, and the loop goes on after
 them.
 
@@ -37,7 +37,7 @@ from spbench.bench.meters.event_log import EventLog
 from spbench.bench.meters.kept_tensors import KeptTensors
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.simulator.program import KERNEL, WAIT, EventRow
-from spbench.impls.rings import Key
+from spbench.impls.keyed_steps import Key
 
 
 class _Record(Protocol):

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker, util
@@ -74,7 +74,7 @@ def starting_context() -> BaseContext:
         try:
             if not _server_is_shared:
                 _make_folder_of_sockets()
-                with interrupts_blocked(), server_environment():
+                with interrupts_blocked(), environment_with(environment_of_child()):
                     forkserver.set_forkserver_preload([_PRELOADED])
                     forkserver.ensure_running()
             first = context.Process(target=_do_nothing)  # type: ignore[attr-defined]
@@ -132,15 +132,17 @@ def environment_of_child() -> dict[str, str]:
 
 
 @contextmanager
-def server_environment() -> Iterator[None]:
-    """What is started inside has :func:`environment_of_child`."""
-    before = dict(os.environ)
-    os.environ.update(environment_of_child())
+def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process and those that it starts have these variables too."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def server_is_ready() -> None:
@@ -216,24 +218,22 @@ def main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def end_with_parent() -> None:
-    """From now on this process ends at once when the one that has started it is gone, however that ended."""
+def when_parent_is_gone(act: Callable[[], object] = lambda: os._exit(1)) -> threading.Thread:
+    """Call ``act``, by default the end of this process, in a thread once the process that has started this
+    one is gone, however that ended; returns the thread."""
+    starter, parent = multiprocessing.parent_process(), os.getppid()
 
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
+    def watch() -> None:
+        if starter is not None:  # one that was forked from a server has that for its parent
+            starter.join()
+        else:
+            while os.getppid() == parent:
+                time.sleep(1.0)
+        act()
 
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def fate(exitcode: int | None) -> str:
-    """How a process ended, as the rest of a sentence."""
-    if exitcode is None or exitcode >= 0:
-        return f"ended by itself with exit code {exitcode}"
-    guess = " (was the machine out of memory?)" if exitcode == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-exitcode).name}{guess}"
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
 
 
 def write_stacks_on_signal(name: str) -> None:

@@ -25,14 +25,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from spbench.bench.ranks.processes import STACKS_FOLDER, stacks_of, starting_context
+from spbench.bench.ranks.processes import STACKS_FOLDER, stacks_of, starting_context, when_parent_is_gone
 from spbench.bench.ranks.rank_job import Answer, Job
 from spbench.bench.ranks.rank_process import RankProcess, Rendezvous
 
@@ -164,18 +163,6 @@ class _Agent:
     def _lost(self, error: object) -> None:
         if not self.leaving:
             _leave(self.launched, _LOST_STORE.format(error))
-
-
-def when_parent_is_gone(act: Callable[[], None]) -> None:
-    """Call ``act`` in a thread once the process that has started this one has ended."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(BEAT_S)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def wait_for(store: dist.Store, key: str, seconds: float = math.inf) -> bool:

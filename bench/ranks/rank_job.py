@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -16,6 +17,14 @@ GRACE_S = 5.0
 
 #: of a cell whose ranks failed; a subset of :data:`spbench.bench.cell.Status`
 Fate = Literal["failed", "oom", "timeout"]
+
+
+def fate(exitcode: int | None) -> str:
+    """How a process ended, as the rest of a sentence."""
+    if exitcode is None or exitcode >= 0:
+        return f"ended by itself with exit code {exitcode}"
+    guess = " (was the machine out of memory?)" if exitcode == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-exitcode).name}{guess}"
 
 
 class RankError(RuntimeError):

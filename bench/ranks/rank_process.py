@@ -24,13 +24,12 @@ import torch.distributed as dist
 from spbench.bench.ranks.processes import (
     STACKS_FOLDER,
     Surroundings,
-    end_with_parent,
-    fate,
     main_module_hidden,
     starting_context,
+    when_parent_is_gone,
     write_stacks_on_signal,
 )
-from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job
+from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job, fate
 from spbench.bench.ranks.staged_group import STAGED, register
 from spbench.impls.axes import device_mesh
 
@@ -111,7 +110,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # before there are other threads, which inherit it: only the thread that waits for the signal may get it
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-    end_with_parent()
+    when_parent_is_gone()
     surroundings.take_on()
     os.environ["LOCAL_RANK"] = str(local_rank)  # device meshes of GPUs look there
     rank_name = os.environ.get("RANK", local_rank)

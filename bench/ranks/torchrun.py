@@ -24,12 +24,12 @@ import torch.distributed as dist
 from spbench.bench.ranks.processes import (
     STACKS_S,
     Surroundings,
-    end_with_parent,
     interrupts_blocked,
     main_module_hidden,
     starting_context,
+    when_parent_is_gone,
 )
-from spbench.bench.ranks.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for, when_parent_is_gone
+from spbench.bench.ranks.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for
 from spbench.bench.ranks.rank_job import AGENTS, GRACE_S, Answer, Job, RankError, collect
 from spbench.bench.ranks.rank_pool import RankPool, Ranks, loopback_store
 from spbench.bench.ranks.rank_process import Rendezvous
@@ -81,7 +81,7 @@ def _listening(place: Rendezvous) -> dist.TCPStore:
 def _agent(surroundings: Surroundings, launched: Launched) -> None:
     """The agent of rank 0, in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator's to handle
-    end_with_parent()
+    when_parent_is_gone()
     surroundings.take_on()
     serve(launched)
 

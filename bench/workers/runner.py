@@ -31,7 +31,8 @@ from typing import Any
 
 from spbench.bench.measurement import Outcome
 from spbench.bench.provenance import provenance
-from spbench.bench.ranks.processes import environment_of_child, fate
+from spbench.bench.ranks.processes import environment_of_child
+from spbench.bench.ranks.rank_job import fate
 from spbench.bench.workers.executor import Parcel
 from spbench.bench.workers.worker import Crew
 

@@ -9,14 +9,12 @@ print goes to a file, whose end becomes part of the row of a cell that failed.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -29,13 +27,14 @@ from spbench.bench.measurement import Outcome, Run, measure, shortened
 from spbench.bench.ranks.processes import (
     STACKS_FOLDER,
     Surroundings,
-    fate,
     interrupts_blocked,
     main_module_hidden,
     starting_context,
+    when_parent_is_gone,
     write_stacks_on_signal,
     written_stacks,
 )
+from spbench.bench.ranks.rank_job import fate
 
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
@@ -184,8 +183,7 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
     (folder / _STACKS).mkdir()
     os.environ[STACKS_FOLDER] = str(folder / _STACKS)
     write_stacks_on_signal("stacks of the worker")
-    end = threading.Thread(target=_end_with_parent, args=(folder,), daemon=True)
-    end.start()
+    end = when_parent_is_gone(lambda: _end_all(folder))
     run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
     import torch
 
@@ -204,12 +202,9 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
     end.join(GRACE_S)  # if the parent is gone, the thread removes the folder
 
 
-def _end_with_parent(folder: Path) -> None:
-    """End this process and its children when its parent is gone, even by kill -9; by SIGTERM first, so that
-    an engine can end the processes that it has started."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
+def _end_all(folder: Path) -> None:
+    """End this process and its children, as its parent is gone; by SIGTERM first, so that an engine can end
+    the processes that it has started."""
     shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)

@@ -29,8 +29,8 @@ from spbench.impls.models.blocks.grid_blocks import (
 )
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import ModelPart
-from spbench.impls.strategies.attention import Grid
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy
+from spbench.impls.strategies.grid import Grid
 from spbench.impls.strategies.layers import Linear
 
 

@@ -20,7 +20,7 @@ from spbench.impls.kernels.flash_attention import flash_attention, flash_attenti
 from spbench.impls.layout import Site
 from spbench.impls.options import check_choices
 from spbench.impls.peers.peer import Peer
-from spbench.impls.strategies.attention import as_sequences
+from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.placements import PlacedChunks, PlacementOptions
 from spbench.impls.traffic import Traffic
 

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from spbench.impls.collectives import reduce_scatter_flat, start_all_gather
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.options import check_choices
-from spbench.impls.rings import keyed_steps
-from spbench.impls.strategies.attention import as_sequences
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
+from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.placements import ALL, PLACEMENTS, PlacedChunks, PlacementOptions, meeting
 from spbench.impls.strategies.ring_attention import attention_gradients_round
 from spbench.impls.traffic import Traffic

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.collectives import all_gather, all_to_all
-from spbench.impls.strategies.attention import Grid, grid_of, part_of
 from spbench.impls.strategies.base import Site, Unsupported
+from spbench.impls.strategies.grid import Grid, grid_of, part_of
 from spbench.impls.strategies.sequence_chunks import GridChunks
 from spbench.impls.traffic import Traffic
 

@@ -41,8 +41,8 @@ from spbench.impls.kernels.projection import (
     weight_gradient,
 )
 from spbench.impls.options import check_choices
-from spbench.impls.strategies.attention import as_sequences
 from spbench.impls.strategies.base import Site, Strategy, union
+from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.layers import Linear
 from spbench.impls.strategies.planning import ParameterKind
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions

@@ -14,8 +14,8 @@ from torch import nn
 
 from spbench.impls.axes import Place
 from spbench.impls.layout import MEETINGS, MeetingKind, Site, Unsupported, shard_of
-from spbench.impls.strategies.attention import GridHooks, as_sequences
 from spbench.impls.strategies.delegation import left_within, property_left_within
+from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:

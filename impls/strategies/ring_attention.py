@@ -24,9 +24,9 @@ from torch import Tensor
 
 from spbench.impls.collectives import Ring, owners_in_turn
 from spbench.impls.kernels.decay import decay_mask, decay_powers, state_dtype
-from spbench.impls.strategies.attention import as_sequences
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
+from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.placements import ALL, PlacedChunks, meeting
 from spbench.impls.traffic import Traffic
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.options import Options
-from spbench.impls.strategies.attention import Grid, attend_along, grid_of
 from spbench.impls.strategies.base import (
     SequenceDim,
     Shard,
@@ -20,6 +19,7 @@ from spbench.impls.strategies.base import (
     mark_shard,
     union,
 )
+from spbench.impls.strategies.grid import Grid, attend_along, grid_of
 from spbench.impls.strategies.planning import ParameterKind
 
 

@@ -25,9 +25,9 @@ from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_fro
 from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_parallel_cross_entropy
 from spbench.impls.kernels.projection import project
 from spbench.impls.options import Options, check_choices
-from spbench.impls.strategies.attention import as_sequences
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
+from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.grouped_query import ColumnParallelGroupedQuery, GroupedQueryLinear
 from spbench.impls.strategies.layers import GroupedLinear, Linear
 from spbench.impls.strategies.parallel_layers import (

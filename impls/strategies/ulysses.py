@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.collectives import all_to_all
-from spbench.impls.strategies.attention import Attend, as_sequences
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest_divisors
+from spbench.impls.strategies.grid import Attend, as_sequences
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, refuse_masks_of_own_queries
 from spbench.impls.traffic import Traffic
 

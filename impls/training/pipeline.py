@@ -21,7 +21,7 @@ from torch.autograd import Variable
 
 from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition, Stage
-from spbench.impls.rings import keyed_steps
+from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.strategies.base import Strategy
 
 

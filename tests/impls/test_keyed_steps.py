@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from spbench.impls.rings import Key, choosing_steps, keyed_steps
+from spbench.impls.keyed_steps import Key, choosing_steps, keyed_steps
 
 
 def ends(size: int, key: Key, backward_within: bool, kept: list[Tensor]) -> Iterator[int]:

@@ -1,22 +1,17 @@
 """The figure of bytes sent: bars are the metered bytes, lines over them the closed form."""
 
 import copy
+from functools import partial
 from typing import Any
 
-import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.plots.communication import deviations, draw, sent_bytes
-from tests.plots.drawn import (
-    artists,
-    assert_below_zero,
-    assert_nothing_overlaps,
-    legend,
-    points,
-)
+from tests.plots.drawn import artists, assert_below_zero, legend, points
+from tests.plots.drawn import drawn as drawn_by
 from tests.plots.rows import compared, row_of, table
 
 Row = dict[str, Any]
@@ -51,10 +46,7 @@ def rows(traced: list[Row]) -> list[Row]:
     return [*on("distributed", traced), *on("virtual", traced)]
 
 
-def drawn(rows: list[Row], comparison: pd.DataFrame | None = None) -> Figure:
-    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-    assert_nothing_overlaps(figure)
-    return figure
+drawn = partial(drawn_by, draw)
 
 
 def notes(figure: Figure) -> list[str]:

@@ -12,6 +12,7 @@ from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import as_frame
 from spbench.plots.convergence import draw
 from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points
+from tests.plots.drawn import drawn as drawn_by
 from tests.plots.rows import ran, row_of
 
 Row = dict[str, Any]
@@ -33,9 +34,7 @@ def rows() -> list[Row]:
 
 def drawn(rows: list[Row]) -> Figure:
     comparison = as_frame(compare(SCENARIO, CELLS, {r["key"]: r for r in rows}))
-    figure = draw.figure(rows, comparison)
-    assert_nothing_overlaps(figure)
-    return figure
+    return drawn_by(draw, rows, comparison)
 
 
 def test_curves_and_deviations(rows: list[Row]) -> None:

@@ -2,27 +2,20 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from spbench.plots.grid import Drawing
 from spbench.plots.largest import draw_max_batch, draw_max_seqlen
 from spbench.plots.paper import save
 from spbench.plots.series import differing_settings
 from spbench.plots.style import TIMES
-from tests.plots.drawn import (
-    artists,
-    assert_below_zero,
-    assert_nothing_overlaps,
-    assert_valid,
-    legend,
-    points,
-)
+from tests.plots.drawn import artists, assert_below_zero, assert_valid, legend, points
+from tests.plots.drawn import drawn as drawn_by
 from tests.plots.rows import compared, searched, table
 
 TP, RSA = "tensor_parallel", "ring_self_attention"
@@ -35,14 +28,7 @@ RATIO = compared("rsa-max-seqlen-base", 3.0, 2816 / 1028, ROWS[0]["key"], ROWS[5
 BOUND = compared("rsa-linformer-upper-bound", 114000.0, 131072.0, LINFORMER["key"])
 
 
-def drawn(
-    rows: list[dict[str, Any]],
-    comparison: pd.DataFrame | None = None,
-    draw: Drawing = draw_max_seqlen,
-) -> Figure:
-    figure = draw.figure(rows, pd.DataFrame() if comparison is None else comparison)
-    assert_nothing_overlaps(figure)
-    return figure
+drawn = partial(drawn_by, draw_max_seqlen)
 
 
 def test_lines_are_the_rows() -> None:
@@ -58,7 +44,7 @@ def test_lines_are_the_rows() -> None:
 
 def test_batches() -> None:
     rows = [searched(TP, n, 8 * n, quantity="batch") for n in (4, 8)]
-    figure = drawn([*rows, *ROWS], draw=draw_max_batch)
+    figure = drawn_by(draw_max_batch, [*rows, *ROWS])
     assert points(figure, "ours largest tensor parallel") == [(4, 32), (8, 64)]
     assert not artists(figure, "ours largest ring self attention")
     assert figure.axes[0].get_ylabel() == "Batch (sequences)"

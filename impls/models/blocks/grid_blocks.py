@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.bias_gelu import bias_gelu
 from spbench.impls.models.model import AttentionHeads, Model
-from spbench.impls.strategies.attention import Grid, grid_letters
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
+from spbench.impls.strategies.grid import Grid, grid_letters
 from spbench.impls.strategies.layers import full_precision
 
 

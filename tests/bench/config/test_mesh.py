@@ -9,9 +9,9 @@ import yaml
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import UNSET, Narrowing, differing_settings, narrowed_cells
+from spbench.bench.counts import MOST_RANKS
 from spbench.bench.errors import UserError
 from spbench.bench.published.selector import Selector
-from spbench.bench.yaml_files import MOST_RANKS
 
 RING: dict[str, Any] = {"strategy": "ring_self_attention", "sizes": {"sp": 4}}
 GROUPS: list[dict[str, Any]] = [

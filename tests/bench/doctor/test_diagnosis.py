@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.doctor import libraries, nvidia, system
+from spbench.bench.doctor import libraries, nvidia, ranks, system
 from spbench.bench.doctor.check import Check, Observation, checks, diagnose
 from tests.bench.doctor import planted
 
@@ -110,12 +110,12 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "_interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.7"})
+    monkeypatch.setattr(ranks, "_interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.7"})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert system.gloo_interface() == ("ib0", "10.0.0.7")
+    assert ranks.gloo_interface() == ("ib0", "10.0.0.7")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr("socket.gethostbyname", lambda host: "192.0.2.1")  # nobody's: for documentation
-    assert system.gloo_interface() == ("lo", "127.0.0.1")
+    assert ranks.gloo_interface() == ("lo", "127.0.0.1")
 
 
 def test_every_check_is_one_of_a_module() -> None:

@@ -13,6 +13,7 @@ from spbench.bench.engines.distributed import DistributedEngine
 from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.simulator.trace_export import trace_events
+from tests.slow import slow
 
 #: replicas across two nodes of eight, sequences inside; and the reverse
 ORDERS = REPLICAS_OUTSIDE, SEQUENCES_OUTSIDE = ["dp", "sp"], ["sp", "dp"]
@@ -54,7 +55,7 @@ def test_on_one_node_the_order_makes_no_difference() -> None:
 
 
 @pytest.mark.parametrize("mesh", ORDERS, ids=["dp outside", "sp outside"])
-@pytest.mark.parametrize("strategy", ["ring_attention", "ulysses", "lasp"])
+@pytest.mark.parametrize("strategy", [slow("ring_attention"), slow("ulysses"), "lasp"])
 def test_folding_and_plain_traces_give_the_same_times(
     strategy: str, mesh: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

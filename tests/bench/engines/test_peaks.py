@@ -65,7 +65,8 @@ def combinations() -> Iterator[Any]:
                     break
     for backend in sorted(backends()):
         cell = combination("lasp", "tnl-tiny", backend, 2)
-        yield pytest.param(cell, id=f"{backend}-around-lasp")
+        default = backend in ("fsdp_flat", "megatron", "zero3")
+        yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
 
 
 _reduce_scatter = collectives._reduce_scatter_into

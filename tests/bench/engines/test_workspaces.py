@@ -19,7 +19,7 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.memory import MemoryLog
 from spbench.impls.kernels.projection import accumulate_mm_, te_accumulate_mm_, te_mm
-from spbench.impls.rings import keyed_steps
+from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.strategies.base import Unsupported
 
 MIB = 2**20

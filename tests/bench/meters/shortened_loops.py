@@ -11,9 +11,9 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines.traces import Trace
 from spbench.impls import rings
+from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategies
-from spbench.impls.rings import Key, keyed_steps
 from spbench.impls.strategies import all_gather_kv
 from tests.bench.meters.same_traces import differences
 

@@ -76,8 +76,8 @@ CELLS = {
 
 #: what differs in kind; the other cells are traced in the slow run
 _IN_EVERY_RUN = {
-    *("single", "tensor_parallel", "ring_self_attention", "lasp", "dsp", "zigzag"),
-    *("lasp under ddp", "lasp under zero3", "pipeline", "dropout and checkpointing", "two steps"),
+    *("tensor_parallel", "ring_self_attention", "lasp", "dsp"),
+    *("lasp under ddp", "lasp under zero3", "dropout and checkpointing", "two steps"),
 }
 
 

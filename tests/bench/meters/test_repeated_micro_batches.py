@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.meters import repeated_steps
-from spbench.impls.rings import Key, keyed_steps
+from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.training import pipeline
 from tests.bench.meters.same_traces import differences
 from tests.slow import slow

@@ -13,9 +13,9 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.meters import repeated_steps
+from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.registries import strategies
-from spbench.impls.rings import keyed_steps
 from spbench.impls.strategies import ring_attention
 from spbench.impls.strategies.placements import PLACEMENTS, PlacedChunks
 from tests.bench.engines.cells import supported

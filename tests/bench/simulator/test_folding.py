@@ -21,6 +21,7 @@ from spbench.bench.simulator.simulate import Simulator
 from spbench.bench.simulator.timeline import Timeline
 from spbench.bench.simulator.trace_export import trace_events
 from tests.bench.simulator.step_programs import cluster, one_f_one_b, ring
+from tests.slow import mostly_slow
 
 #: ranks of a node of the cluster below
 NODE = 8
@@ -104,12 +105,11 @@ def simulated_ranks(simulator: Simulator) -> int:
 ALIKE = {
     *("ring attention, contiguous", "ring attention, striped", "gathered keys"),  # zigzag
     *("megatron-sp", "lasp-2", "dp alone"),  # tensor parallelism, lasp, zero1
+    *("dp x pp x tp", "dp x sp"),  # dp x pp x sp, dp x sp across nodes
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in CELLS]
-)
+@pytest.mark.parametrize("name", mostly_slow(CELLS, *(CELLS.keys() - ALIKE)))
 def test_times_are_those_of_the_whole_world(name: str) -> None:
     asked, ranks = CELLS[name]
     traces = virtual.trace_classes(asked, events=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import spbench
 import spbench.bench.sweep.digest as digest_module
 from spbench.bench import measuring_code
 from spbench.bench.cell import Cell
@@ -101,6 +102,10 @@ def test_a_run_digests_each_cell_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (RUN, RUN, (*RUN, "--dry-run")):
         digested.clear()
         assert exit_code(words) == 0
+        assert sorted(digested) == ["own.yaml", "piz-daint-p100"]
+    for output in ("out", "other"):
+        digested.clear()
+        spbench.run("small.yaml", jobs=0, output=output)
         assert sorted(digested) == ["own.yaml", "piz-daint-p100"]
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spbench.impls.collectives import copy_to_group
 from spbench.impls.layout import SequenceDim
-from spbench.impls.strategies.attention import Grid
 from spbench.impls.strategies.dsp import DynamicSequenceParallel
+from spbench.impls.strategies.grid import Grid
 from spbench.impls.strategies.layers import Linear
 
 

@@ -38,7 +38,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.training.step import Training, initialize
 from tests.bench.verification import backend_faults as faults
 from tests.bench.verification.assertions import assert_green
-from tests.slow import mostly_slow
+from tests.slow import mostly_slow, slow
 
 LENGTH, STEPS = 24, 2
 #: reordered sums make errors of 1e-14, a wrong factor or a missing part far more than this
@@ -224,11 +224,8 @@ def assert_sends_its_closed_form(pool: RankPool, asked: Cell) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "precision"),
-    [
-        pytest.param({"dp": 2, "sp": 2}, "fp16", marks=pytest.mark.slow, id="dp2xsp2-fp16"),
-        pytest.param({"sp": 2, "dp": 2}, "fp16", id="sp2xdp2-fp16"),
-        pytest.param({"dp": 3}, "fp32", id="dp3-fp32"),
-    ],
+    [({"sp": 2, "dp": 2}, "fp16"), slow({"dp": 2, "sp": 2}, "fp16"), slow({"dp": 3}, "fp32")],
+    ids=["sp2xdp2-fp16", "dp2xsp2-fp16", "dp3-fp32"],
 )
 @pytest.mark.parametrize("backend", backends())
 def test_closed_form_virtual_and_real_ranks_send_the_same(

@@ -18,11 +18,11 @@ from spbench.bench.verification.oracle import Case
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.registries import strategy_class
-from spbench.impls.strategies.attention import Grid, part_of
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
+from spbench.impls.strategies.grid import Grid, part_of
 from tests.bench.verification.assertions import assert_green
-from tests.slow import slow
+from tests.slow import mostly_slow
 
 # -- plans -------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ CUBE = {"leading": (5, 3), "layers": 1}
         ("transformer-3d-tiny", CUBE, 15, 2),  # one place only
     ],
 )
-@pytest.mark.parametrize("n", [slow(2), 3, 4])
+@pytest.mark.parametrize("n", mostly_slow((2, 3, 4), 4))
 def test_dims_that_ranks_do_not_divide(
     pool: RankPool, n: int, model: str, options: dict[str, Any], seq_len: int, grid_dim: int
 ) -> None:
@@ -193,7 +193,7 @@ def test_dims_that_ranks_do_not_divide(
     assert_green(pool, case, n)
 
 
-@pytest.mark.parametrize("grid_dim", [0, 1, 2])
+@pytest.mark.parametrize("grid_dim", mostly_slow((0, 1, 2), 2))
 @pytest.mark.parametrize("strategy", ["ulysses", "megatron_sp", "ring_attention", "all_gather_kv"])
 def test_baselines_cut_any_dim(pool: RankPool, strategy: str, grid_dim: int) -> None:
     model = model_preset("transformer-3d-tiny", {"leading": (4, 4), "layers": 1})
