@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.clusters.links import CollectiveModel, Link, NcclSettings, Network
+from spbench.bench.clusters.rates import AttentionRates, ProductRate
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published_number import InferredSetting
@@ -37,9 +38,11 @@ class Device(StrictModel):
         memory_bandwidth_bytes_per_s: of the card's own memory.
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
         compute_efficiency: share of the peak rate that matrix products reach; null counts as all of it.
+        products: by precision, in place of ``compute_efficiency``.
+        attention: what attention kernels reach, by kernel, direction, mask, head size and length.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
-        attention_efficiency: share of the peak rate that attention kernels reach, where of a causal mask only
-            what it leaves is counted; null: they reach what matrix products do.
+        attention_efficiency: share of the peak rate of attention kernels that ``attention`` does not have,
+            where of a causal mask only what it leaves is counted; null: they reach what matrix products do.
         attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
             null counts as none.
         overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
@@ -58,8 +61,10 @@ class Device(StrictModel):
     memory_bandwidth_bytes_per_s: Sourced[PositiveFloat]
     peak_flops_per_s: dict[Precision, Sourced[PositiveFloat]] = {}
     compute_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    products: dict[Precision, ProductRate] | None = None
     memory_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
     attention_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    attention: AttentionRates | None = None
     attention_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     overlap_loss: Sourced[NonNegativeFloat] = NOT_MEASURED
     launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED

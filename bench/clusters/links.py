@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.published_number import InferredSetting
@@ -49,12 +49,17 @@ class Link(StrictModel):
         latency_s: of the smallest message.
         bandwidth_bytes_per_s: of large messages.
         collectives: what collectives reach on it, one entry a size of the group, in ascending order. Where a
-            kind is missing, the entries of ``any`` stand for it.
+            kind is missing, the entries of ``any`` stand for it. null takes away those of an extended file.
     """
 
     latency_s: Sourced[NonNegativeFloat]
     bandwidth_bytes_per_s: Sourced[PositiveFloat]
     collectives: dict[RatedCollective, list[BusRate]] = {}
+
+    @field_validator("collectives", mode="before")
+    @classmethod
+    def _none(cls, declared: Any) -> Any:
+        return {} if declared is None else declared
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -82,10 +87,14 @@ class Network(Link):
     Attributes:
         latency_s, bandwidth_bytes_per_s: of one network card.
         nics_per_node: how many cards the devices of a node share.
-        inferred_from: the published numbers by which ``nics_per_node`` was chosen, if it was.
+        one_card_a_part: a group on several nodes that has only some of a node's devices leaves it by one
+            card, however many devices it has there; without it, by a card a device as far as there are any.
+            A hypothesis: no measurement of such a group was found.
+        inferred_from: the published numbers by which one of these was chosen, if it was.
     """
 
     nics_per_node: PositiveInt = 1
+    one_card_a_part: bool = False
     inferred_from: list[InferredSetting] = []
 
 

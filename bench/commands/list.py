@@ -49,19 +49,31 @@ _KINDS = (
     *("scenarios", "strategies", "peers", "models", "clusters", "backends", "engines", "meters"),
     *("quantities", "answers", "forms", "exports", "figures"),
 )
+#: the kind of which one can be shown, by its name
+_ONE = "cluster"
 
 
 @click.command("list")
-@click.argument("kind", type=click.Choice(_KINDS), required=False, metavar="[KIND]")
+@click.argument("kind", type=click.Choice([*_KINDS, _ONE]), required=False, metavar="[KIND]")
+@click.argument("name", required=False, metavar="[NAME]")
 @files_of("strategy", "Strategies of this file of yours too.")
 @files_of("model", "Models of this file of yours too.")
 @printed
-def command(kind: str | None) -> Output:
-    """List what there is of a KIND, or of every kind if none is named.
+def command(kind: str | None, name: str | None) -> Output:
+    """List what there is of a KIND, or of every kind if none is named; or what is known of the cluster NAME.
 
     Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
-    forms, exports, figures.
+    forms, exports, figures. `list cluster NAME` shows the rates of one by kind of work, each with its source,
+    and what is not known; NAME may be a file of yours.
     """
+    if (kind == _ONE) != (name is not None):
+        raise UserError(
+            "a NAME is for one cluster: spbench list cluster NAME (spbench list clusters has the names)"
+        )
+    if name is not None:
+        from spbench.bench.commands.cluster_table import cluster_output
+
+        return cluster_output(name)
     content = {name: entries(name) for name in ([kind] if kind else _KINDS)}
     return Output(
         [_paragraph(name, of_kind) for name, of_kind in content.items()],

@@ -66,8 +66,8 @@ class Reproduction:
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed
 def command(output: Path | None, **asked: Any) -> Iterator[Output]:
-    """Run every scenario of PAPER (rsa, lasp, dsp, measured or all), each published number beside ours;
-    `strategies` makes the rows and traces of the strategies' pages.
+    """Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all), each published number beside
+    ours; `strategies` makes the rows and traces of the strategies' pages.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -172,7 +172,9 @@ def run_record(scenario: str, ran: Ran) -> dict[str, str]:
 def _report(
     paper: Paper, scenarios: Sequence[Scenario], findings: Findings, files: Sequence[Path], code: int
 ) -> Output:
+    from spbench.bench.config.select import ALL, Narrowing, declared_cells
     from spbench.bench.reproduction.findings import RECORDS
+    from spbench.bench.reproduction.order_of_splits import order_lines
     from spbench.bench.sweep.results import finite
 
     sections: list[Table | str] = [f"{paper.title} ({paper.source})"]
@@ -180,6 +182,12 @@ def _report(
         for title, lines in findings.blocks(scenario.name):
             sections.append(Table(f"{scenario.name}: {title}", lines))
     sections.append(Table("Verdict", findings.verdict()))
+    cells = {
+        cell.key: cell for scenario in scenarios for cell in declared_cells(scenario, Narrowing(variant=ALL))
+    }
     content = {"paper": paper.name, "records": findings.records, "runs": findings.runs}
+    if orders := order_lines(findings.records, cells):
+        sections.append(Table("Order of the ways to split a run (Kendall's tau)", orders))
+        content["orders"] = orders
     content["files"] = [str(path) for path in files]
     return Output(sections, finite(content), findings.records, RECORDS, files=files, code=code)

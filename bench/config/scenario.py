@@ -35,7 +35,7 @@ class Document(BaseModel):
 
     Attributes:
         paper: what it reproduces, by its name or source in results/papers/papers.csv, or "measured": what
-            real machines measured.
+            real machines measured, or "field": step times that others published.
         inferred_from: settings chosen by looking at published numbers, and which these are.
         not_reproduced: one line for REPRODUCE.md: which published numbers are not met, and why.
         figure: the name of a figure of plots/, as `spbench list figures` tells it.

@@ -221,9 +221,8 @@ def add_step_time(
 ) -> None:
     """Set the step time, and throughput in tokens of the model and in samples of the whole batch; of a
     simulated time also what it is made of, and whether the cluster is calibrated."""
-    model = model_preset(*cell.model_arguments)
     measurement.step_time_s = step_time_s
-    measurement.tokens_per_s = model.tokens(*cell.shape) / step_time_s
+    measurement.tokens_per_s = model_preset(*cell.model_arguments).tokens(*cell.shape) / step_time_s
     measurement.samples_per_s = cell.shape[0] / step_time_s
     if breakdown is not None:
         measurement.breakdown = dict(breakdown)
@@ -297,4 +296,5 @@ class ClassTraces:
             self.cell.precision,
             model_parameters(self.cell),
             self.fold,
+            model_preset(*self.cell.model_arguments).attention_kernel,
         )

@@ -96,6 +96,13 @@ _ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
+def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, int]:
+    """(B x Z, queries, keys, A) of a call of attention without scores, from its q [B, Z, M, A] and
+    k [B, G, L, A], which a gradient stands before."""
+    q, k = arguments[1:3] if name.endswith("_backward") else arguments[:2]
+    return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+
+
 class Price:
     """How to price calls of one operator, from its schema.
 
@@ -129,6 +136,7 @@ class Price:
         self._product = PRODUCTS.get(name, -1)
         formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         self._formula = None if self._product >= 0 else formula
+        self._softmax = self._formula is not None and "flash_attention" in name
         self._category = ATTENTION if "softmax" in name or "attention" in name else MEMORY_BOUND
         self.known = (
             self.free
@@ -143,8 +151,8 @@ class Price:
     def of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> tuple[int, int, int, int, tuple[int, int, int, int], int]:
-        """Of one call: category, bytes, FLOPs, precision, shape of a matrix product and its strided elements,
-        as :class:`Program` has them."""
+        """Of one call: category, bytes, FLOPs, precision, shape, and a matrix product's strided elements, as
+        :class:`Program` has them."""
         nbytes, precision = 0, _OTHER
         for value, weight in zip(args, self._positional, strict=False):
             if isinstance(value, Tensor):
@@ -159,7 +167,8 @@ class Price:
             nbytes += nbytes_of(result) * self._returned
         if self._product < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
-            return self._category, nbytes, flops, precision, NO_SHAPE, 0
+            shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE
+            return self._category, nbytes, flops, precision, shape, 0
         a, b = args[self._product], args[self._product + 1]
         *_, m, k = a.shape
         n, batch = b.shape[-1], prod(a.shape[:-2])

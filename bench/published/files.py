@@ -10,8 +10,9 @@ from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published_number import PublishedNumber, finite
 from spbench.bench.yaml_files import StrictModel
 
-#: where published files of the package are: those of papers, and those of measurements on real machines
-PACKAGES = ("spbench.results.papers", "spbench.results.measured")
+#: where published files of the package are: those of papers, of measurements on real machines, and of step
+#: times that others published
+PACKAGES = ("spbench.results.papers", "spbench.results.measured", "spbench.results.field")
 
 
 class PublishedPlace(StrictModel):

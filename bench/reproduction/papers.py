@@ -1,5 +1,5 @@
-"""The papers that are reproduced, and the measurements of real machines, which count as one: their names,
-their sources, and the scenarios that answer to each."""
+"""The papers that are reproduced, the measurements of real machines, which count as one, and the step times
+that others published, which count as another: their names, their sources, and the scenarios that answer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from spbench.bench.yaml_files import packaged
 
 PAPERS_FILE = "papers.csv"
 SOURCES_FILE = "sources.csv"
+FIELD_SOURCES_FILE = "field_sources.csv"
 ALL = "all"
 #: the name under which all measurements of real machines are reproduced, as one does a paper
 MEASURED = "measured"
+#: the name under which the step times that others published are reproduced
+FIELD = "field"
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Paper:
 
     @property
     def label(self) -> str:
-        """A word for headings: an acronym, or "Measured"."""
-        return self.name.capitalize() if self.name == MEASURED else self.name.upper()
+        """A word for headings: an acronym, or "Measured" or "Field"."""
+        return self.name.capitalize() if self.name in (MEASURED, FIELD) else self.name.upper()
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,18 @@ def measured_sources() -> list[MeasuredSource]:
 
 
 def papers() -> dict[str, Paper]:
-    """The papers of results/papers/papers.csv by name, then the measurements of results/measured."""
+    """The papers of results/papers/papers.csv by name, then the measurements of results/measured, and the
+    step times of results/field."""
     _, _, rows = published_rows(PAPERS_FILE, Path())
     named = {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
     sources = ", ".join(f"{source.measured_by} ({source.commit})" for source in measured_sources())
-    return {**named, MEASURED: Paper(MEASURED, sources, "What real machines measured")}
+    _, _, rows = published_rows(FIELD_SOURCES_FILE, Path())
+    field = ", ".join(dict.fromkeys(row["measured by"] for row in rows))
+    return {
+        **named,
+        MEASURED: Paper(MEASURED, sources, "What real machines measured"),
+        FIELD: Paper(FIELD, field, "Step times that others published"),
+    }
 
 
 def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:

@@ -60,8 +60,13 @@ class GroupLinks(NamedTuple):
     def cards(self) -> float:
         """Network cards of a node for each of the groups that leave it: a ring on each, so a group alone on
         its node has them all, as far as its devices can feed them. Of the node that has fewest."""
-        nics = self.cluster.network.nics_per_node
-        return min(min(nics / self.users[node], devices) for node, devices in self.on_node.items())
+        return min(map(self.cards_of, self.on_node))
+
+    def cards_of(self, node: int) -> float:
+        """Cards by which the group leaves one of its nodes."""
+        network, devices = self.cluster.network, self.on_node[node]
+        most = 1 if network.one_card_a_part and devices < self.cluster.devices_per_node else devices
+        return min(network.nics_per_node / self.users[node], most)
 
 
 def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
@@ -103,8 +108,7 @@ def pairwise_seconds(piece: float, group: GroupLinks) -> float:
         outside = 0.0
         if devices < group.size:
             # the group's devices leave by its share of the node's cards
-            share = min(1.0, group.cluster.network.nics_per_node / group.users[node] / devices)
-            each = group.between.bandwidth * share
+            each = group.between.bandwidth * group.cards_of(node) / devices
             outside = (group.size - devices) * (group.between.latency + piece / each)
         worst = max(worst, inside, outside)
     return worst

@@ -1,7 +1,8 @@
 """What a kernel, a transfer and a collective cost on a cluster.
 
 Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead, or at least the cluster's
-floor. Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
+floor; products and attention by the rates of their kind (:mod:`spbench.bench.clusters.rates`).
+Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
 Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
 once share the node's network cards. Different collectives that overlap in time do not slow each other down.
 """
@@ -16,9 +17,10 @@ import numpy as np
 
 from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.clusters.links import CollectiveModel
+from spbench.bench.clusters.rates import AttentionRates, ProductRate
 from spbench.bench.simulator.collective_costs import GroupLinks, LinkRate, measured_seconds, ring_seconds
 from spbench.bench.simulator.nccl import nccl_seconds
-from spbench.bench.simulator.program import ATTENTION, KERNEL, PRECISION_NAMES, Program
+from spbench.bench.simulator.program import ATTENTION, KERNEL, MATRIX_PRODUCT, PRECISION_NAMES, Program
 
 #: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
 _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] = {
@@ -26,6 +28,8 @@ _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] =
     "measured": measured_seconds,
     "nccl": nccl_seconds,
 }
+#: PRECISION_NAMES begin with so many half precisions, which attention kernels' rates are of
+_HALVES = 2
 
 
 class RatesUnknown(ValueError):
@@ -64,14 +68,17 @@ class Costs:
         cluster: the profile.
         calibration: its correction; the default takes datasheets at their word.
         parameters: of the whole model.
+        attention: the kernel of softmax attention, "flash" for the card's default.
 
     Attributes:
         step_overhead_s: of a step, beside its kernels and its communication.
         overlap_loss: seconds of computing lost for each second that a collective runs beside it.
     """
 
-    def __init__(self, cluster: Cluster, calibration: Calibration, parameters: int = 0):
-        self.cluster, self.calibration = cluster, calibration
+    def __init__(
+        self, cluster: Cluster, calibration: Calibration, parameters: int = 0, attention: str = "flash"
+    ):
+        self.cluster, self.calibration, self.attention = cluster, calibration, attention
         self.step_overhead_s = calibration.step_overhead_s + parameters * calibration.parameter_overhead_s
         device = cluster.device
         self.launch_s = device.launch_overhead_s.value or 0.0
@@ -107,6 +114,7 @@ class Costs:
                 f"{self.cluster.name}: device.peak_flops_per_s has no {', '.join(sorted(missing))}"
             )
         compute = np.divide(program.flops, rate, out=np.zeros(len(program)), where=computing)
+        compute += self._operands(program)
         seconds = (
             np.maximum(compute, program.nbytes / self._memory_bandwidth())
             + program.strided * calibration.strided_element_s
@@ -125,9 +133,47 @@ class Costs:
         peak, device = np.array(self.rates), self.cluster.device
         efficiency = (device.compute_efficiency.value or 1.0) * self.calibration.compute_efficiency
         reached, own = (peak * efficiency)[program.precision], device.attention_efficiency.value
-        if own is None:
-            return reached
-        return np.where(program.category == ATTENTION, (peak * own)[program.precision], reached)
+        for number, products in self._products():
+            share = (products.share.value or 1.0) * self.calibration.compute_efficiency
+            reached[program.precision == number] = peak[number] * share
+        if own is not None:
+            reached = np.where(program.category == ATTENTION, (peak * own)[program.precision], reached)
+        if device.attention is not None:
+            self._set_attention_rates(program, device.attention, reached)
+        return reached
+
+    def _products(self) -> list[tuple[int, ProductRate]]:
+        """The rates of matrix products that the card has, with the index of their precision."""
+        of_precision = self.cluster.device.products or {}
+        return [(PRECISION_NAMES.index(name), products) for name, products in of_precision.items()]
+
+    def _operands(self, program: Program) -> np.ndarray:
+        """Seconds that moving a product's operands adds to multiplying them, of each event."""
+        seconds = np.zeros(len(program))
+        for number, products in self._products():
+            of_kind = (program.category == MATRIX_PRODUCT) & (program.precision == number)
+            bandwidth = products.bandwidth_bytes_per_s.value or float("inf")
+            seconds[of_kind] = program.nbytes[of_kind] / bandwidth
+        return seconds
+
+    def _set_attention_rates(self, program: Program, known: AttentionRates, reached: np.ndarray) -> None:
+        """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has
+        one for the kernel."""
+        whole = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
+        calls = np.column_stack([program.name[whole], program.shape[whole], program.flops[whole]])
+        kinds, places = np.unique(calls, axis=0, return_inverse=True)
+        at = np.flatnonzero(whole)
+        for place, (name, heads, queries, keys, head_size, flops) in enumerate(kinds):
+            backward = program.names[int(name)].endswith("_backward")
+            pairs = flops / (2 * head_size * (5 if backward else 2))  # as forward_flops and backward_flops
+            rate = known.rate_of(
+                self.attention,
+                int(head_size),
+                "backward" if backward else "forward",
+                "causal" if pairs < heads * queries * keys else "whole",
+            )
+            if rate is not None:
+                reached[at[places.ravel() == place]] = rate.at(min(int(queries), int(keys)))
 
     def _memory_bandwidth(self) -> float:
         """Bytes a second of the device's own memory that kernels reach; nan: not known."""

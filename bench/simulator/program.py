@@ -112,7 +112,8 @@ class Program:
             :data:`WIRE_SHARE` defines it.
         flops: floating-point operations.
         precision: index into PRECISION_NAMES, of a kernel's operands.
-        shape: [events, 4]: batch, m, n, k of a matrix product.
+        shape: [events, 4]: batch, m, n, k of a matrix product; sequences x heads, queries, keys and head
+            size of an attention without scores.
         strided: elements of a matrix product's operands and result that are blocks of wider matrices.
         partner: of a collective an index into ``groups``, of a send or recv into ``peers``, of a wait
             the event that is waited for: communication, or the record of a point of another stream; -1 for

@@ -39,6 +39,7 @@ class Simulator:
         ranks_of: global ranks that run each.
         precision: whose rates must be known, and whose calibration of the cluster is the default.
         parameters: of the whole model, which a calibration may charge for.
+        attention: the model's kernel of softmax attention, see :class:`AttentionRates`.
         fold: simulate only ranks that a shift of the world does not map onto each other, where there is such
             a shift. The timeline is the same.
 
@@ -55,12 +56,14 @@ class Simulator:
         precision: str = "fp32",
         parameters: int = 0,
         fold: bool = True,
+        attention: str = "flash",
     ):
         program_of = owners(programs, ranks_of)
         check_rates(cluster, precision, len(program_of))
         shift = smallest_shift(programs, program_of, cluster) if fold else len(program_of)
         self.world = World(programs, program_of, shift)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
+        self.attention = attention
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
         """The timeline; without a calibration, with the cluster's own for the precision.
@@ -70,7 +73,8 @@ class Simulator:
         """
         if calibration is None:
             calibration = self.cluster.calibration_of(self.precision)
-        return _Simulation(self.world, Costs(self.cluster, calibration, self.parameters)).timeline()
+        costs = Costs(self.cluster, calibration, self.parameters, self.attention)
+        return _Simulation(self.world, costs).timeline()
 
 
 class _Simulation:

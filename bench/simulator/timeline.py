@@ -14,6 +14,7 @@ from spbench.bench.simulator.program import (
     COLLECTIVE,
     COMPUTE_STREAM,
     KERNEL,
+    MATRIX_PRODUCT,
     PRECISION_NAMES,
     RECORD,
     SEND,
@@ -232,7 +233,7 @@ class Timeline:
             "class": CATEGORIES[program.category[event]],
             "dtype": PRECISION_NAMES[program.precision[event]],
         }
-        if program.shape[event].any():
+        if program.category[event] == MATRIX_PRODUCT:
             details["batch, m, n, k"] = program.shape[event].tolist()
         return details
 

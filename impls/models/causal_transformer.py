@@ -88,6 +88,10 @@ class CausalTransformerModel(DecoderModel):
             of_head = f"rotary_share {self.rotary_share} of a head's {self.head_size} features"
             raise ValueError(f"RoPE turns pairs, but {of_head} are {turned}")
 
+    @property
+    def attention_kernel(self) -> str:
+        return self.attention
+
     def shrunk(self) -> Self:
         # a quarter of a small head's features would be no pair
         smaller = super().shrunk()

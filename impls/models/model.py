@@ -34,6 +34,12 @@ class Model(ABC):
     #: options with which the model is made of torch's own operators only, as verification's oracle is
     plain_options: ClassVar[Mapping[str, Any]] = {}
 
+    @property
+    def attention_kernel(self) -> str:
+        """The kernel of softmax attention without scores, by whose rates it is timed; "flash": that which a
+        card's programs run where nothing else is said."""
+        return "flash"
+
     def variants(self) -> list[Mapping[str, Any]]:
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []

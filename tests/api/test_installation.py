@@ -46,7 +46,8 @@ def test_links_survive_a_clone(checkout: Path) -> None:
 def test_the_wheel_has_one_name_and_all_data(wheel: Path, checkout: Path) -> None:
     names = contents(wheel)
     assert {name.split("/")[0] for name in names} == {"spbench"}
-    data = ("scenarios/*.yaml", "scenarios/clusters/*.yaml", "results/papers/*.csv", "results/measured/*.csv")
+    results = [f"results/{folder}/*.csv" for folder in ("papers", "measured", "field")]
+    data = ("scenarios/*.yaml", "scenarios/clusters/*.yaml", *results)
     for pattern in (*data, "plots/*.py"):
         files = {f"spbench/{path.relative_to(checkout)}" for path in checkout.glob(pattern)}
         assert files

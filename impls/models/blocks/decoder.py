@@ -147,10 +147,13 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
         alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool]] = Counter()
         for run, again in self.recomputed_runs(layers):
-            for width in (self.attention_width, self.inner):
+            for width, closes in ((self.attention_width, False), (self.inner, True)):
                 dims = tuple((hidden | {"F": width}).items())
                 alike["linear_in", dims, again] += len(run)
-                alike["linear_out", dims, again] += len(run)
+                # what drops the output's elements keeps a mask, which the last product runs again for
+                ends = closes and again and self.recompute_early_stop and not self.dropout
+                alike["linear_out", dims, again] += len(run) - ends
+                alike["linear_out", dims, False] += ends
             for layer in run:
                 for site in self.mixing(layer).sites(self, batch, seq_len, again):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count

@@ -129,5 +129,6 @@ class LoneDecoderLayer(nn.Module):
         x = inputs["x"]
         places = Places(self.strategy, self.seq_len, x)
         if self.model.recomputes_layers:
-            return {"y": recomputed(self.layer, self.strategy.random, x, places)}
+            early_stop = self.model.recompute_early_stop
+            return {"y": recomputed(self.layer, self.strategy.random, x, places, early_stop=early_stop)}
         return {"y": self.layer(x, places)}

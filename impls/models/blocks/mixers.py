@@ -65,6 +65,9 @@ class DecoderOptions(AttentionHeads):
         recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
             "block": the first ``recompute_layers`` of each pipeline stage, one by one.
         recompute_layers: see ``recompute_method``.
+        recompute_early_stop: of full recomputation: it ends at the last tensor that backward needs, so that a
+            run's last product does not run again, as where programs use torch's checkpoint without
+            use_reentrant.
         checkpointing: as ``recompute: full``.
     """
 
@@ -84,6 +87,7 @@ class DecoderOptions(AttentionHeads):
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_layers: int = 1
+    recompute_early_stop: bool = False
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -96,6 +100,8 @@ class DecoderOptions(AttentionHeads):
             raise ValueError(
                 f"checkpointing is recompute: full; with recompute {self.recompute} leave it out"
             )
+        if self.recompute_early_stop and not self.recomputes_layers:
+            raise ValueError("recompute_early_stop is of recompute: full; set that, or leave it out")
         if self.recompute_layers < 1:
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):

@@ -19,7 +19,16 @@ from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy
 
-KERNELS = ("flash", "cudnn", "unfused")
+#: kernels that take and return [B, L, Z, A]; they are alike but for their rates on a card
+_FLASH = (
+    "flash",
+    "flash_attention_1",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "triton",
+)
+KERNELS = (*_FLASH, "cudnn", "unfused")
 
 
 @dataclass(frozen=True)
@@ -31,9 +40,9 @@ class SoftmaxAttention:
         rotary_share: of each head's features, the first ones, that RoPE turns.
         bias: whether the projection to queries, keys and values has one.
         dropout: of probabilities.
-        kernel: "flash", "cudnn" (flash attention too, which takes positions before the batch, so that
-            libraries that lay out hidden states so make no second copy of its output), or "unfused", which
-            makes all scores.
+        kernel: "flash" or one of its kinds, by whose rates it is timed, "cudnn" (flash attention too, which
+            takes positions before the batch, so that libraries that lay out hidden states so make no second
+            copy of its output), or "unfused", which makes all scores.
     """
 
     rotary_base: float | None = 10_000.0
@@ -115,7 +124,7 @@ class SoftmaxAttentionMixer(nn.Module):
         del q, k, v
         y = o.transpose(1, 2)
         del o
-        if self.model.fused and self.kind.kernel == "flash" and len(y) > 1:
+        if self.model.fused and self.kind.kernel in _FLASH and len(y) > 1:
             # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
             y = y.clone(memory_format=torch.contiguous_format)
         return self.out.project(y.flatten(2))

@@ -84,7 +84,7 @@ def test_the_page_links_to_what_is_there(paper: str) -> None:
 
 
 def test_the_page_is_a_page() -> None:
-    assert len((ROOT / "REPRODUCE.md").read_text().splitlines()) < 120
+    assert len((ROOT / "REPRODUCE.md").read_text().splitlines()) < 130
 
 
 @pytest.mark.parametrize("paper", PAPERS)

@@ -211,3 +211,17 @@ def test_the_clusters_of_the_papers_are_timed_as_before() -> None:
         assert device.kernel_floor_s.value is None
         assert device.attention_efficiency.value is None
         assert device.memory_efficiency.value is None
+
+
+def test_a_part_of_a_node_may_leave_by_one_card() -> None:
+    """Four cards of 4 bytes a second: half a node by two of them, or by one; whole nodes and single devices
+    are the same either way."""
+    on = cluster(devices=4, nics=4, bandwidth=4.0, node_bandwidth=99.0)
+    by_one = changed(on, "network.one_card_a_part", True)
+    half, whole, single = [0, 1, 4, 5], list(range(8)), [0, 4]
+    assert seconds(on, "all_gather", 80, half) == pytest.approx(60 / (4 * 2))
+    assert seconds(by_one, "all_gather", 80, half) == pytest.approx(60 / 4)
+    assert seconds(on, "all_to_all", 80, half) == pytest.approx(2 * 20 / 4)
+    assert seconds(by_one, "all_to_all", 80, half) == pytest.approx(2 * 20 / 2)
+    for group in (whole, single):
+        assert seconds(by_one, "all_gather", 80, group) == seconds(on, "all_gather", 80, group)
