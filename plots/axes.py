@@ -61,7 +61,7 @@ def set_ticks_within(axis: Axis, locator: MaxNLocator, first: float, last: float
 def set_error_ticks(axis: Axis, most: int, reach: float) -> None:
     """Ticks of relative errors up to ``reach`` either way, in percent; ``most``: intervals between them."""
     ticks = [tick for tick in MaxNLocator(most).tick_values(-reach, reach) if abs(tick) <= reach]
-    set_ticks(axis, ticks, [f"{100 * tick:+.3g}%" if abs(tick) > 1e-9 else "0" for tick in ticks])
+    set_ticks(axis, ticks, [f"{100 * tick:+.6g}%" if abs(tick) > 1e-9 else "0" for tick in ticks])
 
 
 def set_ticks(axis: Axis, ticks: Sequence[float], texts: Sequence[str] | None = None) -> None:

@@ -32,7 +32,12 @@ _NAMED = 3
 @path_option("--output", "The file.", default="trace.json", show_default=True)
 @printed
 def command(
-    scenario: str, narrowing: Narrowing, ranks: tuple[int, ...], output: Path, **shape: int | None
+    scenario: str,
+    narrowing: Narrowing,
+    batch: int | None,
+    seq_len: int | None,
+    ranks: tuple[int, ...],
+    output: Path,
 ) -> Output:
     """Write the simulated step of one cell, event by event, as a trace that Perfetto opens.
 
@@ -41,6 +46,7 @@ def command(
     from spbench.bench.config.scenario import load_scenario
 
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
+    shape = {"batch": batch, "seq_len": seq_len}
     return write_trace(the_cell(load_scenario(scenario), narrowing, shape), ranks, output)
 
 

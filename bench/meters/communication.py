@@ -17,7 +17,7 @@ from spbench.bench.meters.torch_internals import OpOverload, group_named, schema
 from spbench.impls.traffic import wire_bytes
 
 #: collective -> the operators of c10d that are one. The payload, the whole tensor of WIRE_SHARE in
-#: spbench.impls.collectives, is the second argument of those that are given parts, and the first of others
+#: spbench.impls.traffic, is the second argument of those that are given parts, and the first of others
 _C10D = {
     "send": ("send",),
     "recv": ("recv_",),

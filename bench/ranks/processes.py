@@ -140,8 +140,9 @@ def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
+            if value is None:
+                os.environ.pop(name, None)
+            else:
                 os.environ[name] = value
 
 

@@ -15,7 +15,7 @@ AGENTS = "SPBENCH_AGENTS"
 #: after one rank failed, seconds that the others have to notice it before they are killed
 GRACE_S = 5.0
 
-#: of a cell whose ranks failed; a subset of :data:`spbench.bench.cell.Status`
+#: of a cell whose ranks failed; a subset of :data:`spbench.bench.measurement.Status`
 Fate = Literal["failed", "oom", "timeout"]
 
 

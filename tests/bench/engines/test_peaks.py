@@ -80,8 +80,8 @@ def as_gloo_does(part: Tensor, whole: Tensor, **how: Any) -> Any:
 
 @pytest.mark.parametrize("cell", [*combinations()])
 def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "_reduce_scatter_into", as_gloo_does)
     """What they send is the same, too, and what the closed forms say."""
+    monkeypatch.setattr(collectives, "_reduce_scatter_into", as_gloo_does)
     virtually = [seen(virtual.trace(cell, rank)) for rank in range(cell.sizes.world)]
     peaks = [found.peak for found in virtually]
     lowest = [10**18] * len(peaks)
