@@ -93,7 +93,7 @@ def as_files(folder: Path) -> Installation:
     installation = Installation(folder / "work", [folder / "copy"])
     installation.folder.mkdir()
     package = folder / "copy" / "spbench"
-    ignored = shutil.ignore_patterns("__pycache__", "reproduction", "baseline")
+    ignored = shutil.ignore_patterns("__pycache__", "*.png", "*.svg", "*.pdf", "*.jsonl")
     shutil.copytree(ROOT / "spbench", package, ignore=ignored)
     for addition in ADDITIONS:
         before = set(package.rglob("*"))

@@ -164,7 +164,7 @@ def test_workers_of_other_code_are_refused(tmp_path: Path) -> None:
     for name in ("spbench", "bench", "impls", "results/papers", "scenarios", "plots"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True)
     with (copy / "bench" / "meters" / "memory.py").open("a") as file:
-        file.write("\n# another version\n")
+        file.write("\nANOTHER_VERSION = True\n")
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('no such luck')\n")
     (tmp_path / "dask").mkdir()
