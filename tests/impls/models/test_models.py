@@ -72,19 +72,29 @@ def test_loss_of_an_untrained_model_is_that_of_guessing() -> None:
     assert loss == pytest.approx(torch.tensor([96.0, 2.0]).log().sum().item(), rel=1e-3)
 
 
-def test_padding_is_never_attended() -> None:
-    for name in ("bert-tiny", "bert-tiny-linformer"):
-        model = bert(name)
-        module = model.build(Strategy(), 24)
-        for p in module.parameters():
-            if p.ndim > 1:
-                torch.nn.init.normal_(p, std=0.3)
-        inputs = model.inputs(2, 24, torch.Generator().manual_seed(0))
-        padded = inputs["padding"] > 0
-        other = inputs | {"tokens": torch.where(padded, (inputs["tokens"] + 7) % 96, inputs["tokens"])}
-        hidden, changed = (module(batch)["hidden"] for batch in (inputs, other))
-        assert torch.equal(hidden[~padded], changed[~padded])
-        assert not torch.equal(hidden[padded], changed[padded])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("bert-tiny", {}), ("bert-tiny", {"mask_shape": "square"}), ("bert-tiny-linformer", {})],
+)
+def test_padding_is_never_attended_and_all_else_is(name: str, options: dict[str, Any]) -> None:
+    model = bert(name, **options)
+    module = model.build(Strategy(), 24)
+    for p in module.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.3)
+    inputs = model.inputs(2, 24, torch.Generator().manual_seed(0))
+    padded = inputs["padding"] > 0
+
+    def hidden(changed: torch.Tensor) -> torch.Tensor:
+        tokens = torch.where(changed, (inputs["tokens"] + 7) % 96, inputs["tokens"])
+        of: torch.Tensor = module(inputs | {"tokens": tokens})["hidden"]
+        return of
+
+    before, after = hidden(torch.zeros_like(padded)), hidden(padded)
+    assert torch.equal(before[~padded], after[~padded])
+    assert not torch.equal(before[padded], after[padded])
+    first = torch.zeros_like(padded).index_fill(1, torch.tensor(0), True)
+    assert (before != hidden(first)).any(-1)[~padded].all()
 
 
 @pytest.mark.parametrize(
