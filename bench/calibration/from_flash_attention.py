@@ -22,9 +22,9 @@ _KERNELS: dict[str, AttentionKernel] = {
     "cudnn": "cudnn",
 }
 _DIRECTIONS: dict[str, Direction] = {"fwd": "forward", "bwd": "backward"}
-_SIZES = re.compile(r"### causal=(\w+), headdim=(\d+), batch_size=(\d+), seqlen=(\d+) ###")
+_SIZES = re.compile(r"### causal=(\w+), headdim=(\d{1,9}), batch_size=(\d+), seqlen=(\d{1,9}) ###")
 _METHOD = re.compile(r"^\s*([\w.]+) (?=fwd:)")
-_SPEED = re.compile(r"(?<!\+ )\b(fwd|bwd): (\d+(?:\.\d+)?|nan|inf) TFLOPs/s")
+_SPEED = re.compile(r"(?<!\+ )\b(fwd|bwd): (\d{1,9}(?:\.\d+)?|nan|inf) TFLOPs/s")
 
 
 def read(log: LogFile) -> Findings | None:

@@ -12,7 +12,7 @@ from spbench.bench.calibration.findings import Findings, LogFile, TimedProduct
 from spbench.bench.clusters.cluster import Precision
 
 _PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_NUMBER, _SHAPE = r"(\d+(?:\.\d+)?)", r"(\d+)x(\d+)x(\d+)"
+_NUMBER, _SHAPE = r"(\d{1,9}(?:\.\d+)?)", r"(\d{1,9})x(\d{1,9})x(\d{1,9})"
 _KNOWN = re.compile(
     rf"mamf-finder|shapes => the best outcomes were|TFLOPS @ {_SHAPE}|The best outcome was .* shapes\)"
 )

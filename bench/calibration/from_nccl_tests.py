@@ -31,9 +31,10 @@ _HEADER = re.compile(r"#\s+size\s+count\s+type\s+redop\s+root\s+time\s+algbw\s+b
 _END = re.compile(r"#\s*Avg bus bandwidth")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*?(?:\bon\s+(\S+)\s+)?device\s+\d+\s+\[[^\]]*\]\s*(.*)")
 #: size, count, type, redop, root, and out of place the time in us, algbw, busbw and wrong results
-_ROW = re.compile(
-    r"(?<!\S)(\d+)\s+\d+\s+[a-z]\w*\s+\w+\s+-?\d+\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)(?:\s+(\d+|N/A))?(?!\S)"
-)
+_NUMBER = r"(\d{1,15}(?:\.\d+)?)"
+_BEGUN = r"(?<!\S)(\d{1,18})\s+\d+\s+(?:u?int|float|half|double|bfloat|fp8)\w*\s+\w+\s+-?\d+\s"
+_ROW = re.compile(rf"{_BEGUN}\s*{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?:\s+(\d+|N/A))?(?!\S)")
+_BEGUN_ROW = re.compile(_BEGUN)
 #: bandwidths are printed in GB/s with two digits after the point: of those below, little is left
 _PRECISE_GB, _ROUNDING = 1.0, 0.01
 
@@ -55,7 +56,7 @@ def read(log: LogFile) -> Findings | None:
     if not (_BEGIN.search(log.text) or _HEADER.search(log.text)):
         return None
     named = _PROGRAM.search(log.path.name)
-    tables, remarks = list(_tables(log.text, named[0] if named else "")), []
+    tables, remarks = list(_tables(log, named[0] if named else "")), []
     if not any(table.rows for table in tables):
         raise log.damaged("a log of nccl-tests without rows; was the run cut off?")
     collectives: list[TimedCollective] = []
@@ -73,10 +74,10 @@ def read(log: LogFile) -> Findings | None:
     return Findings(f"{', '.join(programs)} of nccl-tests", card, collectives=collectives, remarks=remarks)
 
 
-def _tables(text: str, program: str) -> Iterator[_Table]:
+def _tables(log: LogFile, program: str) -> Iterator[_Table]:
     """The runs of a file; ``program`` is that of a run that names none."""
     table, named = _Table(program), program
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(log.text.splitlines(), 1):
         if found := _PROGRAM.search(line):
             named = found[0]
         if _BEGIN.search(line):
@@ -89,6 +90,8 @@ def _tables(text: str, program: str) -> Iterator[_Table]:
         elif found := _ROW.search(line):
             size, us, algbw, busbw = int(found[1]), *map(float, found.group(2, 3, 4))
             table.rows.append((number, size, us, algbw, busbw, found[5] or "0"))
+        elif _BEGUN_ROW.search(line):
+            raise log.damaged(f"line {number}: a row of nccl-tests that is not whole")
         table.ended |= _END.search(line) is not None
         table.program = table.program or named
     yield table
@@ -111,12 +114,12 @@ def _timed(log: LogFile, table: _Table) -> Iterator[TimedCollective]:
         if wrong not in ("0", "N/A"):
             raise log.damaged(f"{where}: {wrong} wrong results; do not trust this machine")
         if algbw >= _PRECISE_GB:
-            if abs(us * algbw * 1e3 / size - 1) > _ROUNDING:
+            if abs(us * algbw * 1e3 - size) > _ROUNDING * size:
                 raise log.damaged(f"{where}: {us:g} us and {algbw:g} GB/s contradict each other")
             if abs(busbw / algbw / factor - 1) > _ROUNDING:
                 raise log.damaged(
                     f"{where}: busbw over algbw is {busbw / algbw:.3g}, but of {ranks} ranks, as listed, "
                     f"{factor:.3g}"
                 )
-        if size and us:
+        if size and us:  # what is faster than the clock is printed as 0
             yield TimedCollective(collective, ranks, len(on_hosts), size, us / 1e6)

@@ -11,7 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from math import prod
+from math import inf, isfinite, prod
 from typing import Any, NamedTuple, TypeVar
 
 from spbench.bench.calibration.findings import AttentionSpeed, Findings, LogFile, TimedPass, TimedProduct
@@ -79,9 +79,12 @@ class _Launched(NamedTuple):
     kernels: tuple[str, ...]
 
     def shape(self, place: int) -> list[int]:
-        """The shape of a tensor among the inputs; [] for another input."""
+        """The shape of a tensor among the inputs; [] for another input. ValueError: none has such a one."""
         shapes = self.inputs["Input Dims"]
-        return shapes[place] if place < len(shapes) else []
+        shape: list[int] = shapes[place] if place < len(shapes) else []
+        if not all(0 <= size < 2**63 for size in shape):
+            raise ValueError("a size beyond 64 bits")
+        return shape
 
     def kind(self, place: int) -> str:
         """The type of an input, as "c10::Half"."""
@@ -100,11 +103,11 @@ def read(log: LogFile) -> Findings | None:
         return None
     try:
         trace = json.loads(log.content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise log.damaged(f"damaged JSON of a trace: {error}") from error
     try:
         return _findings(log, trace)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise log.damaged(f"a trace with events of another form ({type(error).__name__}: {error})") from error
 
 
@@ -149,7 +152,7 @@ def _launched(events: list[dict[str, Any]]) -> Iterator[_Launched]:
         if event.get("cat") == "cpu_op" and _id(event) in kernels and event["args"].get("Input Dims"):
             own = kernels[_id(event)]
             seconds = sum(kernel["dur"] for kernel in own) / 1e6
-            if seconds > 0:
+            if 0 < seconds < inf:
                 names = tuple(kernel["name"] for kernel in own)
                 yield _Launched(event["name"], event["args"], seconds, names)
 
@@ -204,7 +207,8 @@ def _pass(each: _Launched) -> TimedPass | None:
     """None where an input is spread over a larger shape without being in memory (a stride of 0)."""
     if each.name.removesuffix("_") not in _ELEMENT_WISE:
         return None
-    tensors = [(shape, place) for place, shape in enumerate(each.inputs["Input Dims"]) if shape]
+    places = range(len(each.inputs["Input Dims"]))
+    tensors = [(shape, place) for place in places if (shape := each.shape(place))]
     strides = each.inputs.get("Input Strides") or []
     if not tensors or any(0 in strides[place] for _, place in tensors if place < len(strides)):
         return None
@@ -232,4 +236,5 @@ def _gaps(on_card: list[dict[str, Any]]) -> list[float]:
         streams[event.get("pid"), (event.get("args") or {}).get("stream", event.get("tid"))].append(event)
     most = max(streams, key=lambda stream: len(streams[stream]))
     busiest = sorted(streams[most], key=lambda event: event["ts"])
-    return [max(0.0, after["ts"] - before["ts"] - before["dur"]) / 1e6 for before, after in pairwise(busiest)]
+    gaps = (after["ts"] - before["ts"] - before["dur"] for before, after in pairwise(busiest))
+    return [max(0.0, gap) / 1e6 for gap in gaps if isfinite(gap)]

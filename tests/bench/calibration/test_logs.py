@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,8 @@ def trace_with(**changes: object) -> str:
         (NCCL.replace("#  Rank  7", "#  Lost  7"), "busbw over algbw is 1.75, but of 7 ranks, as listed,"),
         (NCCL.replace("    0 ", "    3 ", 1), "line 17: all_reduce_perf of 8 bytes: 3 wrong results"),
         (NCCL.replace("1073741824 ", "2147483648 "), "contradict each other"),
+        (NCCL.replace(" 10.57 ", " 10..7 ", 1), "line 21: a row of nccl-tests that is not whole"),
+        (NCCL.replace(" 10.57 ", f" 1{'0' * 400} ", 1), "line 21: a row of nccl-tests that is not whole"),
         ("** Dtype: bfloat16\nTried 0 shapes => the best outcomes were:", "without a shape and its TFLOPS"),
         (mamf_log(1e15, 1e12, [(1, 1, 1)]).replace("** Dtype", "Dtype"), "must name one dtype"),
         (mamf_log(1e15, 1e12, [(1, 1, 1)], "float8_e4m3fn"), "products of float8_e4m3fn have no place"),
@@ -258,6 +261,8 @@ def trace_with(**changes: object) -> str:
         (trace_with()[:-40], "damaged JSON of a trace"),
         (trace_with(cat="python").replace('"kernel"', '"python"'), "without kernels of a GPU"),
         (trace_with(args={"External id": 0, "Input Dims": [[6, 3]], "Input type": ["float"]}), "IndexError"),
+        (trace_with(args={"External id": 0, "Input Dims": [[2**63]], "Input type": ["float"]}), "64 bits"),
+        ('{"traceEvents": ' + "[" * 9999, "damaged JSON of a trace"),
         ('{"traceEvents": 3}', "a trace with events of another form"),
     ],
     ids=lambda value: value.split("\n")[0][:40],
@@ -267,6 +272,15 @@ def test_what_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
         of_text(tmp_path, text)
     assert complaint in str(raised.value)
     assert str(raised.value).startswith(f"{tmp_path}/a.log: ")
+
+
+@pytest.mark.parametrize("sample", sorted(SAMPLES.iterdir()), ids=lambda path: path.name)
+def test_a_sample_cut_off_anywhere_is_read_or_refused(tmp_path: Path, sample: Path) -> None:
+    whole, cut = sample.read_bytes(), tmp_path / sample.name
+    for part in range(1, 20):
+        cut.write_bytes(whole[: len(whole) * part // 20])
+        with suppress(UserError):  # any other error is a mistake
+            findings_of(cut)
 
 
 def test_damaged_gzip(tmp_path: Path) -> None:
