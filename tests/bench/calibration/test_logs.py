@@ -195,6 +195,7 @@ def test_passes_over_memory(tmp_path: Path) -> None:
     trace.launch("aten::add", [(64, 32), (32,)], 1.0)
     trace.launch("aten::mul_", [(64, 32), (64, 32)], 2.0, dtype="float")
     trace.launch("aten::gelu", [(64, 32)], 3.0)
+    trace.launch("aten::mul", [(64, 32)] * 2, 5.0, Input_type=["c10::BFloat16", "float"])
     trace.launch("aten::sum", [(64, 32)], 3.0)
     trace.launch("aten::add", [(64, 32), (64, 32)], 4.0, Input_Strides=[[32, 1], [0, 1]])
     size = 64 * 32
@@ -202,6 +203,7 @@ def test_passes_over_memory(tmp_path: Path) -> None:
         (2 * (size + 32 + size), 1e-6),
         (4 * (size + size + size), 2e-6),
         (2 * (size + size), 3e-6),
+        ((2 + 4 + 4) * size, 5e-6),
     ]
 
 
