@@ -21,7 +21,7 @@ from tests.bench.calibration.logs import Trace, flash_log, mamf_log, nccl_log
 SHAPES = [(m, n, k) for m in (512, 4096) for n in (1024, 8192) for k in (128, 4096)]
 
 
-def made_of(tmp_path: Path, base: str | None = "dgx-h100-datasheet", **logs: str) -> LogCluster:
+def made_of(tmp_path: Path, base: str | None = "dgx-h100", **logs: str) -> LogCluster:
     """The cluster of logs with these contents, by the names of their files without .log."""
     found = {}
     for name, text in logs.items():
@@ -107,7 +107,7 @@ def test_two_nodes_of_one_device_each(tmp_path: Path) -> None:
 def test_too_few_sizes_have_no_latency() -> None:
     point = TimedCollective("all_reduce", 8, 1, 2**30, 5e-3)
     cluster = loaded(
-        cluster_of_logs({"a": Findings("b", collectives=[point])}, load_cluster("dgx-h100-datasheet"))
+        cluster_of_logs({"a": Findings("b", collectives=[point])}, load_cluster("dgx-h100"))
     )
     assert rates(cluster, "all_reduce") == [(8, None, pytest.approx(1.75 * 2**30 / 5e-3, rel=1e-3))]
 
@@ -177,7 +177,7 @@ def test_memory_that_is_too_fast_is_left_out(tmp_path: Path) -> None:
 
 def test_passes_that_caches_hold_are_left_out() -> None:
     launches = Findings("b", passes=[TimedPass(2**27 - 1, 1e-5)], launch_gaps_s=[1e-6] * 10)
-    made = cluster_of_logs({"a": launches}, load_cluster("dgx-h100-datasheet"))
+    made = cluster_of_logs({"a": launches}, load_cluster("dgx-h100"))
     assert "memory_efficiency" not in made.content["device"]
     assert any("no element-wise kernel moves 128 MiB" in remark for remark in made.remarks)
 
@@ -209,7 +209,7 @@ def test_a_fitted_scalar_does_not_correct_a_measured_rate(tmp_path: Path) -> Non
 
 def test_what_is_missing() -> None:
     product = TimedProduct.of_shape("bf16", 8192, 8192, 8192, 2e-3)
-    made = cluster_of_logs({"a": Findings("b", products=[product])}, load_cluster("dgx-h100-datasheet"))
+    made = cluster_of_logs({"a": Findings("b", products=[product])}, load_cluster("dgx-h100"))
     assert made.missing == [
         *("matrix products, fp16", "matrix products, fp32", "attention", "memory", "gaps between kernels"),
         "send, within a node",
@@ -224,7 +224,7 @@ def test_what_is_missing() -> None:
     [
         (
             {"a": mamf_log(1200e12, 1e20, SHAPES)},
-            "1200 TFLOP/s of bf16 is above the 989.4 of dgx-h100-datasheet",
+            "1200 TFLOP/s of bf16 is above the 989.4 of dgx-h100",
         ),
         (
             {
