@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from spbench.api import read_results, run, verify
+    from spbench.bench.calibration.findings import (
+        AttentionSpeed,
+        Findings,
+        LogFile,
+        TimedCollective,
+        TimedPass,
+        TimedProduct,
+    )
     from spbench.bench.cell import Cell
     from spbench.bench.commands.options import printed
     from spbench.bench.commands.output import Output, Table
@@ -62,6 +70,14 @@ if TYPE_CHECKING:
 #: the modules in which the public names are, for :func:`__getattr__`; type checkers read the imports above
 _HOMES = {
     "spbench.api": ("read_results", "run", "verify"),
+    "spbench.bench.calibration.findings": (
+        "AttentionSpeed",
+        "Findings",
+        "LogFile",
+        "TimedCollective",
+        "TimedPass",
+        "TimedProduct",
+    ),
     "spbench.bench.cell": ("Cell",),
     "spbench.bench.commands.options": ("printed",),
     "spbench.bench.commands.output": ("Output", "Table"),
@@ -91,6 +107,7 @@ _HOMES = {
 __all__ = [
     "ONE_STAGE",
     "Answer",
+    "AttentionSpeed",
     "Backend",
     "Call",
     "Cell",
@@ -100,6 +117,8 @@ __all__ = [
     "Engine",
     "ExportRequest",
     "Exported",
+    "Findings",
+    "LogFile",
     "Measurement",
     "Meter",
     "Model",
@@ -118,6 +137,9 @@ __all__ = [
     "Stage",
     "Strategy",
     "Table",
+    "TimedCollective",
+    "TimedPass",
+    "TimedProduct",
     "Traffic",
     "Unsupported",
     "UserError",

@@ -210,11 +210,12 @@ def load_cluster(name: str) -> Cluster:
     """The packaged cluster of that name, or the one in the YAML file at that path, as the file is now;
     UserError if there is none, or its file is wrong."""
     path = find_file(name, PACKAGE, "cluster")
-    return _cluster(path, read_file(path))
+    return cluster_of_content(path, read_file(path))
 
 
 @cache
-def _cluster(path: Path, content: bytes) -> Cluster:
+def cluster_of_content(path: Path, content: bytes) -> Cluster:
+    """The cluster that a file at that path with that content is; errors are those of :func:`load_cluster`."""
     declared = _resolved(path, content)
     if "name" in declared:
         raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")

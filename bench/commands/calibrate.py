@@ -1,4 +1,4 @@
-"""`spbench calibrate`: fit a cluster's scalars to published step times, or measure this machine."""
+"""`spbench calibrate`: fit a cluster's scalars to published step times, measure a machine, or read logs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,22 @@ if TYPE_CHECKING:
 )
 @many("--sides", numbers(), "Sides of the matrices instead of 128 to 2048 (16384).")
 @many("--lengths", numbers(), "Sequence lengths of attention instead of 128 to 2048 (32768).")
+@click.option(
+    "--from",
+    "logs",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE...",
+    help="Take the rates from logs: of nccl-tests, mamf-finder, flash-attention's benchmark, or traces of "
+    "torch.profiler.",
+)
+@click.argument("more_logs", nargs=-1, metavar="", type=click.Path(path_type=Path))
+@click.option(
+    "--extends", metavar="CLUSTER", help="With --from: the packaged cluster that all else is taken from."
+)
 @path_option(
     "--output",
-    "The measured cluster's file; samples and plots go beside it.",
+    "The file of the cluster that --engine or --from makes; samples and plots go beside it.",
     default="measured.yaml",
     show_default=True,
 )
@@ -66,15 +79,26 @@ def command(
     device: str | None,
     world_size: int | None,
     precision: tuple[str, ...],
+    logs: tuple[Path, ...],
+    more_logs: tuple[Path, ...],
+    extends: str | None,
     **sizes: tuple[int, ...],
 ) -> Output:
     """Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
-    --fit), or measure this machine and write a cluster file for --cluster (--engine)."""
-    from spbench.bench.commands.machine_report import MachineRequest, measured_machine
+    --fit), measure this machine (--engine), or read what benchmarks wrote (--from FILE...). The latter two
+    write a cluster file for --cluster."""
+    ways = [bool(scenario or table or fits), engine is not None, bool(logs)]
+    if sum(ways) != 1:
+        raise UserError("give either --scenario, --table and --fit, or --engine, or --from")
+    if (more_logs or extends) and not logs:
+        raise UserError(f"{more_logs[0] if more_logs else '--extends'}: it goes with --from FILE...")
+    if logs:
+        from spbench.bench.commands.logs_report import cluster_from_logs
 
-    if (engine is None) == (scenario is None and table is None and not fits):
-        raise UserError("give either --scenario, --table and --fit, or --engine")
+        return cluster_from_logs([*logs, *more_logs], extends, output)
     if engine is not None:
+        from spbench.bench.commands.machine_report import MachineRequest, measured_machine
+
         return measured_machine(MachineRequest(engine, device, world_size, precision, sizes), output)
     if scenario is None or table is None or not fits:
         raise UserError("--scenario, --table and --fit go together")

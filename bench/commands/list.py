@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spbench.bench.calibration import LOGS
 from spbench.bench.commands.forms import FORMS
 from spbench.bench.commands.options import files_of, printed
 from spbench.bench.commands.output import Output
@@ -43,11 +44,16 @@ _OF_CLASSES = {
     "quantities": "bench.search.quantities:quantities",
     "answers": "bench.published.answer:answer_kinds",
 }
-_OF_FUNCTIONS: dict[str, FunctionModules] = {"forms": FORMS, "exports": EXPORTS, "figures": FIGURES}
+_OF_FUNCTIONS: dict[str, FunctionModules] = {
+    "forms": FORMS,
+    "exports": EXPORTS,
+    "logs": LOGS,
+    "figures": FIGURES,
+}
 #: in the order in which they are printed
 _KINDS = (
     *("scenarios", "strategies", "peers", "models", "clusters", "backends", "engines", "meters"),
-    *("quantities", "answers", "forms", "exports", "figures"),
+    *("quantities", "answers", "forms", "exports", "logs", "figures"),
 )
 #: the kind of which one can be shown, by its name
 _ONE = "cluster"
@@ -63,8 +69,8 @@ def command(kind: str | None, name: str | None) -> Output:
     """List what there is of a KIND, or of every kind if none is named; or what is known of the cluster NAME.
 
     Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
-    forms, exports, figures. `list cluster NAME` shows the rates of one by kind of work, each with its source,
-    and what is not known; NAME may be a file of yours.
+    forms, exports, logs, figures. `list cluster NAME` shows the rates of one by kind of work, each with its
+    source, and what is not known; NAME may be a file of yours.
     """
     if (kind == _ONE) != (name is not None):
         raise UserError(

@@ -191,7 +191,7 @@ def test_another_state_of_the_code(root: Path, monkeypatch: pytest.MonkeyPatch) 
         assert not same()
 
 
-@pytest.mark.parametrize("kind", ["strategies", "models", "forms", "exports"])
+@pytest.mark.parametrize("kind", ["strategies", "models", "forms", "exports", "logs"])
 def test_what_is_listed_goes_round(kind: str) -> None:
     entries = listing.entries(kind)
     assert entries

@@ -45,6 +45,9 @@ ADDITIONS = (
     Addition("bounds.py", "spbench.answers", "bench/published/answers"),
     Addition("as_yaml.py", "spbench.forms", "bench/commands/forms", "yaml = as_yaml:show"),
     Addition("to_prometheus.py", "spbench.exports", "bench/exports", "prometheus = to_prometheus:export"),
+    Addition(
+        "from_osu_latency.py", "spbench.logs", "bench/calibration", "osu-latency = from_osu_latency:read"
+    ),
     Addition("peaks.py", "spbench.commands", "bench/commands", "peaks = peaks:command"),
     Addition("peak_bars.py", "spbench.figures", "plots", "peak_bars = peak_bars:draw"),
 )

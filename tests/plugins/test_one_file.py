@@ -52,6 +52,7 @@ NAMES = (
     ("answers", "bounds"),
     ("forms", "yaml"),
     ("exports", "prometheus"),
+    ("logs", "osu-latency"),
     ("figures", "peak_bars"),
 )
 
@@ -198,6 +199,15 @@ def test_an_export(installation: Installation, rows: Rows) -> None:
     peak = row["measurement"]["peak_memory_bytes"]
     line = f'spbench_peak_memory_bytes{{suite="rows",cell="{row["key"]}"}} {peak}'
     assert line in done.stdout.splitlines(), done.stderr
+
+
+def test_a_log(installation: Installation) -> None:
+    # 10 us and 1 GB/s
+    rows = "".join(f"{size} {10 + size / 1e3:.2f}\n" for size in (10, 1000, 100000))
+    (installation.folder / "latency.txt").write_text(f"# OSU MPI Latency Test\n{rows}")
+    done = installation.spbench("calibrate", "--from", "latency.txt", "--format", "csv")
+    assert "node_link: latency_s,1e-05," in done.stdout, done.stderr
+    assert "node_link: bandwidth_bytes_per_s,1e+09," in done.stdout
 
 
 def test_a_command(installation: Installation, rows: Rows) -> None:
