@@ -106,9 +106,7 @@ def test_two_nodes_of_one_device_each(tmp_path: Path) -> None:
 
 def test_too_few_sizes_have_no_latency() -> None:
     point = TimedCollective("all_reduce", 8, 1, 2**30, 5e-3)
-    cluster = loaded(
-        cluster_of_logs({"a": Findings("b", collectives=[point])}, load_cluster("dgx-h100"))
-    )
+    cluster = loaded(cluster_of_logs({"a": Findings("b", collectives=[point])}, load_cluster("dgx-h100")))
     assert rates(cluster, "all_reduce") == [(8, None, pytest.approx(1.75 * 2**30 / 5e-3, rel=1e-3))]
 
 
