@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH
@@ -142,6 +142,13 @@ def _number(value: object) -> object:
 _Value = Annotated[float, PlainValidator(_number)]
 
 
+def _facts(machine: dict[str, Any]) -> dict[str, Any]:
+    """What a record says of a machine; ValueError: its memory is no number of bytes."""
+    if machine.get("memory_bytes") is not None:
+        _number(machine["memory_bytes"])
+    return machine
+
+
 class _Stored(BaseModel):
     """Keys that it does not know, of later versions, are left out."""
 
@@ -159,7 +166,7 @@ class _Head(_Stored):
     suite: str
     date: str
     commit: Commit
-    machine: dict[str, Any]
+    machine: Annotated[dict[str, Any], AfterValidator(_facts)]
     versions: dict[str, str | None]
     metrics: dict[str, _StoredMetric]
     cells: int

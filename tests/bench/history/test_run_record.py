@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,8 @@ def test_a_machine_is_its_host_and_hardware() -> None:
         ),
         (lambda text: text.replace(":0.5,", ":-0.5,"), "2: (values.sent_bytes.value"),
         (lambda text: text.replace(":0.5,", ":true,"), "2: (values.sent_bytes.value"),
+        (lambda text: re.sub(r'"memory_bytes":\d+', '"memory_bytes":Infinity', text), "1: (machine"),
+        (lambda text: re.sub(r'"memory_bytes":\d+', '"memory_bytes":"16"', text), "1: (machine"),
     ],
 )
 def test_a_spoilt_file_is_named(tmp_path: Path, spoil: Callable[[str], str], problem: str) -> None:
