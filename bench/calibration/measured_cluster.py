@@ -213,7 +213,7 @@ def _device(machine: Machine, source: str) -> Device:
         peak_flops_per_s=peaks,  # type: ignore[arg-type]
         products=_in_steps(machine, peaks, source),  # type: ignore[arg-type]
         operators={
-            name: Sourced(value=[(round(n), _rounded(s)) for n, s in times], source=source)
+            name: Sourced(value=[[float(round(n)), _rounded(s)] for n, s in times], source=source)
             for name, times in operator_times(machine.points).items()
         },
         launch_overhead_s=_launches(machine, source),
@@ -263,13 +263,15 @@ def _measured(point: RatePoint) -> MeasuredRate:
     return MeasuredRate(**values)
 
 
-def measured_cluster(world: int, precision: str = "fp32") -> Cluster:
-    """The cluster ``local`` with this machine's rates for ranks of a world of that size, at the sizes of a
-    small transformer."""
-    sweep = RateSweep(
-        (precision,), sides=(512,), lengths=(), summed_bytes=(2**24,), message_bytes=(2**6, 2**22)
-    )
-    return cluster_of(measure_machine(world, sweep), "local", f"measured in this run, {world} ranks at once")
+class _Dumper(yaml.SafeDumper):
+    """Writes lists of numbers, and of such lists, in one line."""
+
+    def represent_numbers(self, items: list[Any]) -> yaml.Node:
+        flow = not any(isinstance(item, Mapping | str) for item in items)
+        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
+
+
+_Dumper.add_representer(list, _Dumper.represent_numbers)
 
 
 def cluster_yaml(cluster: Cluster, heading: str) -> str:
@@ -277,7 +279,7 @@ def cluster_yaml(cluster: Cluster, heading: str) -> str:
     file's name. Each measured rate is a line."""
     plain = cluster.model_dump(mode="json", exclude_unset=True, exclude={"name", "measured"})
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
-    text = comment + yaml.safe_dump(plain, sort_keys=False, width=110, allow_unicode=True)
+    text = comment + yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
     rates = [rate.model_dump(mode="json", exclude_none=True) for rate in cluster.measured]
     lines = [yaml.safe_dump(r, sort_keys=False, default_flow_style=True, width=1000).strip() for r in rates]
     return "\n".join([text + "\nmeasured:", *(f"  - {line}" for line in lines)]) + "\n"

@@ -3,24 +3,28 @@
 An operator alone in a loop finds its operands in the caches and its result's pages mapped; inside a step it
 does not, and on a CPU some take several times as long. So small models of other sizes than anybody asks for
 take steps, each rank one of its own, and a clock stands around each operator that they dispatch. The means
-over calls of one name and size are points like those of the other rates. The same steps without the clock
-say what the host takes beside its operators.
+over calls of one name and size are points like those of the other rates. To a call belongs too what it takes
+to give its result's pages back to the system later, as the C library does with large ones: that is measured
+by size and added. The same steps without the clock say what the host takes beside its operators.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from statistics import fmean
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.rates import operator_seconds
 from spbench.bench.engines.distributed import SEED
 from spbench.bench.engines.setup import set_up
 from spbench.bench.engines.timed_steps import seconds
@@ -35,6 +39,8 @@ OPERATOR = "operator "
 PRODUCT = "matrix product in a step"
 STEP = "step beside its operators"
 _WARMUP = 2
+#: of tensors whose freeing is timed: from what no C library gives back at once to what all do
+_FREED_BYTES = tuple(2**n for n in range(20, 29))
 
 
 def _step(model: str, hidden: int, heads: int, batch: int, seq_len: int) -> Cell:
@@ -58,8 +64,10 @@ LADDER = (
 )
 
 
-#: of one kind of call: the operator, its category, bytes, FLOPs, precision and shape
-_Kind = tuple[str, int, int, int, int, tuple[int, ...]]
+#: of one kind of call: the operator, its category, bytes, FLOPs, precision, shape, and bytes of new results
+_Kind = tuple[str, int, int, int, int, tuple[int, ...], tuple[int, ...]]
+#: (bytes of a tensor, seconds to free it), by ascending bytes
+_Freeing = list[tuple[float, float]]
 
 
 class _Clock(TorchDispatchMode):
@@ -79,8 +87,37 @@ class _Clock(TorchDispatchMode):
         price = price_of(func)
         if not price.free:
             category, nbytes, flops, precision, shape, _ = price.of(args, kwargs, result)
-            self.taken[price.name, category, nbytes, flops, precision, shape].append(end - start)
+            kind = price.name, category, nbytes, flops, precision, shape, _made(args, result)
+            self.taken[kind].append(end - start)
         return result
+
+
+def _made(args: Sequence[Any], result: Any) -> tuple[int, ...]:
+    """Bytes of each tensor of a result that is not an argument, written in place."""
+    taken = {x.data_ptr() for x in args if isinstance(x, Tensor)}
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return tuple(x.nbytes for x in results if isinstance(x, Tensor) and x.data_ptr() not in taken)
+
+
+def _freeing(sweep: RateSweep) -> _Freeing:
+    """What freeing a tensor takes whose pages were written, by size, in the mean of all ranks."""
+    found = []
+    for nbytes in _FREED_BYTES:
+        samples = []
+        for _ in range(sweep.samples):
+            x = torch.ones(nbytes // 4)
+            start = time.perf_counter()
+            del x
+            samples.append(time.perf_counter() - start)
+        found.append(median(samples))
+    return list(zip(map(float, _FREED_BYTES), _mean_over_ranks([found])[0], strict=True))
+
+
+def _mean_over_ranks(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+    means = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(means)
+    mean: list[list[float]] = (means / dist.get_world_size()).tolist()
+    return mean
 
 
 def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePoint]:
@@ -90,15 +127,16 @@ def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[Rate
     ``extent`` is the number of operators; and one point a kind of call, of products and of others.
     """
     points: list[RatePoint] = []
+    freeing = _freeing(sweep) if sweep.steps else []
     for declared in sweep.steps:
         small = cell.model_copy(
             update=declared.model_dump(include={"model", "strategy", "batch", "seq_len", "model_options"})
         )
-        points += _of_step(mesh, small, sweep)
+        points += _of_step(mesh, small, sweep, freeing)
     return points
 
 
-def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> Iterator[RatePoint]:
+def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep, freeing: _Freeing) -> Iterator[RatePoint]:
     """The points of one step."""
     training, inputs = set_up(cell, mesh, torch.Generator().manual_seed(SEED))
     initialize(training.module, SEED)
@@ -111,43 +149,45 @@ def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> Iterator[RatePoi
         with clock:
             seconds(lambda: training.step(inputs), mesh.device_type, 1)
         clocks.append(_without_collectives(clock))
-    yield from points_of(cell, _over_ranks(steps_s, clocks), dist.get_world_size())
+    calls = {kind: len(taken) for kind, taken in clocks[0].items()}
+    means = _mean_over_ranks([[fmean(clock[kind]) for clock in clocks] for kind in calls])
+    samples = dict(zip(calls, means, strict=True))
+    yield from points_of(cell, steps_s, calls, samples, freeing)
 
 
 def _without_collectives(clock: _Clock) -> dict[_Kind, list[float]]:
     return {kind: taken for kind, taken in clock.taken.items() if kind[0] != "allreduce_"}
 
 
-def _over_ranks(
-    steps_s: Sequence[float], clocks: Sequence[dict[_Kind, list[float]]]
-) -> tuple[list[float], dict[_Kind, tuple[int, list[float]]]]:
-    """Of each kind its calls in a step and, by step, the mean seconds of one, over all ranks."""
-    kinds = list(clocks[0])
-    means = torch.tensor([[fmean(clock[kind]) for clock in clocks] for kind in kinds], dtype=torch.float64)
-    dist.all_reduce(means)
-    means /= dist.get_world_size()
-    found = zip(kinds, means.tolist(), strict=True)
-    return list(steps_s), {kind: (len(clocks[0][kind]), taken) for kind, taken in found}
-
-
 def points_of(
-    cell: Cell, found: tuple[Sequence[float], dict[_Kind, tuple[int, list[float]]]], ranks: int
+    cell: Cell,
+    steps_s: Sequence[float],
+    calls: Mapping[_Kind, int],
+    samples: Mapping[_Kind, Sequence[float]],
+    freeing: _Freeing,
 ) -> Iterator[RatePoint]:
-    """The points of a step: of its samples in seconds, and of each kind of its operators, of which there are
-    the calls in a step and the samples of one."""
-    steps_s, kinds = found
-    size = f"{cell.model}, {list(cell.shape)}"
-    calls = sum(count for count, _ in kinds.values())
-    inside = [sum(count * taken[i] for count, taken in kinds.values()) for i in range(len(steps_s))]
+    """The points of a step: what it takes beside its operators, and each kind of these.
+
+    Args:
+        steps_s: samples of the step, without a clock.
+        calls: of each kind in a step.
+        samples: of one call of each kind, by the same steps.
+        freeing: what freeing a tensor takes.
+    """
+    ranks = cell.sizes.world
+    whole = {
+        kind: [s + float(operator_seconds(freeing, np.array(kind[-1])).sum()) for s in taken]
+        for kind, taken in samples.items()
+    }
+    inside = [sum(count * whole[kind][i] for kind, count in calls.items()) for i in range(len(steps_s))]
     beside = [max(0.0, step - of) for step, of in zip(steps_s, inside, strict=True)]
-    yield RatePoint(STEP, size, calls, cell.precision, ranks, beside)
-    for (name, category, nbytes, flops, precision, shape), (_, taken) in kinds.items():
+    size = f"{cell.model}, {list(cell.shape)}"
+    yield RatePoint(STEP, size, sum(calls.values()), cell.precision, ranks, beside)
+    for (name, category, nbytes, flops, number, shape, _), taken in whole.items():
+        precision = PRECISION_NAMES[number]
         if flops and category == MATRIX_PRODUCT:
-            where = f"{name} {list(shape)}"
-            yield RatePoint(
-                PRODUCT, where, nbytes, PRECISION_NAMES[precision], ranks, taken, flops=flops, nbytes=nbytes
-            )
-        elif not flops and nbytes:
-            yield RatePoint(
-                OPERATOR + name, f"{nbytes} B", nbytes, cell.precision, ranks, taken, nbytes=nbytes
-            )
+            size = f"{name} {list(shape)}"
+            yield RatePoint(PRODUCT, size, nbytes, precision, ranks, taken, flops=flops, nbytes=nbytes)
+        elif nbytes and not flops:
+            size = f"{nbytes} B"
+            yield RatePoint(OPERATOR + name, size, nbytes, cell.precision, ranks, taken, nbytes=nbytes)

@@ -27,7 +27,7 @@ def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
             found[point.operation.removeprefix(OPERATOR)][size].append(point)
     return {
         name: [
-            (fmean(p.nbytes for p in alike), fmean(p.seconds for p in alike))
+            [fmean(p.nbytes for p in alike), fmean(p.seconds for p in alike)]
             for _, alike in sorted(by_size.items())
         ]
         for name, by_size in sorted(found.items())

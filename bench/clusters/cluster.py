@@ -78,8 +78,8 @@ class Device(StrictModel):
     @model_validator(mode="after")
     def _operators_in_order(self) -> Self:
         for name, times in self.operators.items():
-            sizes = [nbytes for nbytes, _ in times.value or ()]
-            if not sizes or sizes != sorted(set(sizes)):
+            sizes = [pair[0] for pair in times.value or () if len(pair) == 2]
+            if not sizes or len(sizes) < len(times.value or ()) or sizes != sorted(set(sizes)):
                 raise ValueError(
                     f"operators.{name}: give [bytes, seconds] of one call or more, by ascending bytes"
                 )

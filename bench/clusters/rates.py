@@ -19,11 +19,11 @@ AttentionKernel = Literal[
 ]
 Direction = Literal["forward", "backward"]
 Mask = Literal["causal", "whole"]
-#: bytes that a call of an operator reads and writes, and its seconds; by ascending bytes
-OperatorTimes = list[tuple[PositiveFloat, PositiveFloat]]
+#: pairs: bytes that a call of an operator reads and writes, and its seconds; by ascending bytes
+OperatorTimes = list[list[PositiveFloat]]
 
 
-def operator_seconds(times: Sequence[tuple[float, float]], nbytes: np.ndarray) -> np.ndarray:
+def operator_seconds(times: Sequence[Sequence[float]], nbytes: np.ndarray) -> np.ndarray:
     """Seconds of calls that move so many bytes: on straight lines between those measured, as long as the
     smallest below, in proportion to bytes above the largest."""
     measured, taken = np.array(times).T

@@ -34,6 +34,7 @@ def on_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
         return dict(enumerate(pool.run(cell.mesh_sizes, work, cell)))
 
     monkeypatch.setattr("spbench.bench.engines.distributed.launch", launch)
+    monkeypatch.setattr("spbench.bench.commands.machine_report.LADDER", (SMALL,))
 
 
 def measure(command_line: Run) -> None:
