@@ -113,3 +113,41 @@ def test_what_cannot_be_measured_is_said(
     code, _, err = command_line("calibrate", *words)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"spbench: {complaint}")
+
+
+def test_a_scenario_is_measured_and_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run, on_pool: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    group = "{strategy: single, batch: [1, 2], timing: {warmup: 0, samples: 2}}"
+    Path("mine.yaml").write_text(f"{SCENARIO}  - {group}\n")
+    words = ("calibrate", "--engine", "distributed", *TINY, "--check", "mine.yaml", "--format", "json")
+    code, out, err = command_line(*words)
+    assert code == 0, err
+    found = json.loads(out)
+    assert [(cell["ranks"], cell["batch"]) for cell in found["cells"]] == [(1, 1), (1, 2), (2, 2)]
+    for cell in found["cells"]:
+        assert cell["relative_error"] == pytest.approx(cell["predicted_s"] / cell["measured_s"] - 1)
+        on = load_cluster(f"measured-{cell['ranks']}.yaml")
+        assert cell["launch_overhead_s"] == on.device.launch_overhead_s.value
+        assert {"gelu", "add"} & {*on.device.operators}
+    assert -1 <= found["agreement"]["tau"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--engine", "emulated", "--check", "closed_loop"), "--check: it goes with --engine distributed"),
+        (("--from", "x.log", "--check", "closed_loop"), "--check: it goes with --engine distributed"),
+        (("--engine", "distributed", "--check", "closed_lop"), "did you mean 'closed_loop'"),
+        (
+            ("--engine", "distributed", "--world-size", "3", "--check", "closed_loop"),
+            "--check closed_loop: it has 0 cells on 3 ranks, and an order needs two",
+        ),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line(command_line: Run, words: tuple[str, ...], problem: str) -> None:
+    code, _, err = command_line("calibrate", *words)
+    assert code == 2
+    assert problem in err
+    assert len(err.strip().splitlines()) == 1
