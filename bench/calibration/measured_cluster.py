@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.calibration.collective_rates import (
@@ -23,9 +22,10 @@ from spbench.bench.calibration.compute_rates import SMALL, compute_rates
 from spbench.bench.calibration.least_squares import LeastSquares, least_squares
 from spbench.bench.calibration.operator_times import OPERATOR, operator_points
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
-from spbench.bench.calibration.step_figures import beside_operators_s, operator_times, product_fit
+from spbench.bench.calibration.step_figures import host_fit, operator_times, product_fit
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import Cluster, Device, MeasuredRate
+from spbench.bench.clusters.host import Host
 from spbench.bench.clusters.links import BusRate, Link, Network, RatedCollective
 from spbench.bench.clusters.rates import ProductRate
 from spbench.bench.clusters.sourced import Sourced
@@ -47,6 +47,8 @@ class Machine:
         memory_bytes: of a device, and taken by its context before the first tensor; None of a CPU.
         per_node: ranks on each host.
         kernels: of the small training step, each of which costs a call.
+        host_work: of each training step whose operators were timed, how many operators, views, nodes of
+            autograd and modules' calls it has.
     """
 
     points: Sequence[RatePoint]
@@ -56,6 +58,7 @@ class Machine:
     ranks: int
     per_node: int
     kernels: int
+    host_work: Sequence[Sequence[int]] = ()
 
     def of(self, operation: str, precision: str | None = None) -> list[RatePoint]:
         """The points of an operation, of one precision if it is given, by size."""
@@ -72,9 +75,17 @@ def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machin
         update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
     )
     measured = distributed.launch(cell, partial(_on_rank, sweep=sweep))[0]
-    program = virtual.trace(SMALL, events=True).program
+    kernels, *_ = _counts(SMALL)
+    counts = [_counts(step) for step in sweep.steps]
+    return Machine(**measured, ranks=world, kernels=kernels, host_work=counts)
+
+
+def _counts(cell: Cell) -> list[int]:
+    """Operators that launch kernels, views, nodes of autograd and modules' calls of a step."""
+    program = virtual.trace(cell, events=True).program
     assert program is not None
-    return Machine(**measured, ranks=world, kernels=int((program.kind == KERNEL).sum()))
+    views, nodes, modules, _ = program.host.sum(0).tolist()
+    return [int((program.kind == KERNEL).sum()), views, nodes, modules]
 
 
 def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
@@ -121,6 +132,7 @@ def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
         devices_per_node=devices_per_node,
         node_link=node_link,
         network=network,
+        host=_host(machine, source) if machine.host_work else None,
         collective_model="measured" if (node_link or network).collectives else "ring",
         # what operators took stands with the device
         measured=[_measured(p) for p in machine.points if not p.operation.startswith(OPERATOR)],
@@ -221,14 +233,24 @@ def _device(machine: Machine, source: str) -> Device:
 
 
 def _launches(machine: Machine, source: str) -> Any:
-    beside = beside_operators_s(machine.points)
-    if beside is not None:
-        return _sourced(
-            beside, source, "of training steps the time beside their operators, for each of these"
-        )
+    if machine.host_work:
+        return Sourced(value=None, source="host has it")
     (step,) = machine.of("training step")
     note = f"step of {step.size} over its {machine.kernels} operators"
     return _sourced(step.seconds / machine.kernels, source, note)
+
+
+def _host(machine: Machine, source: str) -> Host:
+    """What training steps take beside their operators; on a CPU, which runs these itself."""
+    fit = host_fit(machine.points, machine.host_work)
+    note = f"training steps less their operators' own times; {_off(fit)}"
+    names = ("operator_s", "view_s", "node_s", "module_s", "step_s")
+    figures = {
+        name: _sourced(value, source, note) for name, value in zip(names, fit.coefficients, strict=True)
+    }
+    none = _sourced(0.0, source, "in what operators and collectives take")
+    ahead: Any = Sourced(value=1, source=source, note="kernels run where they are launched")
+    return Host(**figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True)
 
 
 def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[str, ProductRate] | None:
@@ -261,34 +283,3 @@ def _measured(point: RatePoint) -> MeasuredRate:
     values: dict[str, Any] = {name: getattr(point, name) for name in MeasuredRate.model_fields}
     values |= {name: _rounded(value) for name, value in values.items() if isinstance(value, float)}
     return MeasuredRate(**values)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes lists of numbers, and of such lists, in one line."""
-
-    def represent_numbers(self, items: list[Any]) -> yaml.Node:
-        flow = not any(isinstance(item, Mapping | str) for item in items)
-        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
-
-
-_Dumper.add_representer(list, _Dumper.represent_numbers)
-
-
-def cluster_yaml(cluster: Cluster, heading: str) -> str:
-    """The text of a cluster's file, under a comment; :func:`load_cluster` gives the same cluster, by the
-    file's name. Each measured rate is a line."""
-    plain = cluster.model_dump(mode="json", exclude_unset=True, exclude={"name", "measured"})
-    comment = "".join(f"# {line}\n" for line in heading.splitlines())
-    text = comment + yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
-    rates = [rate.model_dump(mode="json", exclude_none=True) for rate in cluster.measured]
-    lines = [yaml.safe_dump(r, sort_keys=False, default_flow_style=True, width=1000).strip() for r in rates]
-    return "\n".join([text + "\nmeasured:", *(f"  - {line}" for line in lines)]) + "\n"
-
-
-def sample_rows(points: Sequence[RatePoint]) -> list[dict[str, Any]]:
-    """A row for each sample of each point, for a CSV file."""
-    rows = []
-    for point in points:
-        about = {key: value for key, value in asdict(point).items() if key != "samples_s"}
-        rows += [{**about, "sample": i, "seconds": s} for i, s in enumerate(point.samples_s)]
-    return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from math import log2
-from statistics import fmean, median
+from statistics import fmean
 
 from spbench.bench.calibration.least_squares import LeastSquares, least_squares
 from spbench.bench.calibration.operator_times import OPERATOR, PRODUCT, STEP
@@ -16,6 +16,8 @@ from spbench.bench.clusters.rates import OperatorTimes
 _SMALLEST = 4096
 #: products of fewer FLOPs take little longer than their calls
 _LEAST_FLOPS = 1e7
+#: no step takes less beside its operators; where noise says so, it counts as this
+_LEAST_S = 1e-4
 
 
 def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
@@ -44,7 +46,13 @@ def product_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | N
     return least_squares([p.seconds for p in chosen], [p.flops for p in chosen], [p.nbytes for p in chosen])
 
 
-def beside_operators_s(points: Sequence[RatePoint]) -> float | None:
-    """Seconds of a step that are not in its operators, for each of these; None where no steps were timed."""
-    shares = [p.seconds / p.extent for p in points if p.operation == STEP]
-    return median(shares) if shares else None
+def host_fit(points: Sequence[RatePoint], counts: Sequence[Sequence[int]]) -> LeastSquares:
+    """Seconds of an operator, a view, a node of autograd, a module's call and a step, beside the operators'
+    own, by which the steps that were timed come out best.
+
+    Args:
+        counts: of each of these steps, how many operators, views, nodes and modules there are.
+    """
+    beside = [point for point in points if point.operation == STEP]
+    columns = [[float(n) for n in column] for column in zip(*counts, strict=True)]
+    return least_squares([max(p.seconds, _LEAST_S) for p in beside], *columns, [1.0] * len(beside))

@@ -72,7 +72,7 @@ def _table(rows: Sequence[Compared]) -> Table:
             "predicted": f"{row.predicted_s:.4f}",
             "error": f"{row.relative_error:+.0%}",
             "compute": f"{row.compute_s:.4f}",
-            "calls": f"{row.overhead_s:.4f}",
+            "host": f"{row.host_s:.4f}",
             "communication": f"{row.communication_s:.4f}",
         }
         for row in rows
@@ -88,7 +88,7 @@ def figures(cluster: Cluster) -> dict[str, Any]:
     return {
         "flops_per_s": device.peak_flops_per_s["fp32"].value,
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s.value,
-        "launch_overhead_s": device.launch_overhead_s.value,
+        "operator_s": None if cluster.host is None else cluster.host.operator_s.value,
         "latency_s": network.latency_s.value,
         "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s.value,
     }

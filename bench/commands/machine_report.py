@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from spbench.bench.atomic_write import write_whole
+from spbench.bench.calibration.machine_files import cluster_yaml, sample_rows
 from spbench.bench.calibration.measured_cluster import (
     Machine,
     cluster_of,
-    cluster_yaml,
     measure_machine,
-    sample_rows,
 )
 from spbench.bench.calibration.operator_times import LADDER
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep

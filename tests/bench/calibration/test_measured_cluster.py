@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.calibration import collective_rates, compute_rates
 from spbench.bench.calibration.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.calibration.compute_rates import SMALL
-from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of, cluster_yaml, sample_rows
+from spbench.bench.calibration.machine_files import cluster_yaml, sample_rows
+from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.cell import Sizes
 from spbench.bench.clusters.cluster import load_cluster
@@ -114,10 +115,11 @@ def test_figures_follow_from_the_points() -> None:
     assert figures(found) == {
         "flops_per_s": 400,  # the best shape
         "memory_bandwidth_bytes_per_s": 24,  # of the largest tensors
-        "launch_overhead_s": 0.06,
+        "operator_s": None,  # no step's operators were timed
         "latency_s": 0.001,
         "bandwidth_bytes_per_s": LARGE_BYTES,  # in the second that it takes longer
     }
+    assert found.device.launch_overhead_s.value == 0.06
     assert found.device.peak_flops_per_s["fp32"].note == (
         "[10, 10] x [10, 10], the best of 2 shapes; attention forward: 50 at most"
     )

@@ -12,10 +12,11 @@ import torch
 
 from spbench.bench.calibration import operator_times as clocked
 from spbench.bench.calibration.compute_rates import SMALL
-from spbench.bench.calibration.measured_cluster import cluster_of, cluster_yaml
+from spbench.bench.calibration.machine_files import cluster_yaml
+from spbench.bench.calibration.measured_cluster import cluster_of
 from spbench.bench.calibration.operator_times import LADDER, OPERATOR, PRODUCT, STEP, points_of
 from spbench.bench.calibration.rate_points import RatePoint
-from spbench.bench.calibration.step_figures import beside_operators_s, operator_times, product_fit
+from spbench.bench.calibration.step_figures import host_fit, operator_times, product_fit
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.simulator.program import MATRIX_PRODUCT, MEMORY_BOUND
@@ -88,10 +89,21 @@ def test_products_have_a_rate_and_a_bandwidth() -> None:
     assert product_fit(points, "bf16") is None
 
 
-def test_calls_cost_what_steps_take_beside_their_operators() -> None:
-    rests = [RatePoint(STEP, "", n, "fp32", 2, [s]) for n, s in ((100, 1.0), (100, 9.0), (200, 4.0))]
-    assert beside_operators_s([*rests, operator("gelu", 8, 1.0)]) == 0.02
-    assert beside_operators_s([operator("gelu", 8, 1.0)]) is None
+#: operators, views, nodes and modules of three steps, of which the third has more of all
+_COUNTS = [[100, 50, 40, 10], [50, 80, 20, 10], [900, 700, 500, 100], [300, 10, 90, 70], [10, 10, 80, 20]]
+
+
+def rests(*figures: float) -> list[RatePoint]:
+    """Steps that take so many seconds an operator, view, node and module, and a step."""
+    taken = [sum(n * each for n, each in zip([*counts, 1], figures, strict=True)) for counts in _COUNTS]
+    return [RatePoint(STEP, "", 1, "fp32", 2, [s]) for s in taken]
+
+
+def test_the_hosts_figures_make_up_what_steps_take_beside_their_operators() -> None:
+    figures = (12e-3, 1e-3, 7e-3, 5e-3, 2.0)
+    fit = host_fit([*rests(*figures), operator("gelu", 8, 1.0)], _COUNTS)
+    assert fit.coefficients == pytest.approx(figures, rel=1e-6)
+    assert fit.largest_error < 1e-9
 
 
 def test_the_file_has_the_figures(tmp_path: Path) -> None:
@@ -104,11 +116,14 @@ def test_the_file_has_the_figures(tmp_path: Path) -> None:
         ),
         operator("gelu", 4096, 0.001),
         operator("gelu", 65536, 0.1234567),
-        RatePoint(STEP, "", 100, "fp32", 2, [2.0]),
+        *rests(0.02, 0.0, 0.0, 0.0, 0.0),
     ]
-    found = cluster_of(replace(plain, points=points), "here", "a source")
+    found = cluster_of(replace(plain, points=points, host_work=_COUNTS), "here", "a source")
     device = found.device
-    assert device.launch_overhead_s.value == 0.02
+    assert device.launch_overhead_s.value is None
+    assert found.host is not None
+    assert found.host.synchronous
+    assert found.host.operator_s.value == pytest.approx(0.02)
     assert device.operators["gelu"].value == [[4096, 0.001], [65536, 0.1235]]
     assert device.products is not None
     rate = device.products["fp32"]
