@@ -31,6 +31,7 @@ OtherKind = Literal[
     "grouped_query_linear_in",
     "shared_by_heads",
     "feature_norm",
+    "given_heads",
     "linear_out",
     "vocabulary_logits",
     "cross_entropy",

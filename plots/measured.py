@@ -1,10 +1,11 @@
-"""Ours beside what real machines measured: memory and time, by who measured."""
+"""Ours beside what real machines measured: memory and time by who measured, and published step times."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 from pandas import DataFrame
@@ -13,7 +14,7 @@ from spbench.plots.axes import logarithmic_axis, set_error_ticks, set_ticks
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.marks import marker_line
 from spbench.plots.series import Row
-from spbench.plots.style import GREY, category_colors, tick_texts
+from spbench.plots.style import GREY, INK, category_colors, tick_texts
 
 #: quantities of the comparison, and what axes say of them
 _QUANTITIES = {
@@ -28,6 +29,9 @@ _ROLES = {
     "inferred": ("o", False, "a setting was inferred from it"),
     "calibrated": ("s", False, "calibrated on it"),
 }
+_ROLE_NAMES = {name for _, _, name in _ROLES.values()}
+#: the error within which the figure of published step times is shaded
+_NEAR = 0.10
 
 
 def _grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
@@ -44,9 +48,47 @@ def _grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
             )
             upper = Panel(draw_ours, name, "Measured", "Ours")
             facets.append([upper, Panel(draw_errors, name, "Measured", "Ours / measured - 1")])
+    title = "Measured on real machines, and ours"
+    return PanelGrid(title, _missing_notes(comparison, numbers)).add(facets, abreast=4)
+
+
+def _missing_notes(comparison: DataFrame, numbers: DataFrame) -> list[str]:
     missing = len(comparison) - len(numbers)
-    notes = [f"{missing} measured numbers have none of ours beside them"] if missing else []
-    return PanelGrid("Measured on real machines, and ours", notes).add(facets, abreast=4)
+    return [f"{missing} measured numbers have none of ours beside them"] if missing else []
+
+
+def _field_grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A panel for each published table, and for the claims of each scenario: ours by the measured time."""
+    numbers = comparison.dropna(subset=["published", "reproduced"])
+    tables = (
+        numbers["table"]
+        .str.partition(": ")[0]
+        .where(numbers["status_published"] != "", numbers["scenario"].str.replace("_", "-"))
+    )
+    numbers = numbers.assign(source=tables)
+    panels = []
+    for source, some in numbers.groupby("source", sort=False):
+        mean = some["relative_error"].abs().mean()
+        name = f"{str(source).replace('-', ' ')}: {mean:.1%}"
+        panels.append(Panel(partial(_draw_times, some=some), name, "Measured (ms)", "Ours (ms)"))
+    notes = [f"Shaded: within {_NEAR:.0%}. Beside the names: mean errors."]
+    title = "Step times that others published, and ours"
+    return PanelGrid(title, [*notes, *_missing_notes(comparison, numbers)]).add(
+        [[panel] for panel in panels], abreast=3
+    )
+
+
+def _draw_times(ax: Axes, some: DataFrame) -> Drawn:
+    low, high, ticks = _logarithmic([*some["published"], *some["reproduced"]])
+    ends = np.array([low, high])
+    for name, axis in (("x", ax.xaxis), ("y", ax.yaxis)):
+        ax.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
+        set_ticks(axis, ticks, tick_texts(ticks))
+        axis.set_minor_locator(NullLocator())
+    ax.fill_between(ends, ends * (1 - _NEAR), ends * (1 + _NEAR), color=GREY, alpha=0.25, linewidth=0)
+    ax.plot(ends, ends, color=GREY, linewidth=0.8, zorder=1)
+    drawn = _points(ax, some, "reproduced", dict.fromkeys(some["source"], INK))
+    return Drawn(published=[line for line in drawn.published if line.get_label() in _ROLE_NAMES])
 
 
 def _draw_values(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
@@ -69,14 +111,20 @@ def _draw_errors(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
 
 def _measured_axis(ax: Axes, values: Sequence[float]) -> None:
     """A logarithmic x axis with ticks at powers of ten, and between them if there are few."""
-    low, high = 0.8 * min(values), 1.25 * max(values)
+    low, high, ticks = _logarithmic(values)
     ax.set_xscale("log")
     ax.set_xlim(low, high)
-    powers = range(-3, 9)
-    steps = (1, 2, 3, 5) if high < 10 * low else (1,)
-    ticks = [m * 10.0**n for n in powers for m in steps if low <= m * 10.0**n <= high]
     set_ticks(ax.xaxis, ticks, tick_texts(ticks))
     ax.xaxis.set_minor_locator(NullLocator())
+
+
+def _logarithmic(values: Sequence[float]) -> tuple[float, float, list[float]]:
+    """The ends of a logarithmic axis that shows values, and its ticks: powers of ten, and between them if
+    there are few."""
+    low, high = 0.8 * min(values), 1.25 * max(values)
+    few: Sequence[float] = (1, 2, 5) if high > 4 * low else (1, 1.5, 2, 3, 4, 5, 7)
+    steps = (1,) if high > 20 * low else few
+    return low, high, [m * 10.0**n for n in range(-3, 9) for m in steps if low <= m * 10.0**n <= high]
 
 
 def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -> Drawn:
@@ -103,3 +151,4 @@ def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -
 
 
 draw = Drawing("measured", _grid)
+draw_field = Drawing("field", _field_grid)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from spbench.bench.clusters.host import Host
 from spbench.bench.clusters.links import CollectiveModel, Link, NcclSettings, Network
 from spbench.bench.clusters.rates import AttentionRates, ProductRate
 from spbench.bench.clusters.sourced import Sourced
@@ -159,6 +160,8 @@ class Cluster(StrictModel):
     network: Network
     collective_model: CollectiveModel = "ring"
     nccl: NcclSettings | None = None
+    #: the process that launches each device's kernels; unknown: launching takes it no time
+    host: Host | None = None
     calibration: dict[Precision, Calibration] = {}
     measured: list[MeasuredRate] = []
 

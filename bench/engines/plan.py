@@ -167,6 +167,8 @@ def plan(cell: Cell) -> Plan:
     forward_only = cell.training.step == "inference"
     if forward_only:
         _check_inference(cell)
+    elif not model.has_weights:
+        raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
     width = precision.parameters.itemsize
     backend, micro_batches = backend_class(cell.training.backend), cell.training.micro_batches
     if cell.sizes.pp > 1 and not backend.pipelined:

@@ -41,6 +41,8 @@ def set_up(
         training, strategy, around = build_training(cell, mesh, set_weights)
     # drawn on the CPU, so that every device has the same, and moved before the rank's part is taken
     batch = {name: x.to(mesh.device_type) for name, x in model.inputs(*cell.shape, generator).items()}
+    if not model.has_weights:
+        batch = {name: x.to(PRECISIONS[cell.precision].parameters) for name, x in batch.items()}
     inputs = rank_inputs(model, strategy, around, batch)
     inputs = {name: part for name, part in inputs.items() if name not in left_out}
     if cell.training.batch_on_device == "part":

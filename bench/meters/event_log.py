@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.meter import Call, Communication, Meter
 from spbench.bench.meters.prices import price_of
-from spbench.bench.meters.torch_internals import replaced, storage_key
-from spbench.bench.simulator.program import COMPUTE_STREAM, KERNEL, Group, Program, ProgramBuilder, offset
+from spbench.bench.meters.torch_internals import backward_node, replaced, storage_key
+from spbench.bench.simulator.program import COMPUTE_STREAM, KERNEL, Group, Program, offset
+from spbench.bench.simulator.program_builder import JOIN, MODULE, NODE, VIEW, ProgramBuilder
 
 
 class Streams:
@@ -82,6 +83,11 @@ class Streams:
             with self.issuing(stream):
                 self._builder.wait(event)
 
+    def join(self) -> None:
+        """Write down that the host waits until the device has done all that it was given."""
+        if self._builder is not None and self.open:
+            self._builder.host_work += JOIN
+
 
 class RecordedStream(torch.cpu.Stream):
     """A stream, with the methods of ``torch.cuda.Stream`` that ``torch.cpu.Stream`` has.
@@ -133,11 +139,13 @@ def recorded_streams(streams: Streams) -> Iterator[None]:
         "Event": partial(RecordedEvent, streams),
         "current_stream": lambda device=None: streams.current,
         "stream": streams.issuing,
+        "synchronize": lambda device=None: streams.join(),
     }
     with replaced(torch.cpu, ours):
         yield
 
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -186,6 +194,29 @@ class EventLog(Meter):
         #: the event of each functional collective that has not been waited for, by its result's storage
         self._functional: dict[int, int] = {}
         self.running = False
+        #: of the last operator that was called, see :func:`backward_node`
+        self._node: int | None = None
+
+    @contextmanager
+    def counted_modules(self) -> Iterator[None]:
+        """Inside, calls of modules are counted as the host's work."""
+        builder, call = self.builder, nn.Module.__call__
+
+        def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.running:
+                builder.host_work += MODULE
+            return call(module, *args, **kwargs)
+
+        with replaced(nn.Module, {"__call__": counted}):
+            yield
+
+    def count_node(self) -> None:
+        """Note, before an operator is written down, whether a further node of autograd has called it."""
+        node = backward_node()
+        if node != self._node:
+            self._node = node
+            if node is not None:
+                self.builder.host_work += NODE
 
     def phase(self, name: str) -> None:
         self.running = self.streams.open = True
@@ -210,21 +241,26 @@ class EventLog(Meter):
     def see(self, call: Call) -> None:
         if not self.running or call.communication is not None:
             return
+        self.count_node()
         func, args, kwargs, result, _ = call
         if func is _WAIT_TENSOR:
             self._waited(self._functional.pop(storage_key(args[0]), -1))
             return
         price = price_of(func)
-        if price.free:
-            return
         builder = self.builder
+        if price.free:
+            builder.host_work += JOIN if func is _ITEM else VIEW
+            return
         if not price.known:
             builder.unpriced.add(price.name)
-        builder.rows.append((KERNEL, builder.named(price.name), *price.of(args, kwargs or {}, result), -1))
+        builder.add_kernel((KERNEL, builder.named(price.name), *price.of(args, kwargs or {}, result)))
 
     def post(self, args: Sequence[Any], result: Any, communication: Communication) -> Any:
         """Note a call that communicates; returns the operator's result with a Work that is watched."""
-        event = self._event(args, communication) if self.running else -1
+        event = -1
+        if self.running:
+            self.count_node()
+            event = self._event(args, communication)
         if communication.returns_new:
             for x in [result] if isinstance(result, Tensor) else result:
                 self._functional[storage_key(x)] = event

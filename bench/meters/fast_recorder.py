@@ -29,7 +29,7 @@ from spbench.bench.meters.torch_internals import (
     schema_of,
     storage_key,
 )
-from spbench.bench.simulator.program import EventRow
+from spbench.bench.simulator.program_builder import VIEW, KernelRow
 from spbench.impls.keyed_steps import choosing_steps
 
 _Path = tuple[int | str, ...]
@@ -114,7 +114,7 @@ class FastRecorder(Recorder):
         # a transfer between fake ranks has ended before it began
         self._ended = PostedWork(lambda event: None, -1)
         #: what the event log writes for a call within the step; None: nothing
-        self._rows: dict[_Key, EventRow | None] = {}
+        self._rows: dict[_Key, KernelRow | None] = {}
 
     def _enter_patches(self, patches: ExitStack) -> None:
         super()._enter_patches(patches)
@@ -153,14 +153,17 @@ class FastRecorder(Recorder):
     ) -> None:
         """Write down in the event log what it wrote for the first such call of this trace."""
         assert self.events is not None
-        rows = self.events.builder.rows
+        builder = self.events.builder
         if key in self._rows:
+            self.events.count_node()
             if (row := self._rows[key]) is not None:
-                rows.append(row)
+                builder.add_kernel(row)
+            else:
+                builder.host_work += VIEW
             return
-        written = len(rows)
+        written = len(builder.rows)
         self.events.see(Call(func, args, kwargs, result))
-        self._rows[key] = rows[written] if len(rows) > written else None
+        self._rows[key] = builder.rows[written][:-2] if len(builder.rows) > written else None
 
     def _build(self, remembered: _Remembered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The results again, new storages noted by the memory meter."""

@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 
 from spbench.bench.meters.torch_internals import flop_registry, schema_of
-from spbench.bench.simulator.program import (
-    ATTENTION,
-    MATRIX_PRODUCT,
-    MEMORY_BOUND,
-    NO_SHAPE,
-    PRECISION_NAMES,
-)
+from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT, MEMORY_BOUND, PRECISION_NAMES
+from spbench.bench.simulator.program_builder import NO_SHAPE
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}

@@ -76,6 +76,7 @@ class Recorder(TorchDispatchMode):
         patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
         if self.events is not None:
             patches.enter_context(recorded_streams(self.events.streams))
+            patches.enter_context(self.events.counted_modules())
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
         """``UntypedStorage.resize_``, noted by the memory meter too."""

@@ -36,7 +36,8 @@ from spbench.bench.meters.communication import CommunicationMeter, Operation
 from spbench.bench.meters.event_log import EventLog
 from spbench.bench.meters.kept_tensors import KeptTensors
 from spbench.bench.meters.memory import MemoryMeter
-from spbench.bench.simulator.program import KERNEL, WAIT, EventRow
+from spbench.bench.simulator.program import KERNEL, WAIT
+from spbench.bench.simulator.program_builder import EventRow
 from spbench.impls.keyed_steps import Key
 
 
@@ -229,9 +230,8 @@ class _EventRecord:
 
     def __init__(self, log: EventLog):
         self.log, self.rows, self.marks = log, log.builder.rows, log.builder.marks
-        self._ends = [len(self.rows)]
+        self._ends, self._phases = [len(self.rows)], [len(self.marks)]
         self._switches = len(log.builder.switches)
-        self._phases = [len(self.marks)]
         self._posted = _Unfinished()
 
     def end_step(self) -> None:

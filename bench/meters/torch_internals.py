@@ -52,6 +52,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "backward_node",
     "beyond_64_bits",
     "check_internals",
     "disable_fake_tensor_cache",
@@ -88,6 +89,13 @@ def storage_key(x: Tensor | torch.UntypedStorage) -> int:
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_node() -> int | None:
+    """A number of the node of autograd that runs in this thread, which the next node has not; gradients'
+    accumulations have one number. None: none runs."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def fake_tensor(

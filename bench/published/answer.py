@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import suggestion
+from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measurement import Measurement
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.published.results import ScenarioResults
@@ -54,6 +54,13 @@ class Answer(StrictModel, ABC):
         """The published numbers that it compares; none, where a kind compares something else. ``folder`` is
         the scenario file's, where published files may be. UserError if they cannot be read."""
         return []
+
+    def unreadable(self, folder: Path) -> Iterator[Mistake]:
+        """The mistake of numbers that cannot be read, if they cannot."""
+        try:
+            self.numbers(folder)
+        except UserError as error:
+            yield ["published"], str(error)
 
     @abstractmethod
     def selected(self, declared: Sequence[Cell]) -> list[Cell]:

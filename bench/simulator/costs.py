@@ -72,6 +72,7 @@ class Costs:
 
     Attributes:
         step_overhead_s: of a step, beside its kernels and its communication.
+        host: figures of the process that launches; None: launching takes no time.
         overlap_loss: seconds of computing lost for each second that a collective runs beside it.
     """
 
@@ -83,6 +84,7 @@ class Costs:
         device = cluster.device
         self.launch_s = device.launch_overhead_s.value or 0.0
         self.floor_s = device.kernel_floor_s.value or 0.0
+        self.host = cluster.host
         self.overlap_loss = device.overlap_loss.value or 0.0
         self.rates = [
             (figure.value or 0.0) if (figure := device.peak_flops_per_s.get(name)) is not None else 0.0  # type: ignore[call-overload]

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
-from operator import itemgetter
 
 import numpy as np
 
@@ -21,6 +19,10 @@ COMPUTE_STREAM = 0
 MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION = range(3)
 CATEGORIES = ("memory-bound", "matrix product", "attention")
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other")
+
+#: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that
+#: launch nothing, nodes of autograd run, calls of modules, and waits of the host for its device
+HOST_WORK = ("views", "nodes", "modules", "joins")
 
 Mesh = tuple[int, ...]
 
@@ -115,6 +117,8 @@ class Program:
         shape: [events, 4]: batch, m, n, k of a matrix product; sequences x heads, queries, keys and head
             size of an attention without scores.
         strided: elements of a matrix product's operands and result that are blocks of wider matrices.
+        host: [events, kinds of HOST_WORK]: what the host did since the event before; the event's own dispatch
+            is not in it.
         partner: of a collective an index into ``groups``, of a send or recv into ``peers``, of a wait
             the event that is waited for: communication, or the record of a point of another stream; -1 for
             kernels and records.
@@ -132,6 +136,7 @@ class Program:
     precision: np.ndarray
     shape: np.ndarray
     strided: np.ndarray
+    host: np.ndarray
     partner: np.ndarray
     names: tuple[str, ...]
     groups: tuple[Group, ...]
@@ -168,130 +173,3 @@ class Program:
         elif kind == COLLECTIVE:
             words += f" over ranks {list(self.groups[partner].members(rank, self.mesh))}"
         return f"event {event} ({words}, {self.phase_of(event) or 'no phase'})"
-
-
-#: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, partner)
-EventRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int]
-NO_SHAPE = (0, 0, 0, 0)
-
-
-class ProgramBuilder:
-    """Writes a program event by event; methods return the event's index.
-
-    Args:
-        mesh: ranks along each axis, from the slowest-varying to the fastest.
-    """
-
-    def __init__(self, mesh: Sequence[int]):
-        self.mesh = tuple(mesh)
-        self.rows: list[EventRow] = []
-        self.marks: list[tuple[str, int]] = []
-        #: (stream, its first event), at each change of the stream on which events are issued
-        self.switches: list[tuple[int, int]] = [(COMPUTE_STREAM, 0)]
-        #: see :attr:`Program.unpriced`
-        self.unpriced: set[str] = set()
-        self._names: dict[str, int] = {}
-        self._groups: dict[Group, int] = {}
-        self._peers: dict[tuple[int, ...], int] = {}
-
-    def named(self, name: str) -> int:
-        """The index of a name."""
-        return self._names.setdefault(name, len(self._names))
-
-    def phase(self, name: str) -> None:
-        """A phase begins."""
-        self.marks.append((name, len(self.rows)))
-
-    def on_stream(self, stream: int) -> None:
-        """Further events are issued on that stream."""
-        self.switches.append((stream, len(self.rows)))
-
-    def kernel(
-        self,
-        name: str,
-        *,
-        flops: float = 0,
-        nbytes: float = 0,
-        precision: str = "fp32",
-        category: int = MEMORY_BOUND,
-        strided: float = 0,
-    ) -> int:
-        """Something that the device computes."""
-        number = PRECISION_NAMES.index(precision)
-        row = (KERNEL, self.named(name), category, nbytes, flops, number, NO_SHAPE, strided, -1)
-        return self._add(row)
-
-    def collective(self, name: str, nbytes: float, group: Group) -> int:
-        """A collective begins."""
-        partner = self._groups.setdefault(group, len(self._groups))
-        return self._communicate(COLLECTIVE, name, nbytes, partner)
-
-    def send(self, nbytes: float, to: tuple[int, ...]) -> int:
-        """A send begins, to the rank that far away (see :func:`offset`)."""
-        return self._communicate(SEND, "send", nbytes, self._peer(to))
-
-    def recv(self, nbytes: float, source: tuple[int, ...]) -> int:
-        """A receive begins, from the rank that far away."""
-        return self._communicate(RECV, "recv", nbytes, self._peer(source))
-
-    def wait(self, event: int) -> int:
-        """The current stream waits until that communication has ended, or that record is reached."""
-        return self._communicate(WAIT, "wait", 0, event)
-
-    def record(self) -> int:
-        """A point of the current stream, for which another may wait."""
-        return self._communicate(RECORD, "record", 0, -1)
-
-    def _peer(self, by: tuple[int, ...]) -> int:
-        by = tuple(d % n for d, n in zip(by, self.mesh, strict=True))
-        return self._peers.setdefault(by, len(self._peers))
-
-    def _communicate(self, kind: int, name: str, nbytes: float, partner: int) -> int:
-        row = (
-            kind,
-            self.named(name),
-            MEMORY_BOUND,
-            nbytes,
-            0.0,
-            len(PRECISION_NAMES) - 1,
-            NO_SHAPE,
-            0.0,
-            partner,
-        )
-        return self._add(row)
-
-    def _add(self, row: EventRow) -> int:
-        self.rows.append(row)
-        return len(self.rows) - 1
-
-    def program(self) -> Program:
-        """What has been written so far."""
-        shapes = chain.from_iterable(map(itemgetter(6), self.rows))
-        return Program(
-            mesh=self.mesh,
-            kind=self._column(0, np.int8),
-            stream=self._streams(),
-            name=self._column(1, np.int32),
-            category=self._column(2, np.int8),
-            nbytes=self._column(3, np.float64),
-            flops=self._column(4, np.float64),
-            precision=self._column(5, np.int8),
-            shape=np.fromiter(shapes, np.int64, 4 * len(self.rows)).reshape(-1, 4),
-            strided=self._column(7, np.float64),
-            partner=self._column(8, np.int64),
-            names=tuple(self._names),
-            groups=tuple(self._groups),
-            peers=tuple(self._peers),
-            marks=tuple(self.marks),
-            unpriced=tuple(sorted(self.unpriced)),
-        )
-
-    def _streams(self) -> np.ndarray:
-        """The stream of each row."""
-        streams, first = zip(*self.switches, strict=True)
-        lengths = np.diff(first, append=len(self.rows))
-        return np.repeat(np.array(streams, dtype=np.int8), lengths)
-
-    def _column(self, index: int, dtype: type) -> np.ndarray:
-        """One field of all rows, without a list in between: a large program has millions of rows."""
-        return np.fromiter(map(itemgetter(index), self.rows), dtype, len(self.rows))

@@ -27,6 +27,7 @@ from spbench.bench.simulator.waits import Times, Waits, waits_of
 
 if TYPE_CHECKING:
     from spbench.bench.simulator.costs import Costs
+    from spbench.bench.simulator.host_clock import HostClock
     from spbench.bench.simulator.message_matching import World
 
 
@@ -94,12 +95,14 @@ class Timeline:
         left: list[np.ndarray],
         start: list[np.ndarray],
         end: list[np.ndarray],
+        hosts: list[HostClock | None],
     ):
         self._world, self._costs, self._kernel_s = world, costs, kernel_s
         self._reached, self._left, self._start, self._end = reached, left, start, end
-        self._computed = computed
+        self._computed, self._hosts = computed, hosts
         last = [float(c.max()) for c in computed]
         last += [float(np.nanmax(e)) for e in end if e.size and not np.isnan(e).all()]
+        last += [float(host.now.max()) for host in hosts if host is not None]
         self.step_time_s = max(last) + costs.step_overhead_s
 
     @property
@@ -112,8 +115,9 @@ class Timeline:
 
         compute: kernels of the compute stream by the roofline, each at least the cluster's floor. overhead:
         their launches and the step's own. exposed_communication: waiting while the bytes move, or while
-        another stream copies them. bubble: waiting for other ranks to take part, or to end. These four add up
-        to the step time. hidden_communication: bytes move, or another stream copies, while the rank computes.
+        another stream copies them. bubble: waiting for other ranks to take part, or to end. host, where the
+        cluster has figures of it: waiting for the own host. These add up to the step time.
+        hidden_communication: bytes move, or another stream copies, while the rank computes.
         """
         parts = {
             name: np.zeros(self._world.size)
@@ -124,18 +128,26 @@ class Timeline:
             kernels = (steps.program.kind == KERNEL) & (steps.program.stream == COMPUTE_STREAM)
             parts["compute"][steps.ranks] = np.where(kernels, self._kernel_s[number], 0.0).sum()
             parts["overhead"][steps.ranks] = int(kernels.sum()) * self._costs.launch_s + step_overhead
-            waits = self._waits[number]
+            waits, computed = self._waits[number], self._computed[number]
             parts["exposed_communication"][steps.ranks] = waits.exposed
-            tail = self.step_time_s - step_overhead - self._computed[number]
+            tail = self.step_time_s - step_overhead - computed
             parts["bubble"][steps.ranks] = waits.waited - waits.exposed + tail
             parts["hidden_communication"][steps.ranks] = np.maximum(waits.busy - waits.exposed, 0.0)
+            if (host := self._hosts[number]) is not None:
+                late = waits.late + np.maximum(host.now - computed, 0.0)
+                parts["bubble"][steps.ranks] -= late
+                worked = parts["compute"][steps.ranks] + parts["overhead"][steps.ranks] - step_overhead
+                parts.setdefault("host", np.zeros(self._world.size))[steps.ranks] = (
+                    computed - worked - waits.waited + late
+                )
         return {name: values[self._world.stands_for] for name, values in parts.items()}
 
     @cached_property
     def _waits(self) -> list[Waits]:
         """The waits of the simulated ranks of each program."""
         times = map(Times, self._reached, self._left, self._start, self._end)
-        return [waits_of(s, self._costs, t) for s, t in zip(self._world.steps, times, strict=True)]
+        each = zip(self._world.steps, times, self._hosts, strict=True)
+        return [waits_of(steps, self._costs, at, host is not None) for steps, at, host in each]
 
     @property
     def parts(self) -> dict[str, float]:
@@ -178,6 +190,8 @@ class Timeline:
             kernels = int((program.kind == KERNEL).sum())
             ranks = len(steps.all_ranks)
             total += ranks * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
+            if (host := self._hosts[number]) is not None:
+                total += ranks * host.serial_s
             # each simulated rank stands for as many
             seconds = (self._end[number] - self._start[number]).sum(1) * (ranks / len(steps.ranks))
             for step, kind in enumerate(steps.kinds):
@@ -198,11 +212,14 @@ class Timeline:
         for (name, first), end in zip(program.marks, bounds[1:], strict=True):
             phases += [name] * (end - first)
         now, step = 0.0, 0
+        host = self._hosts[number]
+        launched = None if host is None else host.of_rank(place)
         for event in range(len(program)):
+            launch = 0.0 if launched is None else launched(event, now)
             name, phase = program.names[program.name[event]], phases[event]
             stream = int(program.stream[event])
             if program.kind[event] == KERNEL and stream == COMPUTE_STREAM:
-                seconds = float(kernel_s[event])
+                seconds, now = float(kernel_s[event]), max(now, launch)
                 yield Event(name, "compute", phase, now, seconds, self._kernel(program, event))
                 now += seconds + self._costs.launch_s
                 continue

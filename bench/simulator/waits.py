@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from spbench.bench.simulator.costs import node_of
+from spbench.bench.simulator.host_clock import posted_late
 from spbench.bench.simulator.intervals import column_sums, covered, covered_within
 from spbench.bench.simulator.program import (
     COLLECTIVE,
@@ -48,17 +49,24 @@ class Waits(NamedTuple):
         waited: of the compute stream, for anything.
         exposed: of these, while bytes move or another stream copies them.
         across: of ``exposed``, those of communication that leaves the rank's node.
+        late: of ``waited``, for communication that the rank's own host has not posted yet; 0 where hosts take
+            no time.
         busy: in which the rank communicates, whatever number of transfers at once.
     """
 
     waited: np.ndarray
     exposed: np.ndarray
     across: np.ndarray
+    late: np.ndarray
     busy: np.ndarray
 
 
-def waits_of(steps: Steps, costs: Costs, times: Times) -> Waits:
-    """The waits of the simulated ranks of a program."""
+def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool) -> Waits:
+    """The waits of the simulated ranks of a program.
+
+    Args:
+        hosted: whether hosts take time.
+    """
     crossing = _Crossing(steps, costs)
     # some ranks at a time, for times are large arrays and are copied here
     width = max(1, _AT_A_TIME // max(1, len(steps)))
@@ -96,6 +104,7 @@ def _waits(steps: Steps, costs: Costs, crossing: _Crossing, places: slice, times
         column_sums(left - reached),
         column_sums(exposed),
         column_sums(exposed * across),
+        posted_late(steps, times.reached, times.left) if hosted else np.zeros(exposed.shape[1]),
         covered(start[busy], end[busy]),
     )
 

@@ -57,6 +57,8 @@ def check_elements(checked: VerifiedRun) -> tuple[str, Discrepancy]:
         if name in kept:
             kept[name].of(count).add_(1)
         counts.append(count.flatten())
+    if not counts:
+        return "elements of the weights", Discrepancy.none()
     held = all_reduce(torch.cat(counts), _all_ranks(checked.strategy)).split([len(count) for count in counts])
     return "elements of the weights", _evenness(held)
 

@@ -81,7 +81,8 @@ class Optimizer:
             if precision.master
             else self.parameters
         )
-        self.adam = torch.optim.AdamW(self.masters, lr=lr, weight_decay=0.01, fused=True)
+        # a group of its own, for torch refuses a list without weights
+        self.adam = torch.optim.AdamW([{"params": self.masters}], lr=lr, weight_decay=0.01, fused=True)
         if precision.loss_scale:
             device = self.masters[0].device
             self.scale = torch.full((), precision.loss_scale, dtype=torch.float32, device=device)

@@ -31,6 +31,9 @@ class Model(ABC):
     targets: ClassVar[frozenset[str]] = frozenset()
     #: the parts that the loss is the sum of: where there is ``loss``, a module returns ``NAME_loss`` too
     losses: ClassVar[tuple[str, ...]] = ()
+    #: whether it has weights, and so can be trained; without them all inputs are activations, of the
+    #: precision's type
+    has_weights: ClassVar[bool] = True
     #: options with which the model is made of torch's own operators only, as verification's oracle is
     plain_options: ClassVar[Mapping[str, Any]] = {}
 

@@ -140,6 +140,11 @@ class PlanningHooks(GridHooks):
                 raise Unsupported(
                     f"{self.name} has no {MEETINGS[site.kind]}", "use another strategy or another model"
                 )
+            if site.kind == "given_heads" and self.splits_features:
+                raise Unsupported(
+                    f"{self.name} splits the projections to heads, and this model is given its heads",
+                    "use a strategy that splits sequences alone",
+                )
             if site.kind == "feature_norm" and self.splits_features:
                 raise Unsupported(
                     f"{self.name} splits the features, over all of which this model normalises",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pandas import DataFrame
 
-from spbench.plots.measured import draw
+from spbench.plots.measured import draw, draw_field
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from tests.plots.drawn import artists, assert_nothing_overlaps, legend
 
@@ -60,3 +60,26 @@ def test_sources_have_one_colour_in_all_panels() -> None:
     }
     assert all(len(found) == 1 for found in colours.values())
     assert colours["b200"] != colours["goldens"]
+
+
+@pytest.mark.parametrize("width", [PAGE_INCHES, COLUMN_INCHES])
+def test_published_times_have_a_panel_a_source(width: float) -> None:
+    time = "step_time_ms"
+    table = {"scenario": "usp", "status_published": "ok"}
+    claim = {"scenario": "a_layer", "status_published": ""}
+    records = DataFrame(
+        [
+            record("usp: case, tp 8", time, 5000.0, 4500.0) | table,
+            record("usp: case, tp 4", time, 3000.0, None) | table,
+            record("full", "step_time_s", 19.6, 19.8, "inferred") | claim,
+            record("none", "step_time_s", 27.2, 27.5, "inferred") | claim,
+        ]
+    )
+    figure = draw_field.figure([], records, width)
+    assert_nothing_overlaps(figure)
+    assert [ax.get_title() for ax in figure.axes if ax.get_title()] == ["usp: 10.0%", "a layer: 1.1%"]
+    (points,) = artists(figure, "reproduced a-layer inferred")
+    assert points.get_xydata().tolist() == [[19.6, 19.8], [27.2, 27.5]]
+    (shade,) = figure.axes[0].collections
+    shares = {round(float(y / x), 9) for x, y in shade.get_paths()[0].vertices}
+    assert shares == {0.9, 1.1}  # ten per cent either way

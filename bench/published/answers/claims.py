@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError
 from spbench.bench.published.answer import Answer, Mistake, unknown_quantity
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.published.files import PublishedPlace
@@ -50,10 +49,7 @@ class Claim(Answer):
         for side, selector in self.sides().items():
             for message in selector.unclear(declared):
                 yield [side], message
-        try:
-            self.numbers(folder)
-        except UserError as error:
-            yield ["published"], str(error)
+        yield from self.unreadable(folder)
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
         (published,) = self.numbers(results.folder)

@@ -9,7 +9,6 @@ from pathlib import Path
 from pydantic import Field, PositiveFloat
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError
 from spbench.bench.published.answer import Answer, Mistake, unknown_quantity
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.published.files import PublishedPlace
@@ -56,10 +55,7 @@ class Sum(Answer):
         for place, term in enumerate(self.terms):
             for message in term.cell.unclear(declared):
                 yield ["terms", place, "cell"], message
-        try:
-            self.numbers(folder)
-        except UserError as error:
-            yield ["published"], str(error)
+        yield from self.unreadable(folder)
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
         (published,) = self.numbers(results.folder)

@@ -28,7 +28,9 @@ _FLASH = (
     "flash_attention_4",
     "triton",
 )
-KERNELS = (*_FLASH, "cudnn", "unfused")
+#: those that make no scores
+FUSED_KERNELS = (*_FLASH, "cudnn")
+KERNELS = (*FUSED_KERNELS, "unfused")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from spbench.bench.clusters.cluster import Calibration, Cluster
-from spbench.bench.simulator.program import Group, Program, ProgramBuilder
+from spbench.bench.simulator.program import Group, Program
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from spbench.bench.simulator.simulate import Simulator
 from spbench.bench.simulator.timeline import Timeline
 

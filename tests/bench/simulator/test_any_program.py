@@ -6,11 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.simulator.program import (
-    Group,
-    Program,
-    ProgramBuilder,
-)
+from spbench.bench.simulator.program import Group, Program
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from tests.bench.simulator.step_programs import INFINITE, cluster, everyone, ring, timed
 
 

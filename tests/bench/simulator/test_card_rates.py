@@ -12,7 +12,8 @@ from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.engines import virtual
 from spbench.bench.meters.prices import price_of
 from spbench.bench.simulator.costs import Costs
-from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT, ProgramBuilder
+from spbench.bench.simulator.program import ATTENTION, KERNEL, MATRIX_PRODUCT
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from tests.bench.simulator.step_programs import cluster
 
@@ -72,7 +73,7 @@ def attention_seconds(
         (flash_attention_backward, (q, q, k, k, q, lse, 1.0, causal)),
     ):
         price = price_of(func)
-        b.rows.append((0, b.named(price.name), *price.of(args, {}, None), -1))
+        b.add_kernel((KERNEL, b.named(price.name), *price.of(args, {}, None)))
     return Costs(on, Calibration(), attention=kernel).kernels(b.program()).tolist()
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from spbench.bench.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
 from spbench.bench.simulator.costs import Costs
-from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT, ProgramBuilder
+from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from tests.bench.simulator.step_programs import cluster, timed
 
 

@@ -16,7 +16,8 @@ from spbench.bench.simulator import message_matching
 from spbench.bench.simulator import simulate as simulation
 from spbench.bench.simulator.folding import smallest_shift
 from spbench.bench.simulator.message_matching import owners
-from spbench.bench.simulator.program import Group, Program, ProgramBuilder
+from spbench.bench.simulator.program import Group, Program
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from spbench.bench.simulator.simulate import Simulator
 from spbench.bench.simulator.timeline import Timeline
 from spbench.bench.simulator.trace_export import trace_events
@@ -127,7 +128,7 @@ def times(
     program_of = owners(programs, ranks_of)
     on = cluster(bandwidth=0.1, devices=nodes_of)
     world = simulation.World(programs, program_of, shift or len(program_of))
-    return simulation._Simulation(world, simulation.Costs(on, Calibration())).timeline()
+    return simulation.Simulation(world, simulation.Costs(on, Calibration())).timeline()
 
 
 def shift_of(programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], nodes_of: int) -> int:
@@ -228,7 +229,7 @@ def test_transfers_of_all_ranks_at_once_are_those_of_some(
     monkeypatch.setattr(
         message_matching, "Meeting", lambda *found: dataclasses.replace(matched(*found), everyone=False)
     )
-    monkeypatch.delattr(simulation._Simulation, "_transfer_all")
+    monkeypatch.delattr(simulation.Simulation, "_transfer_all")
     assert_equal(times(*world, 4), together)
     assert len(set(together.by_rank["exposed_communication"])) > 1
 

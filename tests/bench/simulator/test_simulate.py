@@ -9,13 +9,8 @@ import pytest
 from spbench.bench.clusters.cluster import Calibration, Link, cluster_names, load_cluster
 from spbench.bench.simulator.costs import Costs, RatesUnknown, check_rates
 from spbench.bench.simulator.message_matching import Deadlock
-from spbench.bench.simulator.program import (
-    Group,
-    ProgramBuilder,
-    coordinates,
-    offset,
-    shifted,
-)
+from spbench.bench.simulator.program import Group, coordinates, offset, shifted
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from spbench.bench.simulator.simulate import Simulator
 from tests.bench.simulator.step_programs import (
     INFINITE,

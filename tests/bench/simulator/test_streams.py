@@ -15,7 +15,8 @@ from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.engines import virtual
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.simulator.program import Program, ProgramBuilder
+from spbench.bench.simulator.program import Program
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from spbench.bench.simulator.timeline import Timeline, stream_names
 from spbench.bench.simulator.trace_export import trace_events
 from tests.bench.simulator.step_programs import cluster, everyone, timed

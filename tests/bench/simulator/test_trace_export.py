@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.simulator.program import ProgramBuilder
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from spbench.bench.simulator.timeline import Timeline
 from spbench.bench.simulator.trace_export import export_trace
 from tests.bench.disk import files_of_at_most

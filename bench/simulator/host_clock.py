@@ -1,0 +1,170 @@
+"""The host's clock of each rank: when the process that launches a rank's kernels comes to each of them.
+
+A host works through the program's events in order: what it did since the event before, as
+:attr:`Program.host` counts it, then the event's dispatch. A kernel starts when its stream has done what is
+before it, and no sooner than a launch's latency after its dispatch; communication is posted no sooner either.
+Where the host waits for its device (a join), its clock goes on from the compute stream's. It is at most some
+launches ahead: at the ends of pieces of a program (:data:`PIECE`) it waits until the device has begun a
+kernel so many before.
+
+Between two steps of a simulation the compute stream runs kernels alone. What they make of both clocks is a
+map of sums and maxima, so that it is known beforehand, and a step costs the same however many kernels are
+before it: stream' = max(stream + T, host + M), host' = host + H. T is the kernels' time, H the host's, and M
+the longest way through both: up to the launch of a kernel on the host, then on the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from spbench.bench.clusters.host import Host
+from spbench.bench.simulator.message_matching import Steps
+from spbench.bench.simulator.program import COMPUTE_STREAM, HOST_WORK, KERNEL, RECORD, WAIT, Program
+
+#: the most events between two moments at which the host waits for a device that is too far behind
+PIECE = 128
+_FIGURES = dict(zip(HOST_WORK, ("view_s", "node_s", "module_s", ""), strict=True))
+_JOINS = HOST_WORK.index("joins")
+
+
+def host_seconds(host: Host, program: Program) -> np.ndarray:
+    """What the host takes for each event, with what it did since the one before."""
+    kinds = program.kind
+    dispatch = np.where(kinds == KERNEL, host.seconds("operator_s"), host.seconds("collective_s"))
+    dispatch[(kinds == WAIT) | (kinds == RECORD)] = 0.0
+    each = np.array([host.seconds(figure) if figure else 0.0 for figure in _FIGURES.values()])
+    return dispatch + program.host @ each
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A run of a program's events. The host waits for the compute stream before it if it ``joins``.
+
+    Attributes:
+        kernels_s, host_s, through_s: T, H and M of the run.
+        noted: where the end of the run is noted, for later ones to wait for; -1: nowhere.
+        behind: where the end of the run is noted that the device must have reached before the host ends this
+            one; -1: it is never so far ahead.
+    """
+
+    joins: bool
+    kernels_s: float
+    host_s: float
+    through_s: float
+    noted: int
+    behind: int
+
+
+class HostClock:
+    """The hosts of the simulated ranks that run a program.
+
+    Args:
+        taken: seconds of each event's kernel, with the gap after it.
+
+    Attributes:
+        now: the clock of each rank.
+        latency: of a launch.
+    """
+
+    def __init__(self, host: Host, steps: Steps, taken: np.ndarray):
+        program = steps.program
+        self.latency = host.seconds("launch_latency_s")
+        self.work = host_seconds(host, program)
+        self._begun = host.seconds("step_s")
+        self.now = np.full(len(steps.ranks), self._begun)
+        on_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
+        joins = program.host[:, _JOINS] > 0
+        #: events at which pieces begin, and the end
+        self.cuts = np.unique(
+            np.concatenate(
+                [steps.at + 1, np.flatnonzero(joins), np.arange(0, len(program), PIECE), [len(program)]]
+            )
+        )
+        first, end = self.cuts[:-1], self.cuts[1:]
+        host_s = np.concatenate([[0.0], np.cumsum(self.work)])
+        kernels_s = np.concatenate([[0.0], np.cumsum(np.where(on_compute, taken, 0.0))])
+        launched = np.concatenate([[0], np.cumsum(on_compute)])
+        through = np.where(on_compute, host_s[1:] - kernels_s[:-1], -np.inf)
+        if len(first):
+            through = np.maximum.reduceat(through, first) + kernels_s[end] - host_s[first] + self.latency
+        allowed = launched[end] - (host.launches_ahead.value or launched[-1] + 1)
+        behind = np.searchsorted(launched[end], allowed, side="right") - 1
+        waited_for, behind = np.unique(np.append(behind, -1), return_inverse=True)
+        #: [pieces that are waited for, ranks]: when the compute stream has done them
+        self._done = np.zeros((len(waited_for) - 1, len(steps.ranks)))
+        noted = np.full(len(first), -1)
+        noted[waited_for[1:]] = np.arange(len(waited_for) - 1)
+        #: the pieces before each step, and those after the last
+        self.pieces: list[list[_Piece]] = [[] for _ in range(len(steps) + 1)]
+        columns = (
+            joins[first],
+            np.diff(kernels_s[self.cuts]),
+            np.diff(host_s[self.cuts]),
+            through,
+            noted,
+            behind[:-1] - 1,
+        )
+        before = np.searchsorted(steps.at, first).tolist()
+        for step, *fields in zip(before, *(column.tolist() for column in columns), strict=True):
+            self.pieces[step].append(_Piece(*fields))
+
+    def reach(
+        self, step: int, stream: np.ndarray, host: np.ndarray, who: slice | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The compute stream's clock and the host's of some ranks when they have come to a step and the host
+        has dispatched it, from those after the step before."""
+        for piece in self.pieces[step]:
+            if piece.joins:
+                host = np.maximum(host, stream)
+            stream = np.maximum(stream + piece.kernels_s, host + piece.through_s)
+            host = host + piece.host_s
+            if piece.noted >= 0:
+                self._done[piece.noted, who] = stream
+            if piece.behind >= 0:
+                host = np.maximum(host, self._done[piece.behind, who])
+        return stream, host
+
+    def of_rank(self, place: int) -> Callable[[int, float], float]:
+        """For one simulated rank, when each event can start at the earliest; to be called with an event and
+        the compute stream's clock before it, event by event."""
+        begins = dict(zip(self.cuts.tolist(), chain.from_iterable(self.pieces), strict=False))
+        host, behind = self._begun, -1
+
+        def launched(event: int, stream: float) -> float:
+            nonlocal host, behind
+            if event in begins:
+                if behind >= 0:
+                    host = max(host, float(self._done[behind, place]))
+                behind = begins[event].behind
+                if begins[event].joins:
+                    host = max(host, stream)
+            host += float(self.work[event])
+            return host + self.latency
+
+        return launched
+
+    @property
+    def serial_s(self) -> float:
+        """Seconds that a rank takes at most for launching all."""
+        return self._begun + float(self.work.sum()) + len(self.work) * self.latency
+
+
+def posted_late(steps: Steps, reached: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """Seconds of each simulated rank in which its compute stream waits for communication that its host has
+    not posted yet.
+
+    Args:
+        reached, left: [steps, ranks]: when its stream reaches a step, and leaves a wait.
+    """
+    kinds, streams, partners = (
+        np.array(x, dtype=np.int64) for x in (steps.kinds, steps.streams, steps.partners)
+    )
+    waits = np.flatnonzero((kinds == WAIT) & (streams == COMPUTE_STREAM))
+    waits = waits[(streams[partners[waits]] == COMPUTE_STREAM) & (kinds[partners[waits]] != RECORD)]
+    late = reached[partners[waits]] - reached[waits]
+    seconds: np.ndarray = np.clip(late, 0.0, left[waits] - reached[waits]).sum(0)
+    return seconds

@@ -1,0 +1,267 @@
+"""The simulated timeline: when each rank of a world computes, communicates and waits, on a cluster.
+
+Each rank has a compute stream, which runs its kernels in order and waits where the program waits; and as many
+further streams as its program uses, with kernels and waits of their own. A stream that waits for a point of
+another goes on when that one has reached it. Where the cluster has figures of its hosts, each rank has the
+clock of its host too (:mod:`spbench.bench.simulator.host_clock`), and nothing starts before it is launched.
+Without them launching costs the host no time, so streams run ahead of each other as far as the program's
+waits let them.
+Communication goes on beside the stream that posts it: a transfer starts when both ends have posted it, and
+after the one before it from the same rank to the same rank; a collective starts when its last member has
+posted it, and after the group's collective before it. What a rank computes while a collective runs takes
+longer by a share of the collective (``overlap_loss``), which is added where the compute stream waits for it.
+All times are thus sums and maxima of costs, so no cost can fall and the step take longer.
+
+Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
+on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
+onto each other are simulated once (:mod:`spbench.bench.simulator.folding`).
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+from spbench.bench.simulator.costs import Costs
+from spbench.bench.simulator.host_clock import HostClock
+from spbench.bench.simulator.message_matching import Deadlock, World
+from spbench.bench.simulator.occupancy import Channels, ProcessGroups
+from spbench.bench.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
+from spbench.bench.simulator.timeline import Timeline
+
+
+class Simulation:
+    """One simulation. Arrays are [steps, ranks of the program]; nan: not yet."""
+
+    def __init__(self, world: World, costs: Costs):
+        self.world, self.costs, self.steps = world, costs, world.steps
+        shapes = [(len(s), len(s.ranks)) for s in self.steps]
+        #: when its stream reaches a step, and leaves a wait; when communication, or a kernel of a further
+        #: stream, starts and ends
+        self.reached, self.left, self.start, self.end = (
+            [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
+        )
+        #: of each step, how many ranks have posted it, and of how many it has an end
+        self.posted, self.ended = ([[0] * len(s) for s in self.steps] for _ in range(2))
+        #: when each stream has done what was issued so far; [streams, ranks of the program]
+        self.clocks = [np.zeros((max(s.streams, default=0) + 1, len(s.ranks))) for s in self.steps]
+        self.kernel_s: list[np.ndarray] = []
+        #: by step: seconds of the kernel that it is, and of the compute stream's kernels before it
+        self.taken: list[list[float]] = []
+        self.before: list[list[float]] = []
+        self.hosts: list[HostClock | None] = []
+        for steps in self.steps:
+            program = steps.program
+            seconds = costs.kernels(program)
+            taken = np.where(program.kind == KERNEL, seconds + costs.launch_s, 0.0)
+            spent = np.concatenate([[0.0], np.cumsum(np.where(program.stream == COMPUTE_STREAM, taken, 0.0))])
+            self.kernel_s.append(seconds)
+            self.taken.append(taken[steps.at].tolist())
+            self.hosts.append(None if costs.host is None else HostClock(costs.host, steps, taken))
+            self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
+        self.losses = [steps.beside_computing(bool(costs.overlap_loss)) for steps in self.steps]
+        self.channels = Channels(world, costs)
+        self._groups: dict[tuple[int, int], ProcessGroups] = {}
+        #: (step, program) that some ranks, given as a mask, can go on from
+        self._heap: list[tuple[int, int]] = []
+        self._runnable: dict[tuple[int, int], np.ndarray] = {}
+        self._parked: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
+
+    def timeline(self) -> Timeline:
+        for number, steps in enumerate(self.steps):
+            self._resume(number, 0, np.arange(len(steps.ranks)))
+        while self._heap:
+            step, number = heappop(self._heap)
+            mask = self._runnable.pop((step, number))
+            self._go_on(number, step, np.flatnonzero(mask))
+        for (number, step), waiting in sorted(self._parked.items()):
+            for _, who in waiting:
+                raise Deadlock(
+                    f"{self.steps[number].describe(step, int(who[0]))}: waited for, but never ends"
+                )
+        for number, steps in enumerate(self.steps):
+            posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
+            for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
+                raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
+        computed = [clocks[COMPUTE_STREAM] for clocks in self.clocks]
+        times = self.reached, self.left, self.start, self.end
+        return Timeline(self.world, self.costs, self.kernel_s, computed, *times, self.hosts)
+
+    def _resume(self, number: int, step: int, who: np.ndarray) -> None:
+        key = (step, number)
+        if key not in self._runnable:
+            self._runnable[key] = np.zeros(len(self.steps[number].ranks), dtype=bool)
+            heappush(self._heap, key)
+        self._runnable[key][who] = True
+
+    def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
+        """Take some ranks of a program from a step as far as they get."""
+        steps, before, posted = self.steps[number], self.before[number], self.posted[number]
+        kinds, streams, partners = steps.kinds, steps.streams, steps.partners
+        reached, left = self.reached[number], self.left[number]
+        end, ended, losses = self.end[number], self.ended[number], self.losses[number]
+        everyone = len(who) == len(steps.ranks)
+        index = slice(None) if everyone else who
+        clocks, host = self.clocks[number], self.hosts[number]
+        now = clocks[COMPUTE_STREAM, index]
+        if host is not None:
+            launching = host.now[index]
+        for at in range(step, len(kinds)):
+            kind, stream = kinds[at], streams[at]
+            if host is None:
+                now = now + before[at]
+                here = now if stream == COMPUTE_STREAM else clocks[stream, index]
+            else:
+                before_segment = now, launching
+                now, launching = host.reach(at, now, launching, index)
+                here = now if stream == COMPUTE_STREAM else clocks[stream, index]
+                if kind not in (WAIT, RECORD):
+                    here = np.maximum(here, launching + host.latency)
+            reached[at, index] = here
+            if kind == WAIT:
+                partner = partners[at]
+                ends = end[partner][index]
+                if ended[partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
+                    # those that can, go on from here later; the others when what they wait for has ended
+                    if host is None:
+                        clocks[COMPUTE_STREAM, index] = now - before[at]
+                    else:
+                        clocks[COMPUTE_STREAM, index], host.now[index] = before_segment
+                    if not late.all():
+                        self._resume(number, at, who[~late])
+                    self._parked.setdefault((number, partner), []).append((at, who[late]))
+                    return
+                if lost := losses[at]:
+                    lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
+                    here = here + self.costs.overlap_loss * lasted
+                left[at, index] = here = np.maximum(here, ends)
+                if stream == COMPUTE_STREAM:
+                    now = here
+                else:
+                    clocks[stream, index] = here
+            elif kind in (KERNEL, RECORD):
+                self.start[number][at, index] = here
+                end[at, index] = here = here + self.taken[number][at]
+                ended[at] += len(who)
+                if kind == KERNEL:
+                    clocks[stream, index] = here
+            else:
+                posted[at] += len(who)
+                if kind == COLLECTIVE:
+                    self._gather(number, at, who)
+                else:
+                    self._meet(number, at, who, everyone)
+        if host is None:
+            now = now + before[len(kinds)]
+        else:
+            now, host.now[index] = host.reach(len(kinds), now, launching, index)
+        clocks[COMPUTE_STREAM, index] = now
+
+    def _ended(self, number: int, step: int, who: np.ndarray) -> None:
+        """Wake those that wait for communication whose end is known now."""
+        self.ended[number][step] += len(who)
+        if not self._parked:
+            return
+        waiting = self._parked.pop((number, step), None)
+        for at, parked in waiting or ():
+            ready = _among(parked, who)
+            self._resume(number, at, parked[ready])
+            if not ready.all():
+                self._parked.setdefault((number, step), []).append((at, parked[~ready]))
+
+    # -- transfers -------------------------------------------------------------------------------------
+
+    def _meet(self, number: int, step: int, who: np.ndarray, everyone: bool) -> None:
+        """Start the transfers of some ranks whose other half is posted too."""
+        steps = self.steps[number]
+        kind = steps.kinds[step]
+        for meeting in self.world.meetings[number][kind, steps.partners[step]]:
+            other, other_step = meeting.program, meeting.halves[step]
+            posts = self.posted[other][other_step]
+            if not posts:
+                continue
+            if everyone and meeting.everyone and posts == len(meeting.theirs):
+                if kind == SEND:
+                    self._transfer_all(number, step, meeting.theirs, other, other_step, meeting.back)
+                else:
+                    self._transfer_all(other, other_step, meeting.back, number, step, meeting.theirs)
+                continue
+            mine, theirs = meeting.mine, meeting.theirs
+            if not everyone:
+                among = meeting.index[who]
+                among = among[among >= 0]
+                mine, theirs = mine[among], theirs[among]
+            posted = self.reached[other][other_step][theirs]
+            ready = ~np.isnan(posted)
+            if not ready.all():
+                mine, theirs, posted = mine[ready], theirs[ready], posted[ready]
+            if not len(mine):
+                continue
+            sender, send, at = (number, step, mine) if kind == SEND else (other, other_step, theirs)
+            latency, seconds, free = self.channels.of(sender, send)
+            start = np.maximum(np.maximum(self.reached[number][step][mine], posted), free[at])
+            free[at] = end = start + latency[at] + seconds[at]
+            for p, s, ranks in ((number, step, mine), (other, other_step, theirs)):
+                self.start[p][s, ranks] = start
+                self.end[p][s, ranks] = end
+                self._ended(p, s, ranks)
+
+    def _transfer_all(
+        self, sender: int, send: int, to: np.ndarray, receiver: int, recv: int, source: np.ndarray
+    ) -> None:
+        """The transfers of all ranks of a program at once; ``to`` and ``source`` are the positions of each
+        sender's receiver and of each receiver's sender. In place, for rings spend their time here."""
+        latency, seconds, free = self.channels.of(sender, send)
+        start, end = self.start[sender][send], self.end[sender][send]
+        np.maximum(self.reached[sender][send], self.reached[receiver][recv][to], out=start)
+        np.maximum(start, free, out=start)
+        np.add(start, latency, out=end)
+        np.add(end, seconds, out=end)
+        free[:] = end
+        self.start[receiver][recv] = start[source]
+        self.end[receiver][recv] = end[source]
+        self._ended(sender, send, source)
+        self._ended(receiver, recv, to)
+
+    # -- collectives -------------------------------------------------------------------------------------
+
+    def _gather(self, number: int, step: int, who: np.ndarray) -> None:
+        """Start the collectives of some ranks whose members have all posted them."""
+        steps = self.steps[number]
+        groups = self._groups_of(number, step)
+        program, event = steps.program, int(steps.at[step])
+        cost = groups.seconds(program.names[program.name[event]], steps.nbytes[step])
+        if groups.members is not None and self.posted[number][step] == len(steps.ranks) == len(who):
+            ready = np.maximum(self.reached[number][step], groups.free)[groups.members].max(1)
+            end = ready + cost
+            self.start[number][step] = ready[groups.of]
+            self.end[number][step] = groups.free = end[groups.of]
+            self._ended(number, step, who)
+            return
+        alike = self.world.alike[number][step]
+        for group in np.unique(groups.of[who]):
+            members = groups.everywhere[group]
+            if any(p not in alike or np.isnan(self.reached[p][alike[p], place]) for p, place in members):
+                continue
+            # the end of the group's collective before this one is noted at each of its members
+            own = next(place for p, place in members if p == number)
+            ready_s = max(float(self.reached[p][alike[p], place]) for p, place in members)
+            start_s = max(ready_s, float(groups.free[own]))
+            for p, place in members:
+                self.start[p][alike[p], place] = start_s
+                self.end[p][alike[p], place] = start_s + cost[group]
+                self._groups_of(p, alike[p]).free[place] = start_s + cost[group]
+                self._ended(p, alike[p], np.array([place]))
+
+    def _groups_of(self, number: int, step: int) -> ProcessGroups:
+        key = (number, self.steps[number].partners[step])
+        if key not in self._groups:
+            self._groups[key] = ProcessGroups(self.world, self.costs, *key)
+        return self._groups[key]
+
+
+def _among(ranks: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which of the ranks are among the others; for these few, a table is faster than numpy's isin."""
+    found: np.ndarray = (ranks[:, None] == others).any(1)
+    return found
