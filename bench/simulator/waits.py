@@ -49,16 +49,16 @@ class Waits(NamedTuple):
         waited: of the compute stream, for anything.
         exposed: of these, while bytes move or another stream copies them.
         across: of ``exposed``, those of communication that leaves the rank's node.
+        busy: in which the rank communicates, whatever number of transfers at once.
         late: of ``waited``, for communication that the rank's own host has not posted yet; 0 where hosts take
             no time.
-        busy: in which the rank communicates, whatever number of transfers at once.
     """
 
     waited: np.ndarray
     exposed: np.ndarray
     across: np.ndarray
-    late: np.ndarray
     busy: np.ndarray
+    late: np.ndarray
 
 
 def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool) -> Waits:
@@ -71,14 +71,18 @@ def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool) -> Waits:
     # some ranks at a time, for times are large arrays and are copied here
     width = max(1, _AT_A_TIME // max(1, len(steps)))
     some = [slice(first, first + width) for first in range(0, len(steps.ranks), width)]
-    parts = [
-        _waits(steps, costs, crossing, places, Times(*(each[:, places] for each in times))) for places in some
-    ]
+    parts = []
+    for places in some:
+        at = Times(*(each[:, places] for each in times))
+        late = posted_late(steps, at.reached, at.left) if hosted else np.zeros(at.reached.shape[1])
+        parts.append(Waits(*_waits(steps, costs, crossing, places, at), late))
     return Waits(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
-def _waits(steps: Steps, costs: Costs, crossing: _Crossing, places: slice, times: Times) -> Waits:
-    """The waits of the ranks at those places, of which the times are."""
+def _waits(
+    steps: Steps, costs: Costs, crossing: _Crossing, places: slice, times: Times
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What :class:`Waits` begins with, of the ranks at those places, of which the times are."""
     kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
     of_compute = np.array(steps.streams, dtype=np.int64) == COMPUTE_STREAM
     waits = np.flatnonzero((kinds == WAIT) & of_compute)
@@ -100,11 +104,10 @@ def _waits(steps: Steps, costs: Costs, crossing: _Crossing, places: slice, times
             leaving = np.where(crossing.shares(busy, places), end[busy], start[busy])
             outside = covered_within(start[busy], leaving, since, until)
             across[points] = np.divide(outside, moving, out=np.zeros_like(outside), where=moving > 0)
-    return Waits(
+    return (
         column_sums(left - reached),
         column_sums(exposed),
         column_sums(exposed * across),
-        posted_late(steps, times.reached, times.left) if hosted else np.zeros(exposed.shape[1]),
         covered(start[busy], end[busy]),
     )
 
