@@ -25,8 +25,10 @@ def union(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def covered_within(start: np.ndarray, end: np.ndarray, since: np.ndarray, until: np.ndarray) -> np.ndarray:
     """[intervals, ranks]: how much of each interval, ``since`` to ``until``, the union of other intervals,
     [events, ranks], covers."""
-    first, last = union(start, end)
     covered = np.zeros_like(since)
+    if not len(start):
+        return covered
+    first, last = union(start, end)
     for rank in range(since.shape[1]):
         moments = np.stack((first[:, rank], last[:, rank]), axis=1).ravel()
         # the covered time up to each moment grows from a first to its last, and stands still in between

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT, Group, ProgramBuilder
+from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT, Group
+from spbench.bench.simulator.program_builder import ProgramBuilder
 from tests.bench.simulator.step_programs import chain, cluster, everyone, ring, timed
 
 
@@ -89,3 +90,12 @@ def test_flops_of_a_model_are_those_of_forward_on_all_ranks() -> None:
         b.kernel("add", flops=50)
         b.wait(b.collective("all_reduce", 1, everyone(2)))
     assert timed([b.program()], [range(2)]).forward_flops == 2 * 2 * (2 + 3)
+
+
+def test_a_wait_for_a_stream_that_does_nothing_is_none() -> None:
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.on_stream(1)
+    point = b.record()
+    b.on_stream(0)
+    b.wait(point)
+    assert timed([b.program()], [[0]]).breakdown["exposed_communication_s"] == 0
