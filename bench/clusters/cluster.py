@@ -15,7 +15,7 @@ from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from spbench.bench.clusters.host import Host
 from spbench.bench.clusters.links import CollectiveModel, Link, NcclSettings, Network
-from spbench.bench.clusters.rates import AttentionRates, ProductRate
+from spbench.bench.clusters.rates import AttentionRates, OperatorTimes, ProductRate
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published_number import InferredSetting
@@ -25,6 +25,7 @@ PACKAGE = "spbench.scenarios.clusters"
 
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
 Library = Literal["cublas", "transformer_engine"]
+Rates = Literal["datasheet", "sourced", "fitted"]
 NOT_MEASURED: Any = Sourced(value=None, source="not measured")
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
@@ -48,6 +49,8 @@ class Device(StrictModel):
             null counts as none.
         overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
             since it takes multiprocessors and memory bandwidth; null counts as none.
+        operators: of operators that move memory, by name, what calls of some sizes take (see
+            :func:`operator_seconds`), in place of the memory bandwidth.
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
@@ -68,9 +71,20 @@ class Device(StrictModel):
     attention: AttentionRates | None = None
     attention_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     overlap_loss: Sourced[NonNegativeFloat] = NOT_MEASURED
+    operators: dict[str, Sourced[OperatorTimes]] = {}
     launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     kernel_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     workspaces: dict[Library, Sourced[NonNegativeInt]] = {}
+
+    @model_validator(mode="after")
+    def _operators_in_order(self) -> Self:
+        for name, times in self.operators.items():
+            sizes = [pair[0] for pair in times.value or () if len(pair) == 2]
+            if not sizes or len(sizes) < len(times.value or ()) or sizes != sorted(set(sizes)):
+                raise ValueError(
+                    f"operators.{name}: give [bytes, seconds] of one call or more, by ascending bytes"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_launch(self) -> Self:
@@ -182,6 +196,17 @@ class Cluster(StrictModel):
     def calibration_of(self, precision: str) -> Calibration:
         """The calibration of a precision; where there is none, what datasheets promise."""
         return {str(name): each for name, each in self.calibration.items()}.get(precision, Calibration())
+
+    def rates_of(self, precision: str) -> Rates:
+        """What the times of a precision rest on. "fitted": a scalar or rate was fitted to published step
+        times; "sourced": benchmarks of kernels, with what these reach of the datasheet; "datasheet": no more
+        than that."""
+        fitted = any(each.fitted_on for _, each in self.sourced())
+        if fitted or self.calibration_of(precision).scalars:
+            return "fitted"
+        products = {str(name): each for name, each in (self.device.products or {}).items()}.get(precision)
+        share = products.share if products else self.device.compute_efficiency
+        return "datasheet" if share.value is None else "sourced"
 
     def sourced(self) -> Iterator[tuple[str, Sourced[Any]]]:
         """Every rate and limit under its key path, as device.memory_total_bytes."""

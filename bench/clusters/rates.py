@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
+import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.clusters.sourced import Sourced
@@ -17,6 +19,16 @@ AttentionKernel = Literal[
 ]
 Direction = Literal["forward", "backward"]
 Mask = Literal["causal", "whole"]
+#: pairs: bytes that a call of an operator reads and writes, and its seconds; by ascending bytes
+OperatorTimes = list[list[PositiveFloat]]
+
+
+def operator_seconds(times: Sequence[Sequence[float]], nbytes: np.ndarray) -> np.ndarray:
+    """Seconds of calls that move so many bytes: on straight lines between those measured, as long as the
+    smallest below, in proportion to bytes above the largest."""
+    measured, taken = np.array(times).T
+    seconds: np.ndarray = np.interp(nbytes, measured, taken) * np.maximum(1.0, nbytes / measured[-1])
+    return seconds
 
 
 class ProductRate(StrictModel):
@@ -26,10 +38,12 @@ class ProductRate(StrictModel):
         share: of the peak rate.
         bandwidth_bytes_per_s: of the operands and the result, which large products pay least for; null: the
             share holds for all shapes.
+        measured: FLOPs a second of square products by n, where a source has several; for figures alone.
     """
 
     share: Sourced[PositiveFloat]
     bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="one share for all shapes")
+    measured: dict[PositiveInt, PositiveFloat] = {}
 
 
 class AttentionRate(StrictModel):
@@ -43,6 +57,7 @@ class AttentionRate(StrictModel):
         mask: "causal" or "whole".
         limit_flops_per_s: that very long sequences come near to.
         half_length: the length that reaches half of it; null: one rate for all lengths.
+        measured: FLOPs a second by length, where a source has several; for figures alone.
     """
 
     head_size: PositiveInt
@@ -50,6 +65,7 @@ class AttentionRate(StrictModel):
     mask: Mask
     limit_flops_per_s: Sourced[PositiveFloat]
     half_length: Sourced[NonNegativeFloat] = Sourced(value=None, source="one rate for all lengths")
+    measured: dict[PositiveInt, PositiveFloat] = {}
 
     def at(self, length: int) -> float:
         """FLOPs a second of sequences of that length; nan: not known."""
