@@ -115,6 +115,7 @@ def _run(
     from spbench.bench.published.comparison import write_csv
     from spbench.bench.reproduction.document import write_documents
     from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
+    from spbench.bench.reproduction.order_of_splits import orders_by_scenario
 
     all_ran: dict[str, Ran] = {}
     files: list[Path] = []
@@ -139,7 +140,7 @@ def _run(
     ]
     runs = [run_record(name, ran) for name, ran in all_ran.items()]
     documents = {scenario.name: scenario.document for scenario in scenarios}
-    findings = Findings(paper.name, records, runs, documents)
+    findings = Findings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
     tables = [
         write_csv(DataFrame(lines, columns=list(columns)), request.output / f"{paper.name}{kind}.csv")
         for kind, lines, columns in (("", records, RECORDS), ("_runs", runs, RUNS))
@@ -180,9 +181,7 @@ def run_record(scenario: str, ran: Ran) -> dict[str, str]:
 def _report(
     paper: Paper, scenarios: Sequence[Scenario], findings: Findings, files: Sequence[Path], code: int
 ) -> Output:
-    from spbench.bench.config.select import ALL, Narrowing, declared_cells
     from spbench.bench.reproduction.findings import RECORDS
-    from spbench.bench.reproduction.order_of_splits import order_lines
     from spbench.bench.sweep.results import finite
 
     sections: list[Table | str] = [f"{paper.title} ({paper.source})"]
@@ -190,12 +189,8 @@ def _report(
         for title, lines in findings.blocks(scenario.name):
             sections.append(Table(f"{scenario.name}: {title}", lines))
     sections.append(Table("Verdict", findings.verdict()))
-    cells = {
-        cell.key: cell for scenario in scenarios for cell in declared_cells(scenario, Narrowing(variant=ALL))
-    }
     content = {"paper": paper.name, "records": findings.records, "runs": findings.runs}
-    if orders := order_lines(findings.records, cells):
-        sections.append(Table("Order of the ways to split a run (Kendall's tau)", orders))
-        content["orders"] = orders
+    if findings.orders:
+        content["orders"] = [line for lines in findings.orders.values() for line in lines]
     content["files"] = [str(path) for path in files]
     return Output(sections, finite(content), findings.records, RECORDS, files=files, code=code)
