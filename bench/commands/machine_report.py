@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from spbench.bench.atomic_write import write_whole
+from spbench.bench.calibration.machine_files import cluster_yaml, sample_rows
 from spbench.bench.calibration.measured_cluster import (
     Machine,
     cluster_of,
-    cluster_yaml,
     measure_machine,
-    sample_rows,
 )
+from spbench.bench.calibration.operator_times import INSIDE_STEPS, LADDER
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
@@ -85,6 +85,8 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     samples = sample_rows(machine.points)
     files = [write_whole(output, cluster_yaml(cluster, heading))]
     files.append(write_whole(output.with_suffix(".csv"), csv_text(list(samples[0]), samples)))
+    # of what was timed inside steps, the cluster file has the figures, and the samples all points
+    machine = replace(machine, points=[p for p in machine.points if not p.operation.startswith(INSIDE_STEPS)])
     rates = [_rate(point) for point in machine.points]
     title = f"{machine.device_name} ({about['host']}, {day})"
     files += draw_machine_rates(rates, title, output)
@@ -118,7 +120,7 @@ def _sweep(asked: MachineRequest) -> RateSweep:
     given: dict[str, Any] = dict(asked.given)
     if asked.precisions:
         given["precisions"] = asked.precisions
-    return RateSweep.of_gpus(**given) if asked.device == "cuda" else RateSweep(**given)
+    return RateSweep.of_gpus(**given) if asked.device == "cuda" else RateSweep(steps=LADDER, **given)
 
 
 def _rate(point: RatePoint) -> dict[str, Any]:
@@ -128,11 +130,17 @@ def _rate(point: RatePoint) -> dict[str, Any]:
     return about | {name: getattr(point, name) for name in derived} | bounds
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} sizes"
+    return "unknown" if value is None else f"{value:.4g}"
+
+
 def _figures(cluster: Cluster) -> Table:
     lines = [
         {
             "figure": path,
-            "value": "unknown" if figure.value is None else f"{figure.value:.4g}",
+            "value": _shown(figure.value),
             "how": figure.note,
         }
         for path, figure in cluster.sourced()
