@@ -75,7 +75,8 @@ def _measured(entry: Mapping[str, Any], tie: bool | None) -> Iterator[tuple[str,
     yield "MFU", entry.get("mfu") and f"{three_digits(100 * entry['mfu'])}%"
     for name, parts in _SHARES.items():
         seconds = sum(entry.get(part) or 0 for part in parts)
-        yield name, shown_share(seconds / step_time_s) if step_time_s and seconds else None
+        share = seconds / step_time_s if step_time_s else 0.0
+        yield name, shown_share(share) if share >= 0.005 else None
     yield "bound", entry.get("bound")
     yield "steps", entry.get("last_step")
 
