@@ -46,7 +46,12 @@ class Measurement:
         step_time_s: median of step_time_samples_s, or simulated.
         tokens_per_s, samples_per_s: the model's tokens of the whole batch, and its samples, over step_time_s.
         breakdown: what a simulated step time is made of; see :attr:`Timeline.by_rank`.
+        parts: what computing and exposed communication of a simulated step are; see :attr:`Timeline.parts`.
+        bound: which of these, or of the breakdown's other parts, takes most of the step, one of
+            :data:`BOUNDS`.
+        mfu: model FLOPs utilization, from 0 to 1; see :func:`utilization`.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
+        rates: of a simulated step time, what the cluster's rates are; see :meth:`Cluster.rates_of`.
         unpriced_operators: calls of operators whose cost is not known, by name; a simulated step time has
             them by the bytes that they move alone.
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
@@ -76,7 +81,11 @@ class Measurement:
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     breakdown: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    bound: str = ""
+    mfu: float | None = None
     calibration: str = ""
+    rates: str = ""
     unpriced_operators: dict[str, int] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
     meters: dict[str, dict[str, Any]] = field(default_factory=dict)

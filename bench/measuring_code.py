@@ -23,7 +23,7 @@ from spbench.impls.discovery import plugin_files
 NOT_MEASURING = frozenset(
     {
         *("calibration", "commands", "config", "doctor", "exports", "history", "published", "regressions"),
-        *("report", "reproduction", "sweep", "verification", "workers"),
+        *("report", "reproduction", "sweep", "trust", "verification", "workers"),
         *(
             "atomic_write.py",
             "cli.py",

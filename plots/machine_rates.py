@@ -80,7 +80,7 @@ def _attention_line(rate: Rate) -> str:
 
 def _draw(ax: Axes, title: str, lines: Mapping[str, Sequence[Rate]], field: str, unit: float) -> Drawn:
     extents = sorted({rate["extent"] for some in lines.values() for rate in some})
-    text = str if field == "flops_per_s" else _bytes
+    text = str if field == "flops_per_s" else bytes_text
     ax.set_xscale("log", base=2)
     highest = []
     for place, (name, color) in enumerate(category_colors(lines).items()):
@@ -110,6 +110,7 @@ def _draw(ax: Axes, title: str, lines: Mapping[str, Sequence[Rate]], field: str,
     return Drawn(values=highest)
 
 
-def _bytes(extent: int) -> str:
+def bytes_text(extent: int) -> str:
+    """A number of bytes, as "64 KiB"."""
     power = min(3, (extent.bit_length() - 1) // 10)
     return f"{extent / 2 ** (10 * power):.4g} {_POWERS[power]}B"

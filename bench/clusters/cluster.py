@@ -25,6 +25,7 @@ PACKAGE = "spbench.scenarios.clusters"
 
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
 Library = Literal["cublas", "transformer_engine"]
+Rates = Literal["datasheet", "sourced", "fitted"]
 NOT_MEASURED: Any = Sourced(value=None, source="not measured")
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
@@ -182,6 +183,17 @@ class Cluster(StrictModel):
     def calibration_of(self, precision: str) -> Calibration:
         """The calibration of a precision; where there is none, what datasheets promise."""
         return {str(name): each for name, each in self.calibration.items()}.get(precision, Calibration())
+
+    def rates_of(self, precision: str) -> Rates:
+        """What the times of a precision rest on. "fitted": a scalar or rate was fitted to published step
+        times; "sourced": benchmarks of kernels, with what these reach of the datasheet; "datasheet": no more
+        than that."""
+        fitted = any(each.fitted_on for _, each in self.sourced())
+        if fitted or self.calibration_of(precision).scalars:
+            return "fitted"
+        products = {str(name): each for name, each in (self.device.products or {}).items()}.get(precision)
+        share = products.share if products else self.device.compute_efficiency
+        return "datasheet" if share.value is None else "sourced"
 
     def sourced(self) -> Iterator[tuple[str, Sourced[Any]]]:
         """Every rate and limit under its key path, as device.memory_total_bytes."""

@@ -26,10 +26,12 @@ class ProductRate(StrictModel):
         share: of the peak rate.
         bandwidth_bytes_per_s: of the operands and the result, which large products pay least for; null: the
             share holds for all shapes.
+        measured: FLOPs a second of square products by n, where a source has several; for figures alone.
     """
 
     share: Sourced[PositiveFloat]
     bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="one share for all shapes")
+    measured: dict[PositiveInt, PositiveFloat] = {}
 
 
 class AttentionRate(StrictModel):
@@ -43,6 +45,7 @@ class AttentionRate(StrictModel):
         mask: "causal" or "whole".
         limit_flops_per_s: that very long sequences come near to.
         half_length: the length that reaches half of it; null: one rate for all lengths.
+        measured: FLOPs a second by length, where a source has several; for figures alone.
     """
 
     head_size: PositiveInt
@@ -50,6 +53,7 @@ class AttentionRate(StrictModel):
     mask: Mask
     limit_flops_per_s: Sourced[PositiveFloat]
     half_length: Sourced[NonNegativeFloat] = Sourced(value=None, source="one rate for all lengths")
+    measured: dict[PositiveInt, PositiveFloat] = {}
 
     def at(self, length: int) -> float:
         """FLOPs a second of sequences of that length; nan: not known."""

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.clusters.kinds_of_work import kinds_of_work
 from spbench.bench.commands.output import Output, Table
+from spbench.bench.errors import UserError
 
 COLUMNS = ("work", "figure", "source")
 
 
-def cluster_output(name: str) -> Output:
-    """The packaged cluster of that name, or that of a file; UserError if there is none."""
+def cluster_output(name: str, figure: Path | None = None) -> Output:
+    """The packaged cluster of that name, or that of a file; UserError if there is none.
+
+    Args:
+        figure: a file beside which its rates are drawn, as NAME.png, .svg and .pdf; None: they are not.
+    """
     cluster = load_cluster(name)
+    files = [] if figure is None else _drawn(cluster, figure)
     kinds = kinds_of_work(cluster)
     lines: list[dict[str, Any]] = [dict(zip(COLUMNS, kind, strict=True)) for kind in kinds]
     gaps = [kind.work for kind in kinds if not kind.known]
@@ -26,4 +34,20 @@ def cluster_output(name: str) -> Output:
         lines,
         COLUMNS,
         notes=[f"without a figure: {'; '.join(gaps)}"] if gaps else [],
+        files=files,
     )
+
+
+def _drawn(cluster: Cluster, figure: Path) -> list[Path]:
+    """The files of the figure of a cluster's rates; UserError if it has none, or they cannot be written."""
+    from spbench.bench.simulator.rate_curves import attention_curves, link_curves, product_curves
+    from spbench.plots.cluster_rates import draw_cluster_rates
+
+    of_kinds = {"size": product_curves, "length": attention_curves, "message": link_curves}
+    curves = [asdict(curve) | {"along": along} for along, of in of_kinds.items() for curve in of(cluster)]
+    if not curves:
+        raise UserError(f"{cluster.name} has no rate that could be drawn; give some in its file")
+    try:
+        return draw_cluster_rates(curves, f"What {cluster.name} reaches", figure)
+    except OSError as error:
+        raise UserError(f"cannot write {figure}: {error.strerror}") from error

@@ -10,13 +10,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from spbench.bench.calibration import LOGS
 from spbench.bench.commands.forms import FORMS
-from spbench.bench.commands.options import files_of, printed
+from spbench.bench.commands.options import files_of, path_option, printed
 from spbench.bench.commands.output import Output
 from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
@@ -64,8 +65,9 @@ _ONE = "cluster"
 @click.argument("name", required=False, metavar="[NAME]")
 @files_of("strategy", "Strategies of this file of yours too.")
 @files_of("model", "Models of this file of yours too.")
+@path_option("--figure", "With `cluster NAME`: draw its rates into this file, as FILE.png, .svg and .pdf.")
 @printed
-def command(kind: str | None, name: str | None) -> Output:
+def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
     """List what there is of a KIND, or of every kind if none is named; or what is known of the cluster NAME.
 
     Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
@@ -79,7 +81,9 @@ def command(kind: str | None, name: str | None) -> Output:
     if name is not None:
         from spbench.bench.commands.cluster_table import cluster_output
 
-        return cluster_output(name)
+        return cluster_output(name, figure)
+    if figure is not None:
+        raise UserError("--figure is of one cluster: spbench list cluster NAME --figure FILE.png")
     content = {name: entries(name) for name in ([kind] if kind else _KINDS)}
     return Output(
         [_paragraph(name, of_kind) for name, of_kind in content.items()],

@@ -124,8 +124,9 @@ def _run(
         failed = ran.failed() or figure_failed or failed
     # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
     records = [
-        record_of(name, entry)
+        record_of(name, entry, measured.get(entry.cell, {}))
         for name, ran in all_ran.items()
+        for measured in [{row["key"]: row["measurement"] for row in ran.known}]
         for entry in ran.comparisons
         if entry.quantity != "sent_bytes"
     ]

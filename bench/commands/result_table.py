@@ -10,9 +10,18 @@ from spbench.bench.commands.output import Table
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.reproduction.findings import compared
 from spbench.bench.sweep.results import Row, flat
+from spbench.bench.trust.shown import shown_share, shown_time, three_digits
 from spbench.plots.series import differing
 
 _GIB, _MIB = 2**30, 2**20
+
+#: shares of a simulated step that have columns of their own, by the parts of its breakdown
+_SHARES = {
+    "compute": ("compute_s",),
+    "exposed": ("exposed_communication_s",),
+    "bubble": ("bubble_s",),
+    "host": ("overhead_s", "host_s"),
+}
 
 #: shown once in the title where all rows agree
 _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
@@ -56,9 +65,16 @@ def _measured(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "peak GiB", _scaled(entry.get("peak_memory_bytes"), _GIB)
     yield "reserved GiB", _scaled(entry.get("reserved_memory_bytes"), _GIB)
     yield "sent MiB/GPU", _scaled(entry["sent_bytes"], _MIB)
-    yield "by formula", _scaled(entry["formula_sent_bytes"], _MIB)
-    yield "step s", entry.get("step_time_s") and f"{entry['step_time_s']:.4g}"
-    yield "tokens/s", entry.get("tokens_per_s") and f"{entry['tokens_per_s']:.0f}"
+    same = entry["formula_sent_bytes"] == entry["sent_bytes"]
+    yield "by formula", None if same else _scaled(entry["formula_sent_bytes"], _MIB)
+    step_time_s = entry.get("step_time_s")
+    yield "step", step_time_s and shown_time(step_time_s)
+    yield "tokens/s", entry.get("tokens_per_s") and three_digits(entry["tokens_per_s"])
+    yield "MFU", entry.get("mfu") and f"{three_digits(100 * entry['mfu'])}%"
+    for name, parts in _SHARES.items():
+        seconds = sum(entry.get(part) or 0 for part in parts)
+        yield name, shown_share(seconds / step_time_s) if step_time_s and seconds else None
+    yield "bound", entry.get("bound")
     yield "steps", entry.get("last_step")
 
 

@@ -59,6 +59,7 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     import torch
 
     from spbench.bench.clusters.cluster import load_cluster
+    from spbench.bench.engines.step_times import add_simulated_time
     from spbench.bench.engines.virtual import trace_classes
     from spbench.bench.simulator.costs import RatesUnknown, check_rates
     from spbench.bench.simulator.trace_export import export_trace
@@ -85,27 +86,43 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
         message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
     timeline = traces.simulator()()
     export_trace(timeline, output, ranks or [each.first for each in traces.classes])
-    return _report(cell, fits, timeline.step_time_s, timeline.breakdown, output)
+    add_simulated_time(fits, cell, timeline)
+    return _report(cell, fits, output)
 
 
-def _report(
-    cell: Cell, memory: Measurement, step_time_s: float, breakdown: Mapping[str, float], output: Path
-) -> Output:
+def _report(cell: Cell, found: Measurement, output: Path) -> Output:
     from spbench.bench.commands.memory_table import memory_table
+    from spbench.bench.trust.shown import shown_time
 
-    parts = ", ".join(
-        f"{part.removesuffix('_s').replace('_', ' ')} {seconds:.4g} s" for part, seconds in breakdown.items()
-    )
-    record = {"cell": cell.key, "step_time_s": step_time_s, **breakdown, "file": str(output)}
+    assert found.step_time_s is not None
+    parts, whole = _spoken(found.parts), _spoken(found.breakdown)
+    record = {
+        "cell": cell.key,
+        "step_time_s": found.step_time_s,
+        **found.breakdown,
+        **found.parts,
+        "bound": found.bound,
+        "mfu": found.mfu,
+        "file": str(output),
+    }
     return Output(
         [
-            f"step time {step_time_s:.4g} s; mean over ranks: {parts}\n"
+            f"step time {shown_time(found.step_time_s)}, most of it {found.bound}; mean over ranks: {whole}\n"
+            f"of computing and exposed communication: {parts}\n"
             f"{output}: open it in https://ui.perfetto.dev",
-            memory_table({cell.key: memory.as_dict()}),
+            memory_table({cell.key: found.as_dict()}),
         ],
-        {**record, "by_class": memory.by_class},
+        {**record, "by_class": found.by_class},
         [record],
     )
+
+
+def _spoken(seconds: Mapping[str, float]) -> str:
+    """Parts of a step as words, such as "bubble 2.31 ms"."""
+    from spbench.bench.trust.shown import shown_time
+
+    named = {part.removesuffix("_s").replace("_", " "): value for part, value in seconds.items()}
+    return ", ".join(f"{name} {shown_time(value)}" for name, value in named.items())
 
 
 def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int | None]) -> Cell:

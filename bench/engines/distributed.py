@@ -25,8 +25,9 @@ from spbench.bench.cell import Cell, Learning
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import build_training, rank_inputs, record_step, refuse_workspace_config
+from spbench.bench.engines.step_times import add_step_time
 from spbench.bench.engines.timed_steps import add_timed_steps, remark
-from spbench.bench.engines.traces import Trace, add_step_time, merged
+from spbench.bench.engines.traces import Trace, merged
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder

@@ -32,8 +32,9 @@ from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step, refuse_workspace_config
+from spbench.bench.engines.step_times import add_step_time, can_time, utilization
 from spbench.bench.engines.timed_steps import add_timed_steps
-from spbench.bench.engines.traces import ClassTraces, Trace, add_step_time, can_time, mismatched
+from spbench.bench.engines.traces import ClassTraces, Trace, mismatched
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder
@@ -239,7 +240,10 @@ def _add_time(found: Measurement, traces: ClassTraces, rank: int) -> None:
     """Set the step time and what it is made of, where the cluster's links are known."""
     if not traces.timed:
         return
-    modelled = traces.simulator()().breakdown_of(rank)
+    timeline = traces.simulator()()
+    modelled = timeline.breakdown_of(rank)
     waits = {name: modelled[name] for name in ("exposed_communication_s", "bubble_s")}
     compute_s = statistics.median(found.step_time_samples_s)
-    add_step_time(found, traces.cell, compute_s + sum(waits.values()), {"compute_s": compute_s, **waits})
+    step_time_s = compute_s + sum(waits.values())
+    add_step_time(found, traces.cell, step_time_s, {"compute_s": compute_s, **waits})
+    found.mfu = utilization(traces.cell, timeline.forward_flops, step_time_s)

@@ -10,12 +10,12 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
+from spbench.bench.engines.step_times import add_simulated_time
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
 from spbench.bench.meters.communication import CommunicationMeter
 from spbench.bench.meters.memory import MemoryLog, Peak
 from spbench.bench.meters.recorder import Recorder
-from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.simulator.program import Program
 from spbench.bench.simulator.simulate import Simulator
 from spbench.impls.models.model import model_preset
@@ -216,28 +216,6 @@ def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def add_step_time(
-    measurement: Measurement, cell: Cell, step_time_s: float, breakdown: Mapping[str, float] | None = None
-) -> None:
-    """Set the step time, and throughput in tokens of the model and in samples of the whole batch; of a
-    simulated time also what it is made of, and whether the cluster is calibrated."""
-    measurement.step_time_s = step_time_s
-    measurement.tokens_per_s = model_preset(*cell.model_arguments).tokens(*cell.shape) / step_time_s
-    measurement.samples_per_s = cell.shape[0] / step_time_s
-    if breakdown is not None:
-        measurement.breakdown = dict(breakdown)
-        measurement.calibration = load_cluster(cell.cluster).calibration_of(cell.precision).label
-
-
-def can_time(cell: Cell) -> bool:
-    """Whether the cell's cluster has the figures that a time needs."""
-    try:
-        check_rates(load_cluster(cell.cluster), cell.precision, cell.sizes.world)
-    except RatesUnknown:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class ClassTraces:
     """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
@@ -262,8 +240,7 @@ class ClassTraces:
         """The cell's measurement, with times where the programs were recorded and the step fits."""
         found = self.memory_measurement()
         if found.status == "ok" and self.timed:
-            timeline = self.simulator()()
-            add_step_time(found, self.cell, timeline.step_time_s, timeline.breakdown)
+            add_simulated_time(found, self.cell, self.simulator()())
         return found
 
     def memory_measurement(self) -> Measurement:

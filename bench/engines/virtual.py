@@ -23,7 +23,8 @@ from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.pipeline_stages import NotAlike, Turns, put_together, same
 from spbench.bench.engines.plan import RankClass, plan, rank_classes, stage_module
 from spbench.bench.engines.setup import record_step, workspace_bytes
-from spbench.bench.engines.traces import ClassTraces, Trace, can_time
+from spbench.bench.engines.step_times import can_time
+from spbench.bench.engines.traces import ClassTraces, Trace
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.meter import meter_classes

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from spbench.bench.config.scenario import Document
@@ -19,21 +20,35 @@ from spbench.plots.series import grouped
 Line = dict[str, Any]
 Record = Mapping[str, Any]
 
-#: columns of PAPER.csv, of which the last four say where a number comes from
+#: what of ours a time rests on; see :class:`Measurement`
+OF_TIMES = ("rates", "bound")
+#: columns of PAPER.csv, of which the last six say where a number comes from, and our time
 RECORDS = (
     *("table", "cell", "strategy", "quantity", *NUMBERS),
-    *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source"),
+    *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source", *OF_TIMES),
 )
 #: the roles of published numbers, in the order in which they are listed
 ROLES = ("predicted", "inferred", "calibrated", "formula")
 assert set(ROLES) | {"curve"} == set(get_args(Role))
 
 
-def record_of(scenario: str, entry: Comparison) -> Record:
-    """A line of PAPER.csv. A claim is a table of one number, under its own name."""
+def record_of(
+    scenario: str, entry: Comparison, measurement: Mapping[str, Any] = MappingProxyType({})
+) -> Record:
+    """A line of PAPER.csv. A claim is a table of one number, under its own name.
+
+    Args:
+        measurement: of the cell that is compared.
+    """
     numbers = {name: None if (n := getattr(entry, name)) is None else float(n) for name in NUMBERS}
-    added = {**numbers, "table": entry.table or entry.claim, "scenario": scenario}
+    rests = {name: measurement.get(name, "") if is_time(entry.quantity) else "" for name in OF_TIMES}
+    added = {**numbers, **rests, "table": entry.table or entry.claim, "scenario": scenario}
     return {name: added[name] if name in added else getattr(entry, name) for name in RECORDS}
+
+
+def is_time(quantity: str) -> bool:
+    """Whether a quantity of a published table is a time, or a rate of so many a second."""
+    return quantity.endswith(("_s", "_ms"))
 
 
 @dataclass(frozen=True)

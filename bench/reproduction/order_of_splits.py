@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from scipy.stats import kendalltau
 
 from spbench.bench.cell import Cell
 from spbench.bench.reproduction.findings import Line, Record, table_of
@@ -13,58 +16,96 @@ from spbench.bench.reproduction.findings import Line, Record, table_of
 STEP_TIME = "step_time_ms"
 
 
-def order_lines(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Line]:
-    """A line for each of a table's runs (one model, options, length, number of GPUs) that was split in
-    several ways: how many, tau (1: the same order, -1: the reverse), the fastest split as published and as
-    simulated, and how much longer than the fastest the latter's published time is."""
-    runs: dict[tuple[Any, ...], list[tuple[Cell, float, float]]] = {}
+@dataclass(frozen=True)
+class Order:
+    """The splits of a run: one model and options, length, number of GPUs, cluster and variant.
+
+    Attributes:
+        table: the published one.
+        splits: of each its cell, and the published and the simulated time of a sample; several.
+    """
+
+    table: str
+    splits: list[tuple[Cell, float, float]]
+
+    @property
+    def tau(self) -> float:
+        """Kendall's tau-b, of which ties do not count against the order: 1: the same order, -1: the reverse;
+        nan where all of one kind are ties."""
+        return float(kendalltau([s[1] for s in self.splits], [s[2] for s in self.splits]).statistic)
+
+    @property
+    def fastest_published(self) -> Cell:
+        """The split whose published time is shortest."""
+        return min(self.splits, key=lambda split: split[1])[0]
+
+    @property
+    def fastest_ours(self) -> Cell:
+        """The split whose simulated time is shortest."""
+        return min(self.splits, key=lambda split: split[2])[0]
+
+    @property
+    def distance(self) -> float:
+        """How much longer than the shortest published time that of our fastest split is, as a part of it."""
+        chosen = min(self.splits, key=lambda split: split[2])
+        return chosen[1] / min(split[1] for split in self.splits) - 1
+
+
+def orders(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Order]:
+    """The runs of some records that were split in several ways.
+
+    Args:
+        cells: by key; a record whose cell is not there is left out.
+    """
+    runs: dict[str, Order] = {}
     for record in records:
         cell, published, ours = cells.get(record["cell"]), record["published"], record["reproduced"]
         if record["quantity"] != STEP_TIME or cell is None or published is None or ours is None:
             continue
         batch = cell.batch or 1
-        options = sorted((k, v) for k, v in cell.model_options.items() if not k.startswith("recompute"))
-        run = (
-            table_of(record),
-            cell.model,
-            str(options),
-            cell.seq_len,
-            cell.sizes.world,
-            cell.cluster,
-            cell.variant,
-        )
-        runs.setdefault(run, []).append((cell, published / batch, ours / batch))
-    return [_line(run, times) for run, times in runs.items() if len({_split(c) for c, _, _ in times}) > 1]
+        run = runs.setdefault(run_name(record, cell), Order(table_of(record), []))
+        run.splits.append((cell, published / batch, ours / batch))
+    return [run for run in runs.values() if len({_split(cell) for cell, _, _ in run.splits}) > 1]
+
+
+def run_name(record: Record, cell: Cell) -> str:
+    """What the records of one run have in common: all but the batch, its split and recomputation."""
+    options = sorted((k, v) for k, v in cell.model_options.items() if not k.startswith("recompute"))
+    return str(
+        (table_of(record), cell.model, options, cell.seq_len, cell.sizes.world, cell.cluster, cell.variant)
+    )
 
 
 def _split(cell: Cell) -> str:
     return f"{cell.strategy} {cell.mesh_text}"
 
 
-def _line(run: tuple[Any, ...], times: Sequence[tuple[Cell, float, float]]) -> Line:
-    table, model, _, seq_len, world, cluster, _ = run
-    fastest = min(times, key=lambda each: each[1])
-    chosen = min(times, key=lambda each: each[2])
-    return {
-        "table": table,
-        "model": model,
-        "cluster": cluster,
-        "seq_len": seq_len,
-        "GPUs": world,
-        "splits": len(times),
-        "tau": f"{kendall_tau([(a, b) for _, a, b in times]):.2f}",
-        "fastest published": fastest[0].mesh_text,
-        "fastest ours": chosen[0].mesh_text,
-        "published time of ours": f"{chosen[1] / fastest[1] - 1:+.1%}",
-    }
+def order_lines(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Line]:
+    """A line for each run of :func:`orders`: how many splits, tau, the fastest as published and as simulated,
+    and how much longer than the fastest the latter's published time is."""
+    return [
+        {
+            "table": order.table,
+            "model": (cell := order.splits[0][0]).model,
+            "cluster": cell.cluster,
+            "seq_len": cell.seq_len,
+            "GPUs": cell.sizes.world,
+            "splits": len(order.splits),
+            "tau": shown_tau(order.tau),
+            "fastest published": order.fastest_published.mesh_text,
+            "fastest ours": order.fastest_ours.mesh_text,
+            "published time of ours": f"{order.distance:+.1%}",
+        }
+        for order in orders(records, cells)
+    ]
 
 
-def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Of pairs of numbers, two at least, the share of two that are in the same order less the share of those
-    in the reverse; a tie is neither."""
-    signs = [_sign(a[0] - b[0]) * _sign(a[1] - b[1]) for a, b in combinations(pairs, 2)]
-    return sum(signs) / len(signs)
+def mean_tau(of: Iterable[Order]) -> float:
+    """The mean of the taus of some runs that have one; nan if none has."""
+    taus = [order.tau for order in of if not math.isnan(order.tau)]
+    return fmean(taus) if taus else math.nan
 
 
-def _sign(x: float) -> int:
-    return (x > 0) - (x < 0)
+def shown_tau(tau: float) -> str:
+    """Tau with two digits after the point; "" where there is none."""
+    return "" if math.isnan(tau) else f"{tau:.2f}"

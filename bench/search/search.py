@@ -17,7 +17,8 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import rank_classes
-from spbench.bench.engines.traces import ClassTraces, can_time
+from spbench.bench.engines.step_times import can_time
+from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.memory import MemoryLog

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spbench.bench.simulator.host_clock import posted_late
 from spbench.bench.simulator.program import (
     CATEGORIES,
     COLLECTIVE,
@@ -23,15 +22,13 @@ from spbench.bench.simulator.program import (
     Program,
     shifted,
 )
+from spbench.bench.simulator.step_parts import forward_flops, seconds_by_kind
+from spbench.bench.simulator.waits import Times, Waits, waits_of
 
 if TYPE_CHECKING:
     from spbench.bench.simulator.costs import Costs
     from spbench.bench.simulator.host_clock import HostClock
     from spbench.bench.simulator.message_matching import World
-
-
-#: times of one kind that a breakdown copies at a time
-_AT_A_TIME = 2**19
 
 
 @dataclass(frozen=True)
@@ -131,49 +128,49 @@ class Timeline:
             kernels = (steps.program.kind == KERNEL) & (steps.program.stream == COMPUTE_STREAM)
             parts["compute"][steps.ranks] = np.where(kernels, self._kernel_s[number], 0.0).sum()
             parts["overhead"][steps.ranks] = int(kernels.sum()) * self._costs.launch_s + step_overhead
-            # some ranks at a time, for times are large arrays and are copied here
-            width = max(1, _AT_A_TIME // max(1, len(steps)))
-            for first in range(0, len(steps.ranks), width):
-                places = slice(first, first + width)
-                ranks = steps.ranks[places]
-                waited, exposed, busy = self._communication(number, places)
-                parts["exposed_communication"][ranks] = exposed
-                tail = self.step_time_s - step_overhead - self._computed[number][places]
-                parts["bubble"][ranks] = waited - exposed + tail
-                parts["hidden_communication"][ranks] = np.maximum(busy - exposed, 0.0)
-                if (host := self._hosts[number]) is not None:
-                    computed = self._computed[number][places]
-                    late = posted_late(
-                        steps, self._reached[number][:, places], self._left[number][:, places]
-                    ) + np.maximum(host.now[places] - computed, 0.0)
-                    parts["bubble"][ranks] -= late
-                    worked = parts["compute"][ranks] + parts["overhead"][ranks] - step_overhead
-                    parts.setdefault("host", np.zeros(self._world.size))[ranks] = (
-                        computed - worked - waited + late
-                    )
+            waits, computed = self._waits[number], self._computed[number]
+            parts["exposed_communication"][steps.ranks] = waits.exposed
+            tail = self.step_time_s - step_overhead - computed
+            parts["bubble"][steps.ranks] = waits.waited - waits.exposed + tail
+            parts["hidden_communication"][steps.ranks] = np.maximum(waits.busy - waits.exposed, 0.0)
+            if (host := self._hosts[number]) is not None:
+                late = waits.late + np.maximum(host.now - computed, 0.0)
+                parts["bubble"][steps.ranks] -= late
+                worked = parts["compute"][steps.ranks] + parts["overhead"][steps.ranks] - step_overhead
+                parts.setdefault("host", np.zeros(self._world.size))[steps.ranks] = (
+                    computed - worked - waits.waited + late
+                )
         return {name: values[self._world.stands_for] for name, values in parts.items()}
 
-    def _communication(self, number: int, places: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For some ranks of a program, seconds: of waits, of waits while the bytes move, and in which they
-        communicate, whatever number of transfers at once."""
-        steps = self._world.steps[number]
-        kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
-        of_compute = np.array(steps.streams, dtype=np.int64) == COMPUTE_STREAM
-        waits = np.flatnonzero((kinds == WAIT) & of_compute)
-        busy = np.flatnonzero((kinds != WAIT) & (kinds != RECORD))
-        start, end = self._start[number][:, places], self._end[number][:, places]
-        reached, left = self._reached[number][:, places][waits], self._left[number][:, places][waits]
-        moving = end[partners[waits]] - np.maximum(start[partners[waits]], reached)
-        exposed = np.clip(moving, 0.0, left - reached)
-        ended = np.maximum(reached, end[partners[waits]])
-        if self._costs.overlap_loss:  # after the end of what is waited for, or instead of it
-            exposed = np.maximum(exposed, left - ended)
-        # what was done before a point of another stream was reached, is done by any of the rank's streams
-        points = np.flatnonzero(kinds[partners[waits]] == RECORD)
-        if len(points):
-            covered = _covered_within(start[busy], end[busy], reached[points], ended[points])
-            exposed[points] = covered + left[points] - ended[points]
-        return _sum(left - reached), _sum(exposed), _covered(start[busy], end[busy])
+    @cached_property
+    def _waits(self) -> list[Waits]:
+        """The waits of the simulated ranks of each program."""
+        times = map(Times, self._reached, self._left, self._start, self._end)
+        each = zip(self._world.steps, times, self._hosts, strict=True)
+        return [waits_of(steps, self._costs, at, host is not None) for steps, at, host in each]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Mean over ranks, in seconds: what ``compute`` and ``exposed_communication`` of :attr:`by_rank` are
+        made of. products, attention, memory_bound: kernels by their kind. within_nodes, across_nodes: waits
+        for communication by the links that it takes; those for copies on other streams are within.
+        """
+        kinds = {name: np.zeros(self._world.size) for name in ("products", "attention", "memory_bound")}
+        exposed = {name: np.zeros(self._world.size) for name in ("within_nodes", "across_nodes")}
+        for number, steps in enumerate(self._world.steps):
+            for name, seconds in seconds_by_kind(steps.program, self._kernel_s[number]).items():
+                kinds[name][steps.ranks] = seconds
+            waits = self._waits[number]
+            exposed["within_nodes"][steps.ranks] = waits.exposed - waits.across
+            exposed["across_nodes"][steps.ranks] = waits.across
+        all_parts = {**kinds, **exposed}
+        return {f"{name}_s": float(s[self._world.stands_for].mean()) for name, s in all_parts.items()}
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of the products and the attention of forward phases, of all ranks, without what backward
+        computes again."""
+        return sum(forward_flops(steps.program) * len(steps.all_ranks) for steps in self._world.steps)
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -274,44 +271,3 @@ class Timeline:
         peer = shifted(rank, program.peers[partner], program.mesh)
         ends = (rank, peer) if program.kind[event] == SEND else (peer, rank)
         return {"source": ends[0], "destination": ends[1]}
-
-
-def _covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Of each column of [events, ranks], the length of the union of its intervals."""
-    return _sum(np.subtract(*_union(start, end)[::-1]))
-
-
-def _union(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each column of [events, ranks], starts and ends of intervals that do not overlap and have the same
-    union, in order."""
-    # nearly in order already, which a stable sort makes use of
-    order = np.argsort(start, axis=0, kind="stable")
-    start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
-    earlier = np.zeros_like(end)
-    np.maximum.accumulate(end[:-1], axis=0, out=earlier[1:])
-    first = np.maximum(start, earlier)
-    return first, np.maximum(first, end)
-
-
-def _covered_within(start: np.ndarray, end: np.ndarray, since: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """[intervals, ranks]: how much of each interval, ``since`` to ``until``, the union of other intervals,
-    [events, ranks], covers."""
-    first, last = _union(start, end)
-    covered = np.zeros_like(since)
-    for rank in range(since.shape[1]):
-        moments = np.stack((first[:, rank], last[:, rank]), axis=1).ravel()
-        # the covered time up to each moment grows from a first to its last, and stands still in between
-        grown = np.cumsum(last[:, rank] - first[:, rank])
-        so_far = np.stack((np.concatenate(([0.0], grown[:-1])), grown), axis=1).ravel()
-        covered[:, rank] = np.interp(until[:, rank], moments, so_far)
-        covered[:, rank] -= np.interp(since[:, rank], moments, so_far)
-    return covered
-
-
-def _sum(values: np.ndarray) -> np.ndarray:
-    """Sums of the columns of [steps, ranks], from the first row to the last. numpy's own sum adds in another
-    order where there is one column, so that a rank's sum would depend on how many are simulated."""
-    if not len(values):
-        return np.zeros(values.shape[1])
-    sums: np.ndarray = np.cumsum(values, axis=0)[-1]
-    return sums

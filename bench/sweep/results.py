@@ -36,6 +36,9 @@ FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
 
 Row = dict[str, Any]
 
+#: words of a measurement on its step time
+_WORDS = ("bound", "calibration", "rates")
+
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of a results file, the last of each key, in the order of their first appearance.
@@ -215,6 +218,9 @@ def flat(row: Row) -> dict[str, Any]:
         "status": row["status"],
         "searched": searched,
         **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
+        **(measured.get("breakdown") or {}),
+        **(measured.get("parts") or {}),
+        **{name: measured.get(name) or None for name in _WORDS},
         **{f"last_{name}": loss for name, loss in _last(losses).items()},
         **_metered(measured.get("meters") or {}),
         "sent_bytes": _sent(None if losses else measured.get("communication")),

@@ -58,7 +58,11 @@ class _Measured(_Timed, total=False):
     formula_difference: list[dict[str, Any]]
     samples_per_s: Number | None
     breakdown: dict[Text, Signed | None]
+    parts: dict[Text, Signed | None]
+    bound: Text
+    mfu: Number | None
     calibration: Text
+    rates: Text
     losses: list[dict[Text, Signed | None]]
     meters: dict[Text, dict[str, Any]]
     ranks: list[_Rank]

@@ -43,6 +43,7 @@ WRONG = [
     ((*RUN, "--scenrio"), "No such option '--scenrio'"),
     (("rnu",), "No such command 'rnu'"),
     (("list", "scenario"), "Invalid value for"),
+    (("list", "clusters", "--figure", "x.png"), "--figure is of one cluster: spbench list cluster NAME"),
     (("verify", "--strategy", "x"), "unknown strategy 'x'"),
     (("verify", "--strategy", "megatron_sp+x"), "unknown strategy 'x'"),
     (("verify", "--strategy", "usp"), "unknown strategy 'usp'; here that is ulysses+ring_attention"),

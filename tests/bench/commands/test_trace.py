@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from spbench.bench.trust.shown import shown_time
 from tests.bench.commands.conftest import Run
 
 #: one cell of each strategy on two ranks, a search, a step that fits no P100, and a cluster without rates
@@ -45,8 +47,10 @@ def test_the_cell_that_is_left_is_written(trace: Run) -> None:
     assert {("bmm", "compute"), ("send", "communication"), ("all_reduce", "communication")} <= names
     assert {("forward", "phase"), ("optimizer", "phase")} <= names
     assert content["otherData"]["world_size"] == 2
-    breakdown, where, _, title, *table = out.splitlines()
-    assert breakdown.startswith(f"step time {content['otherData']['step_time_s']:.4g} s; mean over ranks: ")
+    breakdown, parts, where, _, title, *table = out.splitlines()
+    step = shown_time(content["otherData"]["step_time_s"])
+    assert re.match(rf"step time {step}, most of it [a-z ]+; mean over ranks: ", breakdown)
+    assert all(f"{part} " in parts for part in ("products", "attention", "memory bound", "across nodes"))
     assert all(part in breakdown for part in ("compute", "exposed communication", "bubble", "overhead"))
     assert where == "new/ring.json: open it in https://ui.perfetto.dev"
     assert title == "Memory of each rank class at each step, of 15.07 GiB"

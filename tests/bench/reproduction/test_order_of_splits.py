@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.reproduction.order_of_splits import kendall_tau, order_lines
+from spbench.bench.reproduction.order_of_splits import Order, mean_tau, order_lines, shown_tau
 
 
 @pytest.mark.parametrize(
@@ -16,11 +17,20 @@ from spbench.bench.reproduction.order_of_splits import kendall_tau, order_lines
         ([(1, 10), (2, 20), (3, 30)], 1.0),
         ([(1, 3), (2, 2), (3, 1)], -1.0),
         ([(1, 2), (2, 1), (3, 3)], 1 / 3),
-        ([(1, 5), (2, 5), (3, 6)], 2 / 3),
+        # two pairs are in order and one is a tie of ours, so of the three of theirs only two could be
+        ([(1, 5), (2, 5), (3, 6)], 2 / math.sqrt(3 * 2)),
     ],
 )
 def test_tau(pairs: list[tuple[float, float]], tau: float) -> None:
-    assert kendall_tau(pairs) == pytest.approx(tau)
+    assert Order("t", [(cell(), *pair) for pair in pairs]).tau == pytest.approx(tau)
+
+
+def test_where_all_are_ties_there_is_no_order() -> None:
+    same = Order("t", [(cell(), 1, 5), (cell(), 2, 5)])
+    assert shown_tau(same.tau) == ""
+    right = Order("t", [(cell(), 1, 5), (cell(), 2, 6)])
+    assert mean_tau([same, right]) == 1
+    assert math.isnan(mean_tau([same]))
 
 
 def cell(**changes: Any) -> Cell:

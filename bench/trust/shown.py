@@ -1,0 +1,27 @@
+"""Times, rates and shares of a step for people, with three significant digits: more would say more than is
+known."""
+
+from __future__ import annotations
+
+#: larger units of seconds, and how many of the smaller one they are
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def three_digits(value: float) -> str:
+    """A number with three significant digits and no exponent: 0.00412, 2.31, 44.0, 118000."""
+    if value == 0:
+        return "0"
+    digits = f"{value:.2e}"
+    places = max(0, 2 - int(digits.partition("e")[2]))
+    return f"{float(digits):.{places}f}"
+
+
+def shown_time(seconds: float) -> str:
+    """A time in the largest unit of which it has one: "44.0 s", "2.31 ms"."""
+    unit, name = next((each for each in _UNITS if float(f"{seconds:.2e}") >= each[0]), _UNITS[-1])
+    return f"{three_digits(seconds / unit)} {name}" if seconds else "0 s"
+
+
+def shown_share(share: float | None) -> str | None:
+    """A part of a whole in percent, without digits after the point; None for none."""
+    return None if share is None else f"{share:.0%}"
