@@ -22,5 +22,5 @@ def suggestion(word: object, known: Iterable[str]) -> str:
     names = [str(name) for name in known]
     close = [name for name in names if str(word) in re.split("[-_+]", name)]  # h100 is dgx-h100, not h800
     close = close or difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
-    guess = f"; did you mean {close[0]!r}?" if close else ""
+    guess = f"; did you mean {min(close, key=len)!r}?" if close else ""
     return f"{guess} (known: {', '.join(names)})" if names else guess

@@ -69,7 +69,8 @@ def _text(figure: Figure, name: str, line: Line2D) -> Text:
 
 
 def _solve(choices: Sequence[Sequence[Bbox]], taken: Sequence[Bbox] = ()) -> list[Bbox] | None:
-    """One box of each of the choices, none over another, the preferred first; None if there are none."""
+    """One box out of each choice so that no two boxes overlap, an early box rather than a later one; None if
+    that cannot be."""
     if not choices:
         return []
     for box in choices[0]:

@@ -81,8 +81,8 @@ def _spoken(name: str, value: Any) -> str:
 
 
 def sent_by_axis(row: Row) -> dict[str, float]:
-    """Bytes that a GPU sends in a step along each axis, in the order of MESH_AXES, then of SEVERAL; without
-    those that are none."""
+    """Bytes that a GPU sends in a step along each axis, in the order of MESH_AXES, then of SEVERAL. Axes
+    along which it sends nothing are left out."""
     sent: Counter[str] = Counter()
     for entry in row["measurement"].get("communication") or ():
         axis = entry["axis"]

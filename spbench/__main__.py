@@ -4,8 +4,8 @@ import sys
 
 
 def main() -> None:
-    """The command `spbench`. The command line is imported here, so that an interrupt meanwhile is told as one
-    that comes later."""
+    """The command `spbench`. The command line is imported here, so that an interrupt during the import is
+    reported like any other."""
     try:
         from spbench.bench.cli import main as run
 

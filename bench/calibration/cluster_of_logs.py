@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from spbench.bench.calibration.collectives_of_logs import put_collectives
 from spbench.bench.calibration.findings import Findings
@@ -19,6 +19,11 @@ from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.clusters.rates import AttentionKernel
 from spbench.bench.errors import UserError
 
+#: a model's "flash" is the first of these that was measured, where no other cluster is extended that says
+_NEWEST_FIRST: tuple[AttentionKernel, ...] = (
+    *("flash_attention_4", "flash_attention_3", "flash_attention_2", "flash_attention_1"),
+    *("cudnn", "triton"),
+)
 #: a speed above the datasheet's by more than rounding is another card's, or a cache's
 _ROUNDING = 1.02
 
@@ -97,9 +102,7 @@ def _put_attention(made: LogCluster, found: Mapping[str, Findings], base: Cluste
     if not kernels:
         return
     of_base = base.device.attention if base else None
-    # without a card's own word it is the newest that was measured
-    newest = max(kernels, key=[*get_args(AttentionKernel)[4:], *get_args(AttentionKernel)[:4]].index)
-    default = of_base.default if of_base else newest
+    default = of_base.default if of_base else next(name for name in _NEWEST_FIRST if name in kernels)
     made.put({"device": {"attention": {"default": default, "kernels": kernels}}})
 
 

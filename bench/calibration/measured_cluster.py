@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.calibration.collective_rates import (
@@ -20,10 +19,15 @@ from spbench.bench.calibration.collective_rates import (
     ranks_per_node,
 )
 from spbench.bench.calibration.compute_rates import SMALL, compute_rates
+from spbench.bench.calibration.least_squares import LeastSquares, least_squares
+from spbench.bench.calibration.operator_times import OPERATOR, operator_points
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
+from spbench.bench.calibration.step_figures import host_fit, operator_times, product_fit
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import Cluster, Device, MeasuredRate
-from spbench.bench.clusters.links import Link, Network
+from spbench.bench.clusters.host import Host
+from spbench.bench.clusters.links import BusRate, Link, Network, RatedCollective
+from spbench.bench.clusters.rates import ProductRate
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.engines import distributed, virtual
 from spbench.bench.provenance import cpu_model
@@ -43,6 +47,8 @@ class Machine:
         memory_bytes: of a device, and taken by its context before the first tensor; None of a CPU.
         per_node: ranks on each host.
         kernels: of the small training step, each of which costs a call.
+        host_work: of each training step whose operators were timed, how many operators, views, nodes of
+            autograd and modules' calls it has.
     """
 
     points: Sequence[RatePoint]
@@ -52,6 +58,7 @@ class Machine:
     ranks: int
     per_node: int
     kernels: int
+    host_work: Sequence[Sequence[int]] = ()
 
     def of(self, operation: str, precision: str | None = None) -> list[RatePoint]:
         """The points of an operation, of one precision if it is given, by size."""
@@ -68,14 +75,23 @@ def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machin
         update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
     )
     measured = distributed.launch(cell, partial(_on_rank, sweep=sweep))[0]
-    program = virtual.trace(SMALL, events=True).program
+    kernels, *_ = _counts(SMALL)
+    counts = [_counts(step) for step in sweep.steps]
+    return Machine(**measured, ranks=world, kernels=kernels, host_work=counts)
+
+
+def _counts(cell: Cell) -> list[int]:
+    """Operators that launch kernels, views, nodes of autograd and modules' calls of a step."""
+    program = virtual.trace(cell, events=True).program
     assert program is not None
-    return Machine(**measured, ranks=world, kernels=int((program.kind == KERNEL).sum()))
+    views, nodes, modules, _ = program.host.sum(0).tolist()
+    return [int((program.kind == KERNEL).sum()), views, nodes, modules]
 
 
 def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
     memory = None
     points = compute_rates(mesh, cell, sweep)
+    points += operator_points(mesh, cell, sweep)
     points += collective_rates(mesh.device_type, sweep)
     if mesh.device_type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -102,9 +118,11 @@ def hardware_name(device_type: str) -> str:
 def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
     """The cluster that the measured rates make.
 
-    Matrix products have the best rate of all shapes, memory that of the largest tensors. A link's latency is
-    the time of the smallest message, its bandwidth that of the largest one in the time that it takes longer.
-    Ranks on one machine's CPUs count as nodes, with the loopback between them, as in the cluster ``local``.
+    The peak of matrix products is the best rate of all shapes, memory's that of the largest tensors. A link's
+    latency is the time of the smallest message, its bandwidth that of the largest one in the time that it
+    takes longer. Products and operators inside training steps, where there were any, have rates of their own;
+    so have collectives, where all ranks were on one machine. Ranks on one machine's CPUs count as nodes, with
+    the loopback between them, as in the cluster ``local``.
     ``source`` is that of every rate and limit."""
     devices_per_node, node_link, network = _links(machine, source)
     return Cluster(
@@ -114,7 +132,10 @@ def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
         devices_per_node=devices_per_node,
         node_link=node_link,
         network=network,
-        measured=[_measured(point) for point in machine.points],
+        host=_host(machine, source) if machine.host_work else None,
+        collective_model="measured" if (node_link or network).collectives else "ring",
+        # what operators took stands with the device
+        measured=[_measured(p) for p in machine.points if not p.operation.startswith(OPERATOR)],
     )
 
 
@@ -138,8 +159,38 @@ def _links(machine: Machine, source: str) -> tuple[int, Link | None, Network]:
     if machine.ranks == 1:
         return 1, None, network
     if machine.device_type == "cuda":
-        return machine.ranks, Link(**_link(machine, SEND, source)), network
-    return 1, None, Network(**_link(machine, SEND, source))
+        return (
+            machine.ranks,
+            Link(**_link(machine, SEND, source), collectives=_rated(machine, source)),
+            network,
+        )
+    return 1, None, Network(**_link(machine, SEND, source), collectives=_rated(machine, source))
+
+
+def _rated(machine: Machine, source: str) -> dict[Any, list[BusRate]]:
+    """Latency and bus bandwidth of each collective that was measured at several sizes."""
+    rates = {}
+    for kind in get_args(RatedCollective):
+        points = machine.of(kind)
+        if len(points) < 2:
+            continue
+        sent = [point.nbytes * point.bus_factor for point in points]
+        fit = least_squares([point.seconds for point in points], [1.0] * len(points), sent)
+        latency, byte_s = fit.coefficients
+        if byte_s:
+            note = f"{kind} on {machine.ranks} ranks, {points[0].size} to {points[-1].size}; {_off(fit)}"
+            figures = {"latency_s": latency, "bandwidth_bytes_per_s": 1 / byte_s}
+            rates[kind] = [
+                BusRate(
+                    ranks=machine.ranks,
+                    **{name: _sourced(value, source, note) for name, value in figures.items()},
+                )
+            ]
+    return rates
+
+
+def _off(fit: LeastSquares) -> str:
+    return f"off by {fit.mean_error:.0%} in the mean, {fit.largest_error:.0%} at most"
 
 
 def _link(machine: Machine, operation: str, source: str) -> dict[str, Any]:
@@ -163,18 +214,58 @@ def _device(machine: Machine, source: str) -> Device:
         note = "of the whole card, less free and what torch's allocator held; with other processes' share"
         context = Sourced[int](value=machine.memory_bytes[1], source=source, note=note)
     largest = machine.of("sum")[-1]
-    (step,) = machine.of("training step")
     sums = f"sum of two tensors of {largest.size} each into new memory"
-    launches = f"step of {step.size} over its {machine.kernels} operators"
     precisions = dict.fromkeys(p.precision for p in machine.of("matrix product"))
+    peaks = {precision: _products(machine, precision, source) for precision in precisions}
     return Device(
         name=machine.device_name,
         memory_total_bytes=total,
         memory_context_bytes=context,
         memory_bandwidth_bytes_per_s=_sourced(largest.bytes_per_s, source, sums),
-        peak_flops_per_s={precision: _products(machine, precision, source) for precision in precisions},  # type: ignore[misc]
-        launch_overhead_s=_sourced(step.seconds / machine.kernels, source, launches),
+        peak_flops_per_s=peaks,  # type: ignore[arg-type]
+        products=_in_steps(machine, peaks, source),  # type: ignore[arg-type]
+        operators={
+            name: Sourced(value=[[float(round(n)), _rounded(s)] for n, s in times], source=source)
+            for name, times in operator_times(machine.points).items()
+        },
+        launch_overhead_s=_launches(machine, source),
     )
+
+
+def _launches(machine: Machine, source: str) -> Any:
+    if machine.host_work:
+        return Sourced(value=None, source="host has it")
+    (step,) = machine.of("training step")
+    note = f"step of {step.size} over its {machine.kernels} operators"
+    return _sourced(step.seconds / machine.kernels, source, note)
+
+
+def _host(machine: Machine, source: str) -> Host:
+    """What training steps take beside their operators; on a CPU, which runs these itself."""
+    fit = host_fit(machine.points, machine.host_work)
+    note = f"training steps less their operators' own times; {_off(fit)}"
+    names = ("operator_s", "view_s", "node_s", "module_s", "step_s")
+    figures = {
+        name: _sourced(value, source, note) for name, value in zip(names, fit.coefficients, strict=True)
+    }
+    none = _sourced(0.0, source, "in what operators and collectives take")
+    ahead: Any = Sourced(value=1, source=source, note="kernels run where they are launched")
+    return Host(**figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True)
+
+
+def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[str, ProductRate] | None:
+    """Rates of products inside training steps, by precision; None where there were none."""
+    rates = {}
+    for precision, peak in peaks.items():
+        fit = product_fit(machine.points, precision)
+        if fit is not None and fit.coefficients[0]:
+            flop_s, byte_s = fit.coefficients
+            note = f"products inside training steps; {_off(fit)}"
+            rates[precision] = ProductRate(
+                share=_sourced(1 / (flop_s * peak.value), source, note),
+                bandwidth_bytes_per_s=_sourced(1 / byte_s if byte_s else None, source, note),
+            )
+    return rates or None
 
 
 def _products(machine: Machine, precision: str, source: str) -> Any:
@@ -192,32 +283,3 @@ def _measured(point: RatePoint) -> MeasuredRate:
     values: dict[str, Any] = {name: getattr(point, name) for name in MeasuredRate.model_fields}
     values |= {name: _rounded(value) for name, value in values.items() if isinstance(value, float)}
     return MeasuredRate(**values)
-
-
-def measured_cluster(world: int, precision: str = "fp32") -> Cluster:
-    """The cluster ``local`` with this machine's rates for ranks of a world of that size, at the sizes of a
-    small transformer."""
-    sweep = RateSweep(
-        (precision,), sides=(512,), lengths=(), summed_bytes=(2**24,), message_bytes=(2**6, 2**22)
-    )
-    return cluster_of(measure_machine(world, sweep), "local", f"measured in this run, {world} ranks at once")
-
-
-def cluster_yaml(cluster: Cluster, heading: str) -> str:
-    """The text of a cluster's file, under a comment; :func:`load_cluster` gives the same cluster, by the
-    file's name. Each measured rate is a line."""
-    plain = cluster.model_dump(mode="json", exclude_unset=True, exclude={"name", "measured"})
-    comment = "".join(f"# {line}\n" for line in heading.splitlines())
-    text = comment + yaml.safe_dump(plain, sort_keys=False, width=110, allow_unicode=True)
-    rates = [rate.model_dump(mode="json", exclude_none=True) for rate in cluster.measured]
-    lines = [yaml.safe_dump(r, sort_keys=False, default_flow_style=True, width=1000).strip() for r in rates]
-    return "\n".join([text + "\nmeasured:", *(f"  - {line}" for line in lines)]) + "\n"
-
-
-def sample_rows(points: Sequence[RatePoint]) -> list[dict[str, Any]]:
-    """A row for each sample of each point, for a CSV file."""
-    rows = []
-    for point in points:
-        about = {key: value for key, value in asdict(point).items() if key != "samples_s"}
-        rows += [{**about, "sample": i, "seconds": s} for i, s in enumerate(point.samples_s)]
-    return rows

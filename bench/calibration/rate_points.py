@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from spbench.bench.cell import Cell
 from spbench.bench.engines.timed_steps import seconds
 
 _KIB, _MIB = 2**10, 2**20
@@ -26,6 +27,7 @@ class RateSweep:
         lengths: of sequences, for attention, ascending.
         summed_bytes: of each of two tensors that are added, ascending.
         message_bytes: S of the collectives, ascending.
+        steps: of training, whose operators are timed; on CPUs.
         samples: of each point, the median of which counts.
         sample_s: that a sample takes about; calls that are shorter are repeated in it.
     """
@@ -36,6 +38,7 @@ class RateSweep:
     # more than a core's caches hold; larger ones are new pages of the system each time
     summed_bytes: tuple[int, ...] = tuple(4**n * _MIB for n in range(3))
     message_bytes: tuple[int, ...] = tuple(4**n * _KIB for n in range(9))
+    steps: tuple[Cell, ...] = ()
     samples: int = 5
     sample_s: float = 0.02
     longest_call_s: float = 0.25
@@ -61,7 +64,8 @@ class RatePoint:
     """One operation at one size, done by all ranks at once.
 
     Attributes:
-        operation: "matrix product", "attention forward", "sum", "training step", or a collective.
+        operation: "matrix product", "attention forward", "sum", "training step", a collective, or one of
+            :mod:`spbench.bench.calibration.operator_times`.
         size: in words, as "[512, 512] x [512, 512]" or "1048576 B".
         extent: what the size is plotted over: the side, the length, or bytes.
         precision: of the operands.

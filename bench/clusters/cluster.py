@@ -15,7 +15,7 @@ from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from spbench.bench.clusters.host import Host
 from spbench.bench.clusters.links import CollectiveModel, Link, NcclSettings, Network
-from spbench.bench.clusters.rates import AttentionRates, ProductRate
+from spbench.bench.clusters.rates import AttentionRates, OperatorTimes, ProductRate
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published_number import InferredSetting
@@ -49,6 +49,8 @@ class Device(StrictModel):
             null counts as none.
         overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
             since it takes multiprocessors and memory bandwidth; null counts as none.
+        operators: of operators that move memory, by name, what calls of some sizes take (see
+            :func:`operator_seconds`), in place of the memory bandwidth.
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
@@ -69,9 +71,20 @@ class Device(StrictModel):
     attention: AttentionRates | None = None
     attention_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     overlap_loss: Sourced[NonNegativeFloat] = NOT_MEASURED
+    operators: dict[str, Sourced[OperatorTimes]] = {}
     launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     kernel_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     workspaces: dict[Library, Sourced[NonNegativeInt]] = {}
+
+    @model_validator(mode="after")
+    def _operators_in_order(self) -> Self:
+        for name, times in self.operators.items():
+            sizes = [pair[0] for pair in times.value or () if len(pair) == 2]
+            if not sizes or len(sizes) < len(times.value or ()) or sizes != sorted(set(sizes)):
+                raise ValueError(
+                    f"operators.{name}: give [bytes, seconds] of one call or more, by ascending bytes"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_launch(self) -> Self:

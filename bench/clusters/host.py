@@ -21,6 +21,7 @@ class Host(StrictModel):
         step_s: of a step, beside all these.
         launch_latency_s: from a launch to the start of its kernel, on a device that waits for it.
         launches_ahead: how many launches of kernels the driver takes before it makes the host wait.
+        synchronous: kernels run on the host's own thread, as on a CPU: it waits for each of them.
         scale: what this host takes for each of these, beside the one that they were measured on.
     """
 
@@ -32,6 +33,7 @@ class Host(StrictModel):
     step_s: Sourced[NonNegativeFloat]
     launch_latency_s: Sourced[NonNegativeFloat]
     launches_ahead: Sourced[PositiveInt]
+    synchronous: bool = False
     scale: Sourced[PositiveFloat] = Sourced(value=1.0, source="the host that the figures were measured on")
 
     def seconds(self, figure: str) -> float:

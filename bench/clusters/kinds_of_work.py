@@ -92,6 +92,11 @@ def _kernels(cluster: Cluster) -> Iterator[KindOfWork]:
     bandwidth = (device.memory_bandwidth_bytes_per_s.value or 0.0) / 1e9
     memory = f"{{:.3g}} of {bandwidth:.4g} GB/s"
     yield _of("memory", device.memory_efficiency, memory, "it counts as at the datasheet's bandwidth")
+    if device.operators:
+        sizes = sum(len(times.value or ()) for times in device.operators.values())
+        source = next(iter(device.operators.values())).source
+        figure = f"{len(device.operators)} operators by what they took at {sizes} sizes"
+        yield KindOfWork("memory, by operator", figure, source)
     floor = device.kernel_floor_s
     if floor.value is None:
         floor = device.launch_overhead_s

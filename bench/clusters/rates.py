@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
+import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.clusters.sourced import Sourced
@@ -17,6 +19,16 @@ AttentionKernel = Literal[
 ]
 Direction = Literal["forward", "backward"]
 Mask = Literal["causal", "whole"]
+#: pairs: bytes that a call of an operator reads and writes, and its seconds; by ascending bytes
+OperatorTimes = list[list[PositiveFloat]]
+
+
+def operator_seconds(times: Sequence[Sequence[float]], nbytes: np.ndarray) -> np.ndarray:
+    """Seconds of calls that move so many bytes: on straight lines between those measured, as long as the
+    smallest below, in proportion to bytes above the largest."""
+    measured, taken = np.array(times).T
+    seconds: np.ndarray = np.interp(nbytes, measured, taken) * np.maximum(1.0, nbytes / measured[-1])
+    return seconds
 
 
 class ProductRate(StrictModel):

@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     help="Measure this machine: on real ranks with their collectives, or on one device alone.",
 )
 @click.option(
+    "--check",
+    metavar="SCENARIO",
+    help="With --engine distributed, on CPUs: measure this scenario's cells too, such as closed_loop, and "
+    "predict them from what was measured of the machine; a file for each number of ranks.",
+)
+@click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     help="Of ranks; cuda where torch sees a GPU, else cpu, if left out.",
@@ -75,6 +81,7 @@ def command(
     quantity: str,
     fits: tuple[str, ...],
     engine: str | None,
+    check: str | None,
     output: Path,
     device: str | None,
     world_size: int | None,
@@ -92,6 +99,8 @@ def command(
         raise UserError("give either --scenario, --table and --fit, or --engine, or --from")
     if (more_logs or extends) and not logs:
         raise UserError(f"{more_logs[0] if more_logs else '--extends'}: it goes with --from FILE...")
+    if check and (engine != "distributed" or device == "cuda"):
+        raise UserError("--check: it goes with --engine distributed, on CPUs")
     if logs:
         from spbench.bench.commands.logs_report import cluster_from_logs
 
@@ -99,7 +108,12 @@ def command(
     if engine is not None:
         from spbench.bench.commands.machine_report import MachineRequest, measured_machine
 
-        return measured_machine(MachineRequest(engine, device, world_size, precision, sizes), output)
+        asked = MachineRequest(engine, "cpu" if check else device, world_size, precision, sizes)
+        if check is not None:
+            from spbench.bench.commands.check_report import checked_machine
+
+            return checked_machine(asked, check, output)
+        return measured_machine(asked, output)
     if scenario is None or table is None or not fits:
         raise UserError("--scenario, --table and --fit go together")
     return _fitted(scenario, table, quantity, fits)

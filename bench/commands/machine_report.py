@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from spbench.bench.atomic_write import write_whole
+from spbench.bench.calibration.machine_files import cluster_yaml, sample_rows
 from spbench.bench.calibration.measured_cluster import (
     Machine,
     cluster_of,
-    cluster_yaml,
     measure_machine,
-    sample_rows,
 )
+from spbench.bench.calibration.operator_times import LADDER
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
@@ -118,7 +118,7 @@ def _sweep(asked: MachineRequest) -> RateSweep:
     given: dict[str, Any] = dict(asked.given)
     if asked.precisions:
         given["precisions"] = asked.precisions
-    return RateSweep.of_gpus(**given) if asked.device == "cuda" else RateSweep(**given)
+    return RateSweep.of_gpus(**given) if asked.device == "cuda" else RateSweep(steps=LADDER, **given)
 
 
 def _rate(point: RatePoint) -> dict[str, Any]:
@@ -128,11 +128,17 @@ def _rate(point: RatePoint) -> dict[str, Any]:
     return about | {name: getattr(point, name) for name in derived} | bounds
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} sizes"
+    return "unknown" if value is None else f"{value:.4g}"
+
+
 def _figures(cluster: Cluster) -> Table:
     lines = [
         {
             "figure": path,
-            "value": "unknown" if figure.value is None else f"{figure.value:.4g}",
+            "value": _shown(figure.value),
             "how": figure.note,
         }
         for path, figure in cluster.sourced()

@@ -88,7 +88,7 @@ def reading(
     pynvml: Any, function: Callable[..., Any], *arguments: Any, on_refusal: Callable[[], object] | None = None
 ) -> Any:
     """What a function that calls ``pynvml`` returns; None where this GPU, driver or nvidia-ml-py lacks it, or
-    the user may not read it, of which ``on_refusal`` is told.
+    the user may not read it; in the latter case ``on_refusal`` is called.
 
     Raises:
         NvmlProblem: the GPU cannot be read any more.

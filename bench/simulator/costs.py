@@ -17,7 +17,7 @@ import numpy as np
 
 from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.clusters.links import CollectiveModel
-from spbench.bench.clusters.rates import AttentionRates, ProductRate
+from spbench.bench.clusters.rates import AttentionRates, ProductRate, operator_seconds
 from spbench.bench.simulator.collective_costs import GroupLinks, LinkRate, measured_seconds, ring_seconds
 from spbench.bench.simulator.nccl import nccl_seconds
 from spbench.bench.simulator.program import ATTENTION, KERNEL, MATRIX_PRODUCT, PRECISION_NAMES, Program
@@ -121,7 +121,15 @@ class Costs:
             np.maximum(compute, program.nbytes / self._memory_bandwidth())
             + program.strided * calibration.strided_element_s
         )
+        self._set_operators(program, seconds)
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
+
+    def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what calls of operators that move memory take into ``seconds``, of those that were measured."""
+        for name, times in self.cluster.device.operators.items():
+            if name in program.names:
+                calls = program.name == program.names.index(name)
+                seconds[calls] = operator_seconds(times.value or (), program.nbytes[calls])
 
     def _floors(self, program: Program) -> np.ndarray:
         """The least seconds of each event if it is a kernel. Of the attention category only what computes is

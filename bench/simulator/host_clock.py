@@ -77,7 +77,7 @@ class HostClock:
         self._begun = host.seconds("step_s")
         self.now = np.full(len(steps.ranks), self._begun)
         on_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
-        joins = program.host[:, _JOINS] > 0
+        joins = (program.host[:, _JOINS] > 0) | (on_compute & host.synchronous)
         #: events at which pieces begin, and the end
         self.cuts = np.unique(
             np.concatenate(

@@ -15,15 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.calibration import collective_rates, compute_rates
 from spbench.bench.calibration.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.calibration.compute_rates import SMALL
-from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of, cluster_yaml, sample_rows
+from spbench.bench.calibration.machine_files import cluster_yaml, sample_rows
+from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.cell import Sizes
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.commands.check_report import figures
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.sweep.digest import digest
 from tests.bench.calibration.machines import LARGE_BYTES, machine
-from tests.benchmarks.timeline_order import rates
 
 TINY = RateSweep(
     sides=(4, 8), lengths=(8,), summed_bytes=(64,), message_bytes=(3, 64, 4096), samples=2, sample_s=0.0
@@ -111,13 +112,14 @@ def test_a_size_for_which_a_rank_has_no_memory_ends_the_series_on_all(pool: Rank
 
 def test_figures_follow_from_the_points() -> None:
     found = cluster_of(machine(), "here", "a source")
-    assert rates(found) == {
+    assert figures(found) == {
         "flops_per_s": 400,  # the best shape
         "memory_bandwidth_bytes_per_s": 24,  # of the largest tensors
-        "launch_overhead_s": 0.06,
+        "operator_s": None,  # no step's operators were timed
         "latency_s": 0.001,
         "bandwidth_bytes_per_s": LARGE_BYTES,  # in the second that it takes longer
     }
+    assert found.device.launch_overhead_s.value == 0.06
     assert found.device.peak_flops_per_s["fp32"].note == (
         "[10, 10] x [10, 10], the best of 2 shapes; attention forward: 50 at most"
     )

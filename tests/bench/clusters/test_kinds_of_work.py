@@ -113,3 +113,9 @@ def test_null_takes_the_collectives_of_an_extended_file_away() -> None:
     above = load_cluster("h100-sxm").node_link
     assert above is not None
     assert "all_reduce" in above.collectives
+
+
+def test_operators_are_counted() -> None:
+    times = {"value": [[100.0, 5.0], [200.0, 7.0]], "source": "made up"}
+    on = changed(operators={"gelu": times, "add": times})
+    assert found(on)["memory, by operator"] == "2 operators by what they took at 4 sizes"

@@ -16,6 +16,7 @@ from spbench.bench.simulator.program import ATTENTION, KERNEL, MATRIX_PRODUCT
 from spbench.bench.simulator.program_builder import ProgramBuilder
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from tests.bench.simulator.step_programs import cluster
+from tests.bench.simulator.test_cost_forms import changed
 
 
 def figure(value: float | None) -> dict[str, Any]:
@@ -163,3 +164,20 @@ def test_the_models_option_names_the_kernel() -> None:
 def test_wrong_attention_rates_are_refused(attention: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_card(attention=attention)
+
+
+def test_operators_take_what_was_measured_of_them() -> None:
+    times = {"value": [[100.0, 5.0], [200.0, 7.0]], "source": "made up"}
+    on = changed(cluster(memory=10), "device.operators", {"gelu": times})
+    b = ProgramBuilder((1, 1, 1, 1))
+    for nbytes in (10, 150, 400):
+        b.kernel("gelu", nbytes=nbytes)
+    b.kernel("other", nbytes=400)
+    # as the smallest, on the line between, twice the largest; the other by its bytes
+    assert Costs(on, Calibration()).kernels(b.program()).tolist() == [5.0, 6.0, 14.0, 40.0]
+
+
+@pytest.mark.parametrize("times", [[], [[1.0]], [[2.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 2.0]]])
+def test_times_of_operators_are_pairs_in_order(times: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="by ascending bytes"):
+        changed(cluster(), "device.operators", {"gelu": {"value": times, "source": "made up"}})

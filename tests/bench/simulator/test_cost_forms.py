@@ -199,10 +199,10 @@ def test_the_clusters_of_the_papers_are_timed_as_before() -> None:
         "piz-daint-p100",
         "a100-lasp",
         "h100-dsp",
-        "dgx-a100",
-        "dgx-h100",
-        "dgx-v100",
-        "h200",
+        "dgx-a100-datasheet",
+        "dgx-h100-datasheet",
+        "dgx-v100-datasheet",
+        "h800-datasheet",
         "local",
     ):
         assert name in cluster_names()

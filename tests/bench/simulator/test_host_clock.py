@@ -83,6 +83,24 @@ def test_a_value_that_is_read_joins_the_clocks() -> None:
     assert steps == [2 + 12, 2 + 10 + 2 + 2 + 1]
 
 
+def test_on_a_cpu_both_clocks_are_one() -> None:
+    """Two kernels of 3 s, launched in 2 s each, and a sum of 3 s between them, waited for at once."""
+    b = ProgramBuilder((1, 1, 1, 2))
+    b.kernel("mm", flops=3)
+    b.wait(b.collective("all_reduce", 3, everyone(2)))
+    b.kernel("mm", flops=3)
+    on = with_host(operator_s=2.0)
+    assert on.host is not None
+    alone = timed([b.program()], [[0, 1]], on).step_time_s
+    one = timed(
+        [b.program()],
+        [[0, 1]],
+        on.model_copy(update={"host": on.host.model_copy(update={"synchronous": True})}),
+    )
+    assert (alone, one.step_time_s) == (2 + 3 + 3 + 3, 2 + 3 + 3 + 2 + 3)
+    assert one.breakdown["host_s"] == 4
+
+
 def test_what_is_posted_late_is_the_hosts_fault() -> None:
     """The stream waits at once for a collective that its host posts after 4 s, of 3 s."""
     b = ProgramBuilder((1, 1, 1, 2))

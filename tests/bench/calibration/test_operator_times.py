@@ -1,0 +1,141 @@
+"""Operators inside training steps: the clock around them, on made-up seconds, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spbench.bench.calibration import operator_times as clocked
+from spbench.bench.calibration.compute_rates import SMALL
+from spbench.bench.calibration.machine_files import cluster_yaml
+from spbench.bench.calibration.measured_cluster import cluster_of
+from spbench.bench.calibration.operator_times import LADDER, OPERATOR, PRODUCT, STEP, points_of
+from spbench.bench.calibration.rate_points import RatePoint
+from spbench.bench.calibration.step_figures import host_fit, operator_times, product_fit
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.config.scenario import load_scenario
+from spbench.bench.simulator.program import MATRIX_PRODUCT, MEMORY_BOUND
+from tests.bench.calibration.machines import machine
+
+_GELU = ("gelu", MEMORY_BOUND, 800, 0, 2, (0, 0, 0, 0), (400,))
+_MM = ("mm", MATRIX_PRODUCT, 300, 2_000, 2, (1, 10, 10, 10), (100,))
+_SCALAR = ("mul", MEMORY_BOUND, 0, 0, 2, (0, 0, 0, 0), (0,))
+
+
+def operator(name: str, nbytes: int, seconds: float) -> RatePoint:
+    return RatePoint(OPERATOR + name, f"{nbytes} B", nbytes, "fp32", 2, [seconds], nbytes=nbytes)
+
+
+def product(flops: float, nbytes: int, seconds: float) -> RatePoint:
+    return RatePoint(PRODUCT, "mm", nbytes, "fp32", 2, [seconds], flops=int(flops), nbytes=nbytes)
+
+
+def test_each_call_is_timed_under_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr(clocked, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    x = torch.ones(4, 4)
+    with clocked._Clock() as clock:
+        x.add_(1)
+        x.t() @ x  # a view, which is free, and a product
+        torch.relu(x)
+        torch.relu(x)
+    found = {(kind[0], kind[2], kind[3], kind[-1]): taken for kind, taken in clock.taken.items()}
+    assert found == {
+        ("add_", 128, 0, ()): [1.0],  # in place: nothing new, which would have to be freed
+        ("mm", 192, 128, (64,)): [1.0],
+        ("relu", 128, 0, (64,)): [1.0, 1.0],
+    }
+
+
+def test_a_step_is_its_operators_their_results_freeing_and_the_rest() -> None:
+    freeing = [(100.0, 0.0), (400.0, 3.0)]
+    calls = {_GELU: 2, _MM: 1, _SCALAR: 1}
+    samples = {_GELU: [1.0, 2.0], _MM: [5.0, 5.0], _SCALAR: [0.5, 0.5]}
+    rest, gelu, mm = points_of(SMALL, [20.0, 16.0], calls, samples, freeing)
+    assert (rest.operation, rest.extent) == (STEP, 4)
+    # 2 x (1 + 3) + 5 + 0.5 inside, then 2 x (2 + 3) + 5 + 0.5
+    assert rest.samples_s == [6.5, 0.5]
+    assert (gelu.operation, gelu.nbytes, gelu.samples_s) == (OPERATOR + "gelu", 800, [4.0, 5.0])
+    assert (mm.operation, mm.flops, mm.samples_s) == (PRODUCT, 2_000, [5.0, 5.0])
+
+
+def test_a_busy_moment_is_no_negative_time() -> None:
+    (rest, *_) = points_of(SMALL, [1.0], {_MM: 1}, {_MM: [5.0]}, [(1.0, 0.0)])
+    assert rest.samples_s == [0.0]
+
+
+def test_calls_of_similar_sizes_are_one_point() -> None:
+    points = [
+        operator("gelu", n, s) for n, s in ((8, 1.0), (4000, 3.0), (9000, 4.0), (15000, 6.0), (2**20, 9.0))
+    ]
+    assert operator_times([*points, operator("add", 9000, 1.0)]) == {
+        "add": [[9000, 1.0]],
+        "gelu": [[2004, 2.0], [12000, 5.0], [2**20, 9.0]],
+    }
+
+
+def test_products_have_a_rate_and_a_bandwidth() -> None:
+    sizes = [(1e8, 10**6), (1e9, 4 * 10**6), (4e8, 9 * 10**6)]
+    points = [product(flops, n, flops / 2e9 + n / 5e8) for flops, n in sizes]
+    small = product(1e3, 100, 1.0)  # nothing but a call
+    fit = product_fit([*points, small], "fp32")
+    assert fit is not None
+    assert [1 / c for c in fit.coefficients] == pytest.approx([2e9, 5e8])
+    assert product_fit(points, "bf16") is None
+
+
+#: operators, views, nodes and modules of three steps, of which the third has more of all
+_COUNTS = [[100, 50, 40, 10], [50, 80, 20, 10], [900, 700, 500, 100], [300, 10, 90, 70], [10, 10, 80, 20]]
+
+
+def rests(*figures: float) -> list[RatePoint]:
+    """Steps that take so many seconds an operator, view, node and module, and a step."""
+    taken = [sum(n * each for n, each in zip([*counts, 1], figures, strict=True)) for counts in _COUNTS]
+    return [RatePoint(STEP, "", 1, "fp32", 2, [s]) for s in taken]
+
+
+def test_the_hosts_figures_make_up_what_steps_take_beside_their_operators() -> None:
+    figures = (12e-3, 1e-3, 7e-3, 5e-3, 2.0)
+    fit = host_fit([*rests(*figures), operator("gelu", 8, 1.0)], _COUNTS)
+    assert fit.coefficients == pytest.approx(figures, rel=1e-6)
+    assert fit.largest_error < 1e-9
+
+
+def test_the_file_has_the_figures(tmp_path: Path) -> None:
+    plain = machine()
+    points = [
+        *plain.points,
+        *(
+            product(flops, n, flops / 200 + n / 1e6)
+            for flops, n in ((1e7, 10**6), (4e7, 10**6), (1e8, 5 * 10**6))
+        ),
+        operator("gelu", 4096, 0.001),
+        operator("gelu", 65536, 0.1234567),
+        *rests(0.02, 0.0, 0.0, 0.0, 0.0),
+    ]
+    found = cluster_of(replace(plain, points=points, host_work=_COUNTS), "here", "a source")
+    device = found.device
+    assert device.launch_overhead_s.value is None
+    assert found.host is not None
+    assert found.host.synchronous
+    assert found.host.operator_s.value == pytest.approx(0.02)
+    assert device.operators["gelu"].value == [[4096, 0.001], [65536, 0.1235]]
+    assert device.products is not None
+    rate = device.products["fp32"]
+    assert rate.share.value == pytest.approx(200 / 400)  # of the best product
+    assert rate.bandwidth_bytes_per_s.value == pytest.approx(1e6)
+    assert not [each for each in found.measured if each.operation.startswith(OPERATOR)]
+    file = tmp_path / "here.yaml"
+    file.write_text(cluster_yaml(found, "heading"))
+    assert load_cluster(str(file)) == found
+
+
+def test_no_step_of_the_ladder_is_one_that_is_predicted() -> None:
+    shapes = {(cell.model_options["hidden"], cell.seq_len) for cell in LADDER}
+    cells = load_scenario("closed_loop").cells[""]
+    assert not shapes & {(cell.model_options["hidden"], cell.seq_len) for cell in cells}
