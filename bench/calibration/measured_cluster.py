@@ -20,9 +20,9 @@ from spbench.bench.calibration.collective_rates import (
 )
 from spbench.bench.calibration.compute_rates import SMALL, compute_rates
 from spbench.bench.calibration.least_squares import LeastSquares, least_squares
-from spbench.bench.calibration.operator_times import OPERATOR, operator_points
+from spbench.bench.calibration.operator_times import INSIDE_STEPS, operator_points
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
-from spbench.bench.calibration.step_figures import host_fit, operator_times, product_fit
+from spbench.bench.calibration.step_figures import host_figures, operator_times, product_fit
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import Cluster, Device, MeasuredRate
 from spbench.bench.clusters.host import Host
@@ -134,8 +134,8 @@ def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
         network=network,
         host=_host(machine, source) if machine.host_work else None,
         collective_model="measured" if (node_link or network).collectives else "ring",
-        # what operators took stands with the device
-        measured=[_measured(p) for p in machine.points if not p.operation.startswith(OPERATOR)],
+        # what was timed inside steps stands with the device and the host
+        measured=[_measured(p) for p in machine.points if not p.operation.startswith(INSIDE_STEPS)],
     )
 
 
@@ -242,12 +242,9 @@ def _launches(machine: Machine, source: str) -> Any:
 
 def _host(machine: Machine, source: str) -> Host:
     """What training steps take beside their operators; on a CPU, which runs these itself."""
-    fit = host_fit(machine.points, machine.host_work)
-    note = f"training steps less their operators' own times; {_off(fit)}"
-    names = ("operator_s", "view_s", "node_s", "module_s", "step_s")
-    figures = {
-        name: _sourced(value, source, note) for name, value in zip(names, fit.coefficients, strict=True)
-    }
+    note = "by calls of each alone; step_s is what is left of training steps"
+    found = host_figures(machine.points, machine.host_work)
+    figures = {name: _sourced(value, source, note) for name, value in found.items()}
     none = _sourced(0.0, source, "in what operators and collectives take")
     ahead: Any = Sourced(value=1, source=source, note="kernels run where they are launched")
     return Host(**figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.calibration.host_times import HOST, host_points
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.rates import operator_seconds
@@ -38,6 +39,8 @@ from spbench.impls.training.step import initialize
 OPERATOR = "operator "
 PRODUCT = "matrix product in a step"
 STEP = "step beside its operators"
+#: how the points of steps, and of what the host does in them, begin
+INSIDE_STEPS = (OPERATOR, PRODUCT, STEP, HOST)
 _WARMUP = 2
 #: of tensors whose freeing is timed: from what no C library gives back at once to what all do
 _FREED_BYTES = tuple(2**n for n in range(20, 29))
@@ -124,9 +127,10 @@ def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[Rate
     """The points of the sweep's steps; the same on all ranks of CPUs, which call this together.
 
     Of each step its time, without the clock, less that of its operators as a point :data:`STEP`, of which
-    ``extent`` is the number of operators; and one point a kind of call, of products and of others.
+    ``extent`` is the number of operators; and one point a kind of call, of products and of others. Before
+    them, the points of :func:`host_points`.
     """
-    points: list[RatePoint] = []
+    points = list(host_points(sweep)) if sweep.steps else []
     freeing = _freeing(sweep) if sweep.steps else []
     for declared in sweep.steps:
         small = cell.model_copy(

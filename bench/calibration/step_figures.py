@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from math import log2
-from statistics import fmean
+from statistics import fmean, median
 
+from spbench.bench.calibration.host_times import BACKWARD, BARE, MODULE, VIEW, WITH_NODE
 from spbench.bench.calibration.least_squares import LeastSquares, least_squares
 from spbench.bench.calibration.operator_times import OPERATOR, PRODUCT, STEP
 from spbench.bench.calibration.rate_points import RatePoint
@@ -16,8 +17,7 @@ from spbench.bench.clusters.rates import OperatorTimes
 _SMALLEST = 4096
 #: products of fewer FLOPs take little longer than their calls
 _LEAST_FLOPS = 1e7
-#: no step takes less beside its operators; where noise says so, it counts as this
-_LEAST_S = 1e-4
+_ALONE = (WITH_NODE, BARE, VIEW, BACKWARD, MODULE)
 
 
 def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
@@ -46,13 +46,24 @@ def product_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | N
     return least_squares([p.seconds for p in chosen], [p.flops for p in chosen], [p.nbytes for p in chosen])
 
 
-def host_fit(points: Sequence[RatePoint], counts: Sequence[Sequence[int]]) -> LeastSquares:
-    """Seconds of an operator, a view, a node of autograd, a module's call and a step, beside the operators'
-    own, by which the steps that were timed come out best.
+def host_figures(points: Sequence[RatePoint], counts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Seconds of an operator, a view, a node of autograd and a module's call beside operators' own times, by
+    calls of these alone; and of a step, the median of what is left of the steps that were timed.
 
     Args:
         counts: of each of these steps, how many operators, views, nodes and modules there are.
     """
-    beside = [point for point in points if point.operation == STEP]
-    columns = [[float(n) for n in column] for column in zip(*counts, strict=True)]
-    return least_squares([max(p.seconds, _LEAST_S) for p in beside], *columns, [1.0] * len(beside))
+    alone = {p.operation: p.seconds / p.extent for p in points if p.operation in _ALONE}
+    bare = alone[BARE]
+    found = {
+        "operator_s": max(0.0, alone[WITH_NODE] - bare),
+        "view_s": alone[VIEW],
+        "node_s": max(0.0, alone[BACKWARD] - bare),
+        "module_s": alone[MODULE],
+    }
+    beside = [point.seconds for point in points if point.operation == STEP]
+    left = [
+        taken - sum(n * each for n, each in zip(work, found.values(), strict=True))
+        for taken, work in zip(beside, counts, strict=True)
+    ]
+    return found | {"step_s": max(0.0, median(left))}

@@ -17,7 +17,7 @@ from spbench.bench.calibration.measured_cluster import (
     cluster_of,
     measure_machine,
 )
-from spbench.bench.calibration.operator_times import LADDER
+from spbench.bench.calibration.operator_times import INSIDE_STEPS, LADDER
 from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.commands.output import Output, Table
@@ -85,6 +85,8 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     samples = sample_rows(machine.points)
     files = [write_whole(output, cluster_yaml(cluster, heading))]
     files.append(write_whole(output.with_suffix(".csv"), csv_text(list(samples[0]), samples)))
+    # of what was timed inside steps, the cluster file has the figures, and the samples all points
+    machine = replace(machine, points=[p for p in machine.points if not p.operation.startswith(INSIDE_STEPS)])
     rates = [_rate(point) for point in machine.points]
     title = f"{machine.device_name} ({about['host']}, {day})"
     files += draw_machine_rates(rates, title, output)

@@ -12,11 +12,12 @@ import torch
 
 from spbench.bench.calibration import operator_times as clocked
 from spbench.bench.calibration.compute_rates import SMALL
+from spbench.bench.calibration.host_times import BACKWARD, BARE, MODULE, VIEW, WITH_NODE
 from spbench.bench.calibration.machine_files import cluster_yaml
 from spbench.bench.calibration.measured_cluster import cluster_of
 from spbench.bench.calibration.operator_times import LADDER, OPERATOR, PRODUCT, STEP, points_of
 from spbench.bench.calibration.rate_points import RatePoint
-from spbench.bench.calibration.step_figures import host_fit, operator_times, product_fit
+from spbench.bench.calibration.step_figures import host_figures, operator_times, product_fit
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.simulator.program import MATRIX_PRODUCT, MEMORY_BOUND
@@ -89,21 +90,28 @@ def test_products_have_a_rate_and_a_bandwidth() -> None:
     assert product_fit(points, "bf16") is None
 
 
-#: operators, views, nodes and modules of three steps, of which the third has more of all
-_COUNTS = [[100, 50, 40, 10], [50, 80, 20, 10], [900, 700, 500, 100], [300, 10, 90, 70], [10, 10, 80, 20]]
+#: operators, views, nodes and modules of three steps
+_COUNTS = [[100, 50, 40, 10], [200, 50, 40, 10], [900, 700, 500, 100]]
 
 
-def rests(*figures: float) -> list[RatePoint]:
-    """Steps that take so many seconds an operator, view, node and module, and a step."""
-    taken = [sum(n * each for n, each in zip([*counts, 1], figures, strict=True)) for counts in _COUNTS]
-    return [RatePoint(STEP, "", 1, "fp32", 2, [s]) for s in taken]
+def host_points(*steps_s: float) -> list[RatePoint]:
+    """Calls of each kind alone, and what steps take beside their operators."""
+    alone = {WITH_NODE: (1, 5.0), BARE: (1, 3.0), VIEW: (1, 1.0), BACKWARD: (50, 350.0), MODULE: (1, 6.0)}
+    calls = [RatePoint(name, "", n, "fp32", 2, [s]) for name, (n, s) in alone.items()]
+    return [*calls, *(RatePoint(STEP, "", 1, "fp32", 2, [s]) for s in steps_s)]
 
 
-def test_the_hosts_figures_make_up_what_steps_take_beside_their_operators() -> None:
-    figures = (12e-3, 1e-3, 7e-3, 5e-3, 2.0)
-    fit = host_fit([*rests(*figures), operator("gelu", 8, 1.0)], _COUNTS)
-    assert fit.coefficients == pytest.approx(figures, rel=1e-6)
-    assert fit.largest_error < 1e-9
+def test_the_hosts_figures_are_of_calls_alone_and_a_step_is_what_is_left() -> None:
+    # operator 5 - 3, node 350 / 50 - 3: the first step has 200 + 50 + 160 + 60 without itself
+    points = [*host_points(480.0, 670.0 + 30.0, 0.0), operator("gelu", 8, 1.0)]
+    assert host_figures(points, _COUNTS) == {
+        "operator_s": 2.0,
+        "view_s": 1.0,
+        "node_s": 4.0,
+        "module_s": 6.0,
+        "step_s": 10.0,  # the median of 10, 30 and a step that noise made too short
+    }
+    assert host_figures(host_points(0.0, 0.0, 0.0), _COUNTS)["step_s"] == 0.0
 
 
 def test_the_file_has_the_figures(tmp_path: Path) -> None:
@@ -116,20 +124,20 @@ def test_the_file_has_the_figures(tmp_path: Path) -> None:
         ),
         operator("gelu", 4096, 0.001),
         operator("gelu", 65536, 0.1234567),
-        *rests(0.02, 0.0, 0.0, 0.0, 0.0),
+        *host_points(480.0, 690.0, 0.0),
     ]
     found = cluster_of(replace(plain, points=points, host_work=_COUNTS), "here", "a source")
     device = found.device
     assert device.launch_overhead_s.value is None
     assert found.host is not None
     assert found.host.synchronous
-    assert found.host.operator_s.value == pytest.approx(0.02)
+    assert (found.host.operator_s.value, found.host.step_s.value) == (2.0, 10.0)
     assert device.operators["gelu"].value == [[4096, 0.001], [65536, 0.1235]]
     assert device.products is not None
     rate = device.products["fp32"]
     assert rate.share.value == pytest.approx(200 / 400)  # of the best product
     assert rate.bandwidth_bytes_per_s.value == pytest.approx(1e6)
-    assert not [each for each in found.measured if each.operation.startswith(OPERATOR)]
+    assert len(found.measured) == len(plain.points)  # a busy moment's step of 0 s is none of them
     file = tmp_path / "here.yaml"
     file.write_text(cluster_yaml(found, "heading"))
     assert load_cluster(str(file)) == found
