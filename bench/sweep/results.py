@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Status
 from spbench.bench.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
+from spbench.bench.trust.bands import with_band
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
 Row = dict[str, Any]
 
 #: words of a measurement on its step time
-_WORDS = ("bound", "calibration", "rates")
+_WORDS = ("bound", "calibration", "rates", "band")
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
@@ -202,9 +203,9 @@ class ResultsFile:
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """A row as one level of plain values: the cell, then what was measured, units in the names; ``mesh`` is
-    :attr:`Cell.mesh_text`."""
-    cell, measured = row["cell"], row["measurement"]
+    """A row as one level of plain values: the cell, then what was measured, with the interval of a simulated
+    step time (:func:`with_band`), units in the names; ``mesh`` is :attr:`Cell.mesh_text`."""
+    cell, measured = row["cell"], with_band(row)["measurement"]
     sizes = cell.get("sizes", {})
     searched = (cell.get("search") or {}).get("quantity", "")
     losses = measured.get("losses")  # of a training run, which is not metered
