@@ -18,6 +18,7 @@ import click
 from spbench.bench.commands.execution import Ran, draw_figure, draw_records, opened_executor, run_cells
 from spbench.bench.commands.options import executor, fresh, jobs, path_option, printed
 from spbench.bench.commands.output import Output, Table
+from spbench.bench.commands.reproduce_times import fit_bands, run_datasheets
 
 if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
@@ -67,7 +68,8 @@ class Reproduction:
 @printed
 def command(output: Path | None, **asked: Any) -> Iterator[Output]:
     """Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all), each published number beside
-    ours; `strategies` makes the rows and traces of the strategies' pages.
+    ours; `strategies` makes the rows and traces of the strategies' pages, `datasheets` times of datasheets
+    alone, and `bands` fits the intervals of simulated times to all of these results.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -81,10 +83,11 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
     from spbench.bench.measurement import run_cell
     from spbench.bench.reproduction.document import check_documents
     from spbench.bench.reproduction.papers import scenarios_of
+    from spbench.bench.reproduction.step_errors import BANDS, DATASHEETS
     from spbench.bench.reproduction.strategy_traces import STRATEGIES
     from spbench.bench.workers.worker import Crew
 
-    papers = [] if request.paper == STRATEGIES else scenarios_of(request.paper)
+    papers = [] if request.paper in (STRATEGIES, DATASHEETS, BANDS) else scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
         check_documents(paper.name, [s.name for s in scenarios])
     with Crew(run_cell) as crew, opened_executor(request.executor) as executor:
@@ -92,6 +95,10 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
             yield _run(request, paper, scenarios, crew, executor)
         if request.paper in (STRATEGIES, "all"):
             yield _run_strategies(request, crew, executor)
+        if request.paper in (DATASHEETS, "all"):
+            yield run_datasheets(request, crew, executor)
+    if request.paper in (BANDS, "all"):
+        yield fit_bands(request)
 
 
 def _run(
@@ -108,6 +115,7 @@ def _run(
     from spbench.bench.published.comparison import write_csv
     from spbench.bench.reproduction.document import write_documents
     from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
+    from spbench.bench.reproduction.order_of_splits import orders_by_scenario
 
     all_ran: dict[str, Ran] = {}
     files: list[Path] = []
@@ -132,7 +140,7 @@ def _run(
     ]
     runs = [run_record(name, ran) for name, ran in all_ran.items()]
     documents = {scenario.name: scenario.document for scenario in scenarios}
-    findings = Findings(paper.name, records, runs, documents)
+    findings = Findings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
     tables = [
         write_csv(DataFrame(lines, columns=list(columns)), request.output / f"{paper.name}{kind}.csv")
         for kind, lines, columns in (("", records, RECORDS), ("_runs", runs, RUNS))
@@ -173,9 +181,7 @@ def run_record(scenario: str, ran: Ran) -> dict[str, str]:
 def _report(
     paper: Paper, scenarios: Sequence[Scenario], findings: Findings, files: Sequence[Path], code: int
 ) -> Output:
-    from spbench.bench.config.select import ALL, Narrowing, declared_cells
     from spbench.bench.reproduction.findings import RECORDS
-    from spbench.bench.reproduction.order_of_splits import order_lines
     from spbench.bench.sweep.results import finite
 
     sections: list[Table | str] = [f"{paper.title} ({paper.source})"]
@@ -183,12 +189,8 @@ def _report(
         for title, lines in findings.blocks(scenario.name):
             sections.append(Table(f"{scenario.name}: {title}", lines))
     sections.append(Table("Verdict", findings.verdict()))
-    cells = {
-        cell.key: cell for scenario in scenarios for cell in declared_cells(scenario, Narrowing(variant=ALL))
-    }
     content = {"paper": paper.name, "records": findings.records, "runs": findings.runs}
-    if orders := order_lines(findings.records, cells):
-        sections.append(Table("Order of the ways to split a run (Kendall's tau)", orders))
-        content["orders"] = orders
+    if findings.orders:
+        content["orders"] = [line for lines in findings.orders.values() for line in lines]
     content["files"] = [str(path) for path in files]
     return Output(sections, finite(content), findings.records, RECORDS, files=files, code=code)

@@ -10,7 +10,8 @@ from spbench.bench.commands.output import Table
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.reproduction.findings import compared
 from spbench.bench.sweep.results import Row, flat
-from spbench.bench.trust.shown import shown_share, shown_time, three_digits
+from spbench.bench.trust.bands import TIE, shown_band, tied
+from spbench.bench.trust.shown import shown_share, three_digits
 from spbench.plots.series import differing
 
 _GIB, _MIB = 2**30, 2**20
@@ -40,14 +41,15 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     names = list(dict.fromkeys(name for of_row in losses for name in of_row))
     lines = []
     split = len(by_mesh) > len(by_gpus)
-    for row, entry, option, of_row in zip(rows, flats, options, losses, strict=True):
+    ties = tied(rows)
+    for row, entry, option, of_row, tie in zip(rows, flats, options, losses, ties, strict=True):
         line: dict[str, Any] = {name: entry[name] for name in ("model", "strategy")}
         line["GPUs"] = entry["world_size"]
         if split:
             line["mesh"] = entry["mesh"]
         line["options"] = option
         line |= {name: entry[name] for name in _SHARED if name not in shared}
-        line |= dict(_measured(entry))
+        line |= dict(_measured(entry, tie))
         if split:
             line["MiB by axis"] = _sent_by_axis(row)
         line |= {f"last {name} loss": f"{of_row[name]:.6f}" if name in of_row else None for name in names}
@@ -58,7 +60,7 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     return Table(f"{title} ({common})", lines)
 
 
-def _measured(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _measured(entry: Mapping[str, Any], tie: bool | None) -> Iterator[tuple[str, Any]]:
     """The columns of what was measured, from a flat row."""
     for quantity in ("seq_len", "batch"):
         yield f"max {quantity}", entry.get("answer") if entry["searched"] == quantity else None
@@ -68,12 +70,13 @@ def _measured(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     same = entry["formula_sent_bytes"] == entry["sent_bytes"]
     yield "by formula", None if same else _scaled(entry["formula_sent_bytes"], _MIB)
     step_time_s = entry.get("step_time_s")
-    yield "step", step_time_s and shown_time(step_time_s)
+    yield "step", shown_band(entry) + (f" {TIE}" if tie else "")
     yield "tokens/s", entry.get("tokens_per_s") and three_digits(entry["tokens_per_s"])
     yield "MFU", entry.get("mfu") and f"{three_digits(100 * entry['mfu'])}%"
     for name, parts in _SHARES.items():
         seconds = sum(entry.get(part) or 0 for part in parts)
-        yield name, shown_share(seconds / step_time_s) if step_time_s and seconds else None
+        share = seconds / step_time_s if step_time_s else 0.0
+        yield name, shown_share(share) if share >= 0.005 else None
     yield "bound", entry.get("bound")
     yield "steps", entry.get("last_step")
 

@@ -156,9 +156,13 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     that of each class of ranks too."""
     from spbench.bench.commands.memory_table import memory_table
     from spbench.bench.commands.result_table import comparison_table, result_table
-    from spbench.bench.sweep.results import finite, flat
+    from spbench.bench.sweep.results import finite, flat_rows
+    from spbench.bench.trust.bands import TIE_LEGEND, tied, with_band
 
+    ties = tied(ran.rows)
     sections: list[Table | str] = [result_table(scenario.document.title, ran.rows)]
+    if any(ties):
+        sections.append(TIE_LEGEND)
     if memory:
         sections.append(memory_table({row["key"]: row["measurement"] for row in ran.rows}))
     if ran.comparisons:
@@ -166,9 +170,8 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     files = [*ran.files, *figures]
     content: dict[str, Any] = {
         "scenario": scenario.name,
-        "rows": ran.rows,
+        "rows": [{**with_band(row), "tie": tie} for row, tie in zip(ran.rows, ties, strict=True)],
         "comparison": [dataclasses.asdict(entry) for entry in ran.comparisons],
         "files": [str(path) for path in files],
     }
-    records = [flat(row) for row in ran.rows]
-    return Output(sections, finite(content), records, files=files, code=code)
+    return Output(sections, finite(content), flat_rows(ran.rows), files=files, code=code)

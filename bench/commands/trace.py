@@ -92,9 +92,9 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
 
 def _report(cell: Cell, found: Measurement, output: Path) -> Output:
     from spbench.bench.commands.memory_table import memory_table
-    from spbench.bench.trust.shown import shown_time
+    from spbench.bench.trust.bands import shown_band, with_band
 
-    assert found.step_time_s is not None
+    measured = with_band({"cell": cell.model_dump(), "measurement": found.as_dict()})["measurement"]
     parts, whole = _spoken(found.parts), _spoken(found.breakdown)
     record = {
         "cell": cell.key,
@@ -103,11 +103,12 @@ def _report(cell: Cell, found: Measurement, output: Path) -> Output:
         **found.parts,
         "bound": found.bound,
         "mfu": found.mfu,
+        **{name: measured[name] for name in ("step_time_low_s", "step_time_high_s", "band")},
         "file": str(output),
     }
     return Output(
         [
-            f"step time {shown_time(found.step_time_s)}, most of it {found.bound}; mean over ranks: {whole}\n"
+            f"step time {shown_band(measured)}, most of it {found.bound}; mean over ranks: {whole}\n"
             f"of computing and exposed communication: {parts}\n"
             f"{output}: open it in https://ui.perfetto.dev",
             memory_table({cell.key: found.as_dict()}),

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 from spbench.bench.exports.suite import origin_of
 from spbench.bench.regressions.judgement import Difference
-from spbench.bench.regressions.metrics import has_exact_engine
+from spbench.bench.regressions.metrics import Reading, has_exact_engine
 from spbench.bench.regressions.result_files import Results
+from spbench.bench.sweep.results import Row
+from spbench.bench.trust.bands import shown_band, with_band
+from spbench.bench.trust.shown import three_digits
 
 
 class ShownDifference(NamedTuple):
@@ -31,6 +34,14 @@ def shown_number(value: Any) -> str:
     if isinstance(value, (int, float)):
         return f"{value:,.0f}" if float(value).is_integer() else f"{value:.6g}"
     return "" if value is None else str(value)
+
+
+def shown_reading(row: Row, reading: Reading) -> str:
+    """A value that stands alone: a step time with its interval, rates with three digits, all of whole
+    numbers."""
+    if reading.metric.name == "step_time_s":
+        return shown_band(with_band(row)["measurement"])
+    return three_digits(reading.value) if reading.unit.endswith("/s") else shown_number(reading.value)
 
 
 def _change(difference: Difference) -> str:

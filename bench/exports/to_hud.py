@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.exports.exported import Exported, ExportedValue, ExportRequest, whole
 from spbench.bench.exports.suite import Origin
 from spbench.bench.regressions.metrics import Reading
+from spbench.bench.trust.bands import with_band
 
 _MIB = 2**20
+#: of the interval of a simulated step time
+_ENDS = ("step_time_low_s", "step_time_high_s")
 
 
 def export(request: ExportRequest) -> Exported:
@@ -48,7 +52,7 @@ def _record(value: ExportedValue, target: float | None) -> dict[str, Any]:
             "origins": ["spbench"],
             "extra_info": {"variant": cell.get("variant") or ""},
         },
-        "metric": _metric(reading, target),
+        "metric": _metric(reading, target, with_band(row)["measurement"]),
         "inputs": {
             name: {"dtype": "", "extra_info": {"value": str(cell[name])}}
             for name in ("batch", "seq_len")
@@ -60,7 +64,7 @@ def _record(value: ExportedValue, target: float | None) -> dict[str, Any]:
     }
 
 
-def _metric(reading: Reading, target: float | None) -> dict[str, Any]:
+def _metric(reading: Reading, target: float | None, measured: Mapping[str, Any]) -> dict[str, Any]:
     in_mib = reading.unit == "bytes"
     unit = _MIB if in_mib else 1
     name = reading.metric.name
@@ -74,6 +78,7 @@ def _metric(reading: Reading, target: float | None) -> dict[str, Any]:
             "exact_unit": reading.unit,
             "better": reading.metric.better,
             "is_exact": str(reading.exact).lower(),
+            **{end: str(measured[end]) for end in _ENDS if name == "step_time_s" and end in measured},
         },
     }
 

@@ -20,6 +20,7 @@ from spbench.bench.exports.suite import Suite
 from spbench.bench.regressions.judgement import Difference
 from spbench.bench.regressions.metrics import readings
 from spbench.bench.sweep.results import Row
+from spbench.bench.trust.bands import shown_band, with_band
 
 #: what a status makes of a test case, whatever the base says
 ELEMENTS = {
@@ -73,6 +74,8 @@ def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Diffe
         if suite.base and len(case) == 0 and (why := _not_judged(suite, key)):
             _skip(case, why)
         lines = [f"{name}: {text}" for name, text in read.items()]
+        if row is not None and (band := with_band(row)["measurement"]).get("band"):
+            lines.append(f"step time: {shown_band(band)} ({band['band']})")
         SubElement(case, "system-out").text = _clean("\n".join(["status: " + _status(row), *lines]))
     _count(element)
 

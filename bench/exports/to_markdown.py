@@ -15,7 +15,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.exports.exported import Exported, ExportRequest
-from spbench.bench.exports.shown import shown_difference, shown_number, shown_origin
+from spbench.bench.exports.shown import shown_difference, shown_origin, shown_reading
 from spbench.bench.exports.suite import Suite
 from spbench.bench.regressions.judgement import Difference
 from spbench.bench.regressions.metrics import STATUSES, readings
@@ -178,7 +178,7 @@ def _alone(suite: Suite) -> Iterator[str | Listing]:
             _code(row["key"]),
             row["status"],
             *(
-                shown_number(read[row["key"]][name].value) if name in read[row["key"]] else ""
+                shown_reading(row, read[row["key"]][name]) if name in read[row["key"]] else ""
                 for name in metrics
             ),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,11 +86,17 @@ class Comparison:
         )
 
 
-def number_or_status(number: float | None, status: str) -> str | None:
-    """A number for people, or why there is none; both, where a run that failed has a number."""
+def number_or_status(
+    number: float | None, status: str, shown: Callable[[float], str] | None = None
+) -> str | None:
+    """A number for people, or why there is none; both, where a run that failed has a number.
+
+    Args:
+        shown: the number as text; None: with six digits.
+    """
     if number is None:
         return status or None
-    text = f"{number:.6g}"
+    text = shown(number) if shown else f"{number:.6g}"
     return text if status in ("", "ok") else f"{status} ({text})"
 
 

@@ -73,6 +73,24 @@ def write_documents(findings: Findings) -> list[Path]:
     return [write_whole(path, text) for path, text in rendered_documents(findings).items()]
 
 
+def write_part(path: Path, paper: str, name: str, content: str) -> Path:
+    """Write one part of a document anew; UserError if the document cannot be read or written, or has no such
+    part."""
+    text, begins = _read(path), []
+
+    def part(match: re.Match[str]) -> str:
+        if (match["paper"], match["name"]) != (paper, name):
+            return match[0]
+        begins.append(match["begin"])
+        return f"{match['begin']}{content}{match['end']}"
+
+    written = _PART.sub(part, text)
+    if not begins:
+        add = f"add <!-- spbench reproduce {paper}: {name} --> and <!-- end --> to it"
+        raise UserError(f"{path} has no part for {name}: {add}")
+    return write_whole(path, written)
+
+
 def _rendered(text: str, findings: Findings, details: str) -> str:
     """A document with the parts of the findings' paper written anew; the verdict links to ``details``."""
 

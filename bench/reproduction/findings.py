@@ -15,6 +15,7 @@ from spbench.bench.config.scenario import Document
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published.answers.tables import UNSTATED
 from spbench.bench.published.comparison import NUMBERS, Comparison, Role, number_or_status
+from spbench.bench.trust.shown import three_digits
 from spbench.plots.series import grouped
 
 Line = dict[str, Any]
@@ -54,12 +55,13 @@ def is_time(quantity: str) -> bool:
 @dataclass(frozen=True)
 class Findings:
     """The lines of PAPER.csv and PAPER_runs.csv. ``documents``: the scenario files by scenario, for titles
-    and for what is written by hand of a scenario."""
+    and for what is written by hand of a scenario. ``orders``: by scenario, lines of :func:`order_lines`."""
 
     paper: str
     records: Sequence[Record]
     runs: Sequence[Record]
     documents: Mapping[str, Document] = field(default_factory=dict)
+    orders: Mapping[str, list[Line]] = field(default_factory=dict)
 
     @property
     def scenarios(self) -> list[str]:
@@ -77,6 +79,8 @@ class Findings:
             statuses = _statuses(kept)
             title += f": {errors_by_role(kept)}" + (f"; status right in {statuses}" if statuses else "")
             yield title, _table_lines(kept)
+        if order := self.orders.get(scenario):
+            yield "order of the ways to split a run (Kendall's tau)", order
         if formulas := [r for r in mine if r["role"] == "formula"]:
             yield "formulas", _formula_lines(formulas)
 
@@ -256,9 +260,10 @@ def _table_lines(records: Sequence[Record]) -> list[Line]:
 
 def compared(record: Record, digits: int = 1) -> Line:
     """The published number and ours, with so many digits of the error in percent after the point."""
+    digits_of_ours = three_digits if is_time(record["quantity"]) else None
     return {
         "published": number_or_status(record["published"], record["status_published"]),
-        "ours": number_or_status(record["reproduced"], record["status_reproduced"]),
+        "ours": number_or_status(record["reproduced"], record["status_reproduced"], digits_of_ours),
         "relative error": _percent(record["relative_error"], digits),
         "role": record["role"],
         "note": record["note"],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from scipy.stats import kendalltau
 
 from spbench.bench.cell import Cell
+from spbench.bench.config.scenario import Scenario
+from spbench.bench.config.select import ALL, Narrowing, declared_cells
 from spbench.bench.reproduction.findings import Line, Record, table_of
 
 #: the quantity of which splits are compared, by sample of the batch
@@ -98,6 +100,16 @@ def order_lines(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Li
         }
         for order in orders(records, cells)
     ]
+
+
+def orders_by_scenario(scenarios: Iterable[Scenario], records: Sequence[Record]) -> dict[str, list[Line]]:
+    """The :func:`order_lines` of each scenario that has any, by its name."""
+    found = {}
+    for scenario in scenarios:
+        cells = {cell.key: cell for cell in declared_cells(scenario, Narrowing(variant=ALL))}
+        if lines := order_lines((r for r in records if r["scenario"] == scenario.name), cells):
+            found[scenario.name] = lines
+    return found
 
 
 def mean_tau(of: Iterable[Order]) -> float:

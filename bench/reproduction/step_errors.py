@@ -23,8 +23,9 @@ from spbench.bench.trust.shown import three_digits
 
 #: the argument of `spbench reproduce`, the file of its records, and the folder of its clusters
 DATASHEETS = "datasheets"
-#: the argument of `spbench reproduce` that fits the bands
+#: the argument of `spbench reproduce` that fits the bands, and the part of README.md that it writes
 BANDS = "bands"
+TIMES = "times"
 #: roles of numbers to which nothing was fitted
 COUNTED = ("predicted", "inferred")
 

@@ -19,6 +19,9 @@ from spbench.bench.trust.shown import shown_time
 BANDS_FILE = "bands.json"
 #: the mark of a time that is a tie with the best
 TIE = "≈"
+TIE_LEGEND = (
+    f"{TIE}: not slower than the fastest of its model, length and GPUs by more than splits err differently"
+)
 
 Row = Mapping[str, Any]
 
@@ -72,7 +75,11 @@ def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | No
     Times of one run err together, so this is judged by how far they err differently, not by their intervals.
     """
     found: list[bool | None] = [None] * len(rows)
-    timed = [at for at, row in enumerate(rows) if row["measurement"].get("bound")]
+    timed = [
+        at
+        for at, row in enumerate(rows)
+        if row["measurement"].get("bound") and row["measurement"].get("step_time_s")
+    ]
     for places in grouped(timed, lambda at: run_of(rows[at]["cell"])).values():
         if len(places) < 2:
             continue

@@ -1,12 +1,12 @@
 """How far simulated step times are from measured ones: an interval for each kind of time.
 
 The error of a row is ``log(simulated / measured)``. Rows of one source (one group of people, machines and
-settings) err together: so sources count alike, whatever number of rows they have, and what is known of a new
-source is what the sources say of each other. Times are put into classes by what they rest on (``rates``), and
-within a class by what bounds the step. An interval is the quantile of absolute errors, each source's rows
-sharing a weight of 1, at a level that is raised for a finite number of sources (as in the pooled form of
-conformal prediction with random effects, arXiv 1809.07441). Of a bound, the class's other rows count too,
-with the weight of :data:`PRIOR_SOURCES` sources in all, which decide where the bound has few of its own.
+settings) err together: so sources count alike, whatever number of rows they have. Times are put into classes
+by what they rest on (``rates``), and within a class by what bounds the step. An interval is the quantile of
+absolute errors, each source's rows sharing a weight of 1 (the pooled form of conformal prediction with random
+effects, arXiv 1809.07441). Of a bound, the class's other rows count too, with the weight of
+:data:`PRIOR_SOURCES` sources in all, which decide where the bound has few of its own. How often times of a
+new source lie within is told by leaving out each source in turn (:func:`coverage`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ErrorModel:
     """Intervals by class and bound.
 
     Attributes:
-        intervals: by rates, and by bound; of each, ANY for all of them.
+        intervals: by rates, and by bound; ANY: of all bounds, and of all rates.
         strategies: those of which a step was measured.
         of_strategies: half width of what strategies of a source err differently.
         of_ties: by rates, and ANY: half width of the difference of the errors of two rows that are alike but
@@ -112,9 +112,10 @@ class ErrorModel:
         if not observations:
             raise ValueError("no measured step")
         classes = {ANY: list(observations), **grouped(observations, lambda o: o.rates)}
+        by_rates = {name: _intervals(some) for name, some in classes.items() if name != ANY}
         ties = {name: _differences(some) for name, some in classes.items()}
         return cls(
-            intervals={name: _intervals(some) for name, some in classes.items()},
+            intervals={ANY: {ANY: _intervals(observations)[ANY]}, **by_rates},
             strategies=sorted({o.strategy for o in observations}),
             of_strategies=_half_width(_of_strategies(observations)),
             of_ties={name: _half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
@@ -230,8 +231,7 @@ def _half_width(own: _Errors, others: _Errors | None = None) -> float:
         weighted += [(abs(e), share / len(es)) for es in others.values() for e in es]
     if not weighted:
         return 0.0
-    sources = len(others or own)
-    level = min(1.0, LEVEL * (1 + 1 / sources)) * sum(weight for _, weight in weighted)
+    level = LEVEL * sum(weight for _, weight in weighted)
     below = 0.0
     for error, weight in sorted(weighted):
         below += weight

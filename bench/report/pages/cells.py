@@ -17,7 +17,8 @@ _CHOSEN = ("scenario", "model", "strategy", "cluster", "engine", "precision", "v
 #: columns that are shown at first
 _SHOWN = (
     *("scenario", "model", "strategy", "world_size", "mesh", "batch", "seq_len", "cluster", "status"),
-    *("answer", "peak_memory_bytes", "tokens_per_s", "sent_bytes"),
+    *("answer", "peak_memory_bytes", "step_time_s", "step_time_low_s", "step_time_high_s", "bound"),
+    *("tokens_per_s", "sent_bytes"),
 )
 
 
@@ -66,7 +67,7 @@ def _details(cell: CellResult) -> dict[str, Any]:
         "sent": _compact(measured.get("communication") or []),
         "formula": _compact(measured.get("formula") or []),
         "memory": measured.get("peak_held") or {},
-        "breakdown": measured.get("breakdown") or {},
+        "breakdown": {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})},
         "settings": settings,
         "provenance": {name: value for name, value in provenance.items() if value},
         "reason": row["reason"],

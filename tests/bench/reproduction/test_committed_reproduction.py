@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from spbench.bench.commands.reproduce import Reproduction
+from spbench.bench.commands.reproduce_times import fit_bands
 from spbench.bench.config.scenario import Scenario, compare, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import read_records
 from spbench.bench.reproduction.document import FIRST_PAGE, check_documents, rendered_documents
 from spbench.bench.reproduction.findings import Findings, markdown
+from spbench.bench.reproduction.order_of_splits import orders_by_scenario
 from spbench.bench.reproduction.papers import papers, scenarios_of
+from spbench.bench.trust.bands import packaged_model
 from spbench.bench.yaml_files import packaged
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +59,8 @@ def loaded() -> dict[str, list[Scenario]]:
 def findings(paper: str) -> Findings:
     folder = ROOT / "results" / "reproduction"
     records, runs = (read_records(folder / f"{paper}{kind}.csv") for kind in ("", "_runs"))
-    return Findings(paper, records, runs, {scenario.name: scenario.document for scenario in loaded()[paper]})
+    documents = {scenario.name: scenario.document for scenario in loaded()[paper]}
+    return Findings(paper, records, runs, documents, orders_by_scenario(loaded()[paper], records))
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -71,6 +76,19 @@ def test_the_committed_texts_are_what_the_committed_files_give(
     for path, text in documents.items():
         assert path.read_text() == text, path
     assert all(run["failed"] == "0" for run in found.runs)
+
+
+def test_the_committed_bands_are_what_the_committed_files_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
+    monkeypatch.chdir(ROOT)
+    asked = {"all_variants": False, "jobs": None, "executor": None, "fresh": False, "write": False}
+    found = Reproduction(paper="bands", output=Path("results", "reproduction"), **asked)
+    monkeypatch.setattr("spbench.bench.atomic_write.write_whole", lambda path, content: path)
+    output = fit_bands(found)
+    assert output.content["model"] == packaged_model().as_dict()
+    assert markdown(output.records) in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("paper", PAPERS)

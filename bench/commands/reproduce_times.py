@@ -1,0 +1,111 @@
+"""`spbench reproduce datasheets` and `bands`: how far simulated times are from measured ones, and the
+intervals of other times that follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spbench.bench.commands.execution import run_cells
+from spbench.bench.commands.output import Output, Table
+from spbench.bench.errors import UserError
+
+if TYPE_CHECKING:
+    from spbench.bench.cell import Cell
+    from spbench.bench.commands.reproduce import Reproduction
+    from spbench.bench.workers.executor import Executor
+    from spbench.bench.workers.worker import Crew
+
+#: the intervals that the package comes with, below the working directory
+PACKAGED = Path("bench", "trust")
+#: of each scenario that is run by datasheets the cluster, SCENARIO.yaml
+CLUSTERS = Path("results", "reproduction", "datasheets")
+
+
+def run_datasheets(request: Reproduction, crew: Crew, executor: Executor | None) -> Output:
+    """Run scenarios on the clusters of :data:`CLUSTERS`, and keep the times beside the published ones in
+    datasheets.csv."""
+    from pandas import DataFrame
+
+    from spbench.bench.config.scenario import load_scenario
+    from spbench.bench.config.select import Narrowing
+    from spbench.bench.published.comparison import write_csv
+    from spbench.bench.reproduction.findings import RECORDS, is_time, record_of
+    from spbench.bench.reproduction.step_errors import DATASHEETS
+
+    clusters = sorted(CLUSTERS.glob("*.yaml"))
+    if not clusters:
+        raise UserError(f"no clusters in {CLUSTERS}: run it in a checkout")
+    records, failed = [], False
+    for cluster in clusters:
+        scenario = load_scenario(cluster.stem)
+        folder = request.runs(scenario).parent / DATASHEETS / scenario.name
+        on = Narrowing(clusters=(cluster.as_posix(),))
+        ran = run_cells(scenario, on, folder, request.jobs, request.fresh, crew, executor)
+        measured = {row["key"]: row["measurement"] for row in ran.known}
+        records += [
+            record_of(scenario.name, entry, measured.get(entry.cell, {}))
+            for entry in ran.comparisons
+            if is_time(entry.quantity)
+        ]
+        failed = ran.failed() or failed
+    path = write_csv(DataFrame(records, columns=list(RECORDS)), request.output / f"{DATASHEETS}.csv")
+    lines = [{"scenario": each.stem, "cluster": str(each)} for each in clusters]
+    title, content = "Published step times by datasheets alone", {"records": records}
+    return Output([Table(title, lines)], content, records, RECORDS, files=[path], code=int(failed))
+
+
+def fit_bands(request: Reproduction) -> Output:
+    """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
+    those that the other sources give. With --write they become those of the package, and README.md's."""
+    from spbench.bench.atomic_write import write_whole
+    from spbench.bench.reproduction.document import write_part
+    from spbench.bench.reproduction.findings import markdown
+    from spbench.bench.reproduction.papers import papers
+    from spbench.bench.reproduction.step_errors import (
+        BANDS,
+        DATASHEETS,
+        TIMES,
+        counted_times,
+        observations,
+        time_lines,
+    )
+    from spbench.bench.trust.bands import BANDS_FILE, packaged_model
+    from spbench.bench.trust.error_model import ErrorModel
+
+    files = [path for name in (*papers(), DATASHEETS) if (path := request.output / f"{name}.csv").exists()]
+    records, cells = counted_times(files), _cells()
+    seen = observations(records, cells)
+    if not seen:
+        raise UserError(f"{request.output} has no times: run spbench reproduce all first")
+    model = ErrorModel.fit(seen)
+    lines = time_lines(records, cells)
+    intervals = [
+        {"rates": rates, "bound": bound, "interval": f"{low - 1:+.0%} {high - 1:+.0%}", "rests on": words}
+        for rates, of_class in model.intervals.items()
+        for bound in of_class
+        for low, high, words in [model.band(rates, bound, model.strategies[0])]
+    ]
+    content = json.dumps(model.as_dict(), indent=1) + "\n"
+    written = [write_whole((PACKAGED if request.write else request.output) / BANDS_FILE, content)]
+    if request.write:
+        written.append(write_part(Path("README.md"), BANDS, TIMES, markdown(lines)))
+        packaged_model.cache_clear()
+    tables = [
+        Table("Published step times, and how many lie within the intervals of the other sources", lines),
+        Table("Intervals of a simulated time of 1", intervals),
+    ]
+    return Output(tables, {"times": lines, "model": model.as_dict()}, lines, files=written)
+
+
+def _cells() -> Mapping[str, Cell]:
+    """The declared cells of the packaged scenarios by key."""
+    from spbench.bench.config.scenario import load_scenario
+    from spbench.bench.config.select import ALL, Narrowing, declared_cells
+    from spbench.bench.yaml_files import packaged
+
+    scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
+    named = [each for each in scenarios if each.document.paper]
+    return {cell.key: cell for each in named for cell in declared_cells(each, Narrowing(variant=ALL))}
