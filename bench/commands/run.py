@@ -156,7 +156,7 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     that of each class of ranks too."""
     from spbench.bench.commands.memory_table import memory_table
     from spbench.bench.commands.result_table import comparison_table, result_table
-    from spbench.bench.sweep.results import finite, flat
+    from spbench.bench.sweep.results import finite, flat_rows
     from spbench.bench.trust.bands import TIE_LEGEND, tied, with_band
 
     ties = tied(ran.rows)
@@ -174,5 +174,4 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
         "comparison": [dataclasses.asdict(entry) for entry in ran.comparisons],
         "files": [str(path) for path in files],
     }
-    records = [{**flat(row), "tie": tie} for row, tie in zip(ran.rows, ties, strict=True)]
-    return Output(sections, finite(content), records, files=files, code=code)
+    return Output(sections, finite(content), flat_rows(ran.rows), files=files, code=code)

@@ -12,7 +12,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Status
 from spbench.bench.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
-from spbench.bench.trust.bands import with_band
+from spbench.bench.trust.bands import tied, with_band
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 
 if TYPE_CHECKING:
@@ -250,8 +250,13 @@ def _sent(entries: list[dict[str, Any]] | None) -> float | None:
     return sum(entry["sent_bytes"] for entry in entries) if entries is not None else None
 
 
+def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as :func:`flat`, and ``tie``: whether a simulated time is one with the fastest (:func:`tied`)."""
+    return [{**flat(row), "tie": tie} for row, tie in zip(rows, tied(rows), strict=True)]
+
+
 def as_frame(rows: Iterable[Row]) -> DataFrame:
-    """Rows as a table, one :func:`flat` row each."""
+    """Rows as a table, one of :func:`flat_rows` each."""
     from pandas import DataFrame
 
-    return DataFrame([flat(row) for row in rows])
+    return DataFrame(flat_rows([*rows]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,3 +91,19 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
     from spbench.bench.commands.baseline import canonical as of_baseline
 
     return of_baseline(row)
+
+
+def test_results_alone_have_times_with_intervals_and_rates_of_three_digits(
+    tmp_path: Path, command_line: Run
+) -> None:
+    rests = {"step_time_s": 2.34567, "tokens_per_s": 12345.6, "rates": "sourced", "bound": "products"}
+    made = folder(tmp_path / "alone", [made_up("a", **rests)])
+    _, shown, _ = command_line("export", "--to", "markdown", str(made))
+    assert re.search(r"\| 2\.35 s [-+±]\d+%", shown)
+    assert "| 12300 |" in shown
+    _, shown, _ = command_line("export", "--to", "junit", str(made))
+    assert "step time: 2.35 s" in shown
+    assert "(sourced rates, products: " in shown
+    _, shown, _ = command_line("export", "--to", "hud", str(made))
+    (metric,) = [r["metric"] for r in json.loads(shown) if r["metric"]["name"] == "step_time_s"]
+    assert float(metric["extra_info"]["step_time_low_s"]) <= 2.34567
