@@ -121,14 +121,27 @@ class Ring:
                 tensors = self.finish()
 
 
+def wait_for_device(x: Tensor) -> None:
+    """The host waits until the device that x is on has done all that it was given, as where it reads a
+    value. On fake tensors nothing waits, and the event log notes it."""
+    torch.get_device_module(x.device).synchronize()
+
+
 def exchange(
-    sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup
+    sends: Iterable[tuple[Tensor, int]],
+    receives: Iterable[tuple[Tensor, int]],
+    group: dist.ProcessGroup,
+    *,
+    host_waits: bool = False,
 ) -> None:
-    """Send tensors and fill others, each with the rank of its peer in the group, and wait for all of it."""
+    """Send tensors and fill others, each with the rank of its peer in the group; the device waits for all of
+    it, and the host too if it is to."""
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
+    if host_waits and operations:
+        wait_for_device(operations[0].tensor)
 
 
 def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:

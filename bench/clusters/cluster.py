@@ -257,11 +257,21 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
 def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     """What a file says and, below it, what the packaged cluster says that it extends."""
     own = parse_yaml(path, content)
+    host = own.get("host")
+    if isinstance(host, dict) and "extends" in host:
+        below = _packaged_below(path, host.pop("extends"), "host.extends")
+        own["host"] = merge(below.get("host") or {}, host)
     base = own.pop("extends", None)
     if base is None:
         return own
+    return merge(_packaged_below(path, base, "extends"), own)
+
+
+def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:
+    """What the packaged cluster says that a file extends; UserError, with ``where`` it says so, if there is
+    none but itself."""
     known = packaged(PACKAGE)
     others = [name for name, file in known.items() if file != path]
     if base not in others:
-        raise UserError(f"{path}: extends: unknown cluster {base!r}{suggestion(base, others)}")
-    return merge(_resolved(known[base], read_file(known[base])), own)
+        raise UserError(f"{path}: {where}: unknown cluster {base!r}{suggestion(base, others)}")
+    return _resolved(known[base], read_file(known[base]))

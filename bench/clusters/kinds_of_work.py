@@ -34,7 +34,8 @@ class KindOfWork(NamedTuple):
 
 def kinds_of_work(cluster: Cluster) -> list[KindOfWork]:
     """What the cluster's file has of each kind of work, those that it lacks too."""
-    return [*_products(cluster), *_attention(cluster), *_kernels(cluster), *_links(cluster)]
+    of_device = *_products(cluster), *_attention(cluster), *_kernels(cluster)
+    return [*of_device, *_host(cluster), *_links(cluster)]
 
 
 def _of(work: str, figure: Sourced[float], text: str, without: str) -> KindOfWork:
@@ -103,6 +104,29 @@ def _kernels(cluster: Cluster) -> Iterator[KindOfWork]:
     yield _of(
         "computing beside a collective", device.overlap_loss, "loses {:.3g} s a second", "loses nothing"
     )
+
+
+_HOST = {
+    "operator_s": "operator that launches",
+    "view_s": "operator that launches nothing",
+    "node_s": "node of autograd",
+    "module_s": "call of a module",
+    "collective_s": "communication posted",
+    "step_s": "step",
+    "launch_latency_s": "launch to start",
+}
+
+
+def _host(cluster: Cluster) -> Iterator[KindOfWork]:
+    """The figures as they are on the measured host, then what this one takes beside it."""
+    host = cluster.host
+    if host is None:
+        yield KindOfWork("host", f"{GAP}: it launches in no time")
+        return
+    for name, words in _HOST.items():
+        yield _of(f"host, {words}", getattr(host, name), "{:.3g} s", "it takes no time")
+    yield _of("host, launches ahead", host.launches_ahead, "{:g}", "as many as there are")  # type: ignore[arg-type]
+    yield _of("host, scale of its times", host.scale, "{:.3g}", "1")
 
 
 def _links(cluster: Cluster) -> Iterator[KindOfWork]:

@@ -138,7 +138,7 @@ class Timeline:
                 parts["bubble"][steps.ranks] -= late
                 worked = parts["compute"][steps.ranks] + parts["overhead"][steps.ranks] - step_overhead
                 parts.setdefault("host", np.zeros(self._world.size))[steps.ranks] = (
-                    computed - worked - waits.waited + late
+                    np.maximum(computed - worked - waits.waited, 0.0) + late
                 )
         return {name: values[self._world.stands_for] for name, values in parts.items()}
 

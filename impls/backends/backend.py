@@ -125,6 +125,8 @@ class Backend(ABC):
     counts_backwards: ClassVar[bool] = True
     #: whether a pipeline stage's output is freed when it has been sent
     frees_sent_outputs: ClassVar[bool] = False
+    #: whether the host waits for its device after each exchange between stages of a pipeline
+    host_waits_for_transfers: ClassVar[bool] = False
     #: a frozen dataclass of what may be chosen about this backend alone
     options_type: ClassVar[type[Options]] = Options
     options: Options

@@ -94,6 +94,7 @@ class LegacyDistributedDataParallel(Backend):
 
     name = "legacy_ddp"
     counts_backwards = False
+    host_waits_for_transfers = True
     options_type = LegacyOptions
     options: LegacyOptions
 

@@ -16,6 +16,9 @@ Options and the flags of Megatron-LM's that they are: ``distributed_optimizer``,
 ``accumulate_allreduce_grads_in_fp32: false``, --grad-reduce-in-bf16 with --bf16, and what Megatron-LM does
 with --fp16 unless --accumulate-allreduce-grads-in-fp32 is given.
 
+As there, the host waits for its device where it reads the gradients' norm before the update, and after each
+exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
+
 What differs: gradients are neither clipped nor checked for NaN, which keeps no memory and takes a pass over
 them. A parameter whose gradient is summed over further axes (norms under sequence parallelism, over tp) is in
 a buffer of its own for that group, while Megatron-Core sums over dp in the one buffer and over tp after that.
@@ -43,6 +46,7 @@ from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of
 from spbench.impls.options import Options
+from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
 #: elements of a bucket by default: at least so many, and so many a replica
@@ -119,6 +123,7 @@ class Megatron(Backend):
 
     name = "megatron"
     frees_sent_outputs = True
+    host_waits_for_transfers = True
     options_type = MegatronOptions
     options: MegatronOptions
 
@@ -193,6 +198,7 @@ class Megatron(Backend):
         for main in self.mains:
             # no copy of what is float32 already
             main.values.grad = main.gradient.to(main.values.dtype)
+        wait_for_device(self.mains[0].values)
         super().step()
         for main in self.mains:
             if not main.shared:

@@ -157,5 +157,6 @@ class _Step:
         peers = [(pipeline.rank + step) % pipeline.ranks for step in (to, -to)]
         wire = pipeline.runs[0].strategy.to_wire
         sends = [] if sent is None else [(wire(sent), peers[0])]
-        exchange(sends, [] if received is None else [(received, peers[1])], pipeline.group)
+        receives = [] if received is None else [(received, peers[1])]
+        exchange(sends, receives, pipeline.group, host_waits=pipeline.runs[0].host_waits)
         return received

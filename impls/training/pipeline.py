@@ -34,13 +34,21 @@ class StageRun:
         dtype: of ``hidden``.
         frees_sent: whether to free the values of an output when it has been sent: backward needs its graph
             alone (deallocate_pipeline_outputs of Megatron-Core's pipeline_parallel/schedules.py).
+        host_waits: see :attr:`Backend.host_waits_for_transfers`.
     """
 
     def __init__(
-        self, module: nn.Module, stage: Stage, strategy: Strategy, dtype: torch.dtype, *, frees_sent: bool
+        self,
+        module: nn.Module,
+        stage: Stage,
+        strategy: Strategy,
+        dtype: torch.dtype,
+        *,
+        frees_sent: bool,
+        host_waits: bool = False,
     ):
         self.module, self.stage, self.strategy = module, stage, strategy
-        self.dtype, self.frees_sent = dtype, frees_sent
+        self.dtype, self.frees_sent, self.host_waits = dtype, frees_sent, host_waits
 
     def forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
         """The scalar loss on the last stage, else ``hidden``; x: ``hidden`` of the stage before."""
@@ -188,7 +196,7 @@ class Pipeline:
             received = self.of_stage.receive_buffer(inputs)
             receives.append((received, here - 1 if receive_forward else here + 1))
         if self.group is not None:
-            exchange(sends, receives, self.group)
+            exchange(sends, receives, self.group, host_waits=self.of_stage.host_waits)
         return receives[0][0] if receives else None
 
 

@@ -102,7 +102,14 @@ class Training:
             schedule,
             around,
             [
-                StageRun(each, stage, strategy, precision.parameters, frees_sent=cls.frees_sent_outputs)
+                StageRun(
+                    each,
+                    stage,
+                    strategy,
+                    precision.parameters,
+                    frees_sent=cls.frees_sent_outputs,
+                    host_waits=cls.host_waits_for_transfers,
+                )
                 for each, stage in zip(chunks_of(module), around.stages, strict=True)
             ],
             counts_backwards=cls.counts_backwards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def test_a_cluster_of_datasheets_has_gaps_for_all_but_its_links() -> None:
         "memory": "not known: it counts as at the datasheet's bandwidth",
         "launch of a kernel": "not known: it takes no time",
         "computing beside a collective": "not known: loses nothing",
+        "host": "not known: it launches in no time",
         "send, within a node": "1e-09 GB/s",
         "other collectives, within a node": "not known: by latency and bandwidth of a send's hops",
         "send, between nodes": "1e-09 GB/s",
@@ -66,6 +68,28 @@ def test_a_fitted_share_is_said_to_be_fitted() -> None:
         kind for kind in kinds_of_work(load_cluster("h100-dsp")) if kind.work == "matrix products, bf16"
     )
     assert products[1:] == ("0.326 of 989.4 TFLOP/s", "calibration.bf16, fitted on 2 cells")
+
+
+def test_a_host_by_kind_of_work() -> None:
+    """Grace's own scale, on the figures of the file that its host extends."""
+    words = found(load_cluster("gb200-nvl"))
+    assert words["host, operator that launches"] == "1.29e-05 s"
+    assert words["host, step"] == "not known: it takes no time"
+    assert words["host, launches ahead"] == "1024"
+    assert words["host, scale of its times"] == "1.08"
+
+
+def test_a_host_extends_that_of_a_packaged_cluster(tmp_path: Path) -> None:
+    own = tmp_path / "ours.yaml"
+    start = "extends: dgx-a100\nabout: ours\nhost:\n  extends: "
+    own.write_text(start + "h100-sxm\n  scale: {value: 0.5, source: ours}\n")
+    ours, theirs = load_cluster(str(own)).host, load_cluster("h100-sxm").host
+    assert ours is not None
+    assert theirs is not None
+    assert ours.seconds("operator_s") == 0.5 * theirs.seconds("operator_s")
+    own.write_text(start + "h100-smx\n")
+    with pytest.raises(UserError, match=r"ours.yaml: host.extends: unknown cluster 'h100-smx'.*h100-sxm"):
+        load_cluster(str(own))
 
 
 @pytest.mark.parametrize("name", cluster_names())

@@ -45,7 +45,15 @@ def register(library: Path) -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     module = ModuleType(NAME)
     # its streams and events do nothing, as torch.cpu's
-    for name in ("Event", "Stream", "current_stream", "is_available", "is_initialized", "stream"):
+    for name in (
+        "Event",
+        "Stream",
+        "current_stream",
+        "is_available",
+        "is_initialized",
+        "stream",
+        "synchronize",
+    ):
         setattr(module, name, getattr(torch.cpu, name))
     module.current_device = lambda: 0  # type: ignore[attr-defined]
     module.device_count = lambda: 1  # type: ignore[attr-defined]
