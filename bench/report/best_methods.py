@@ -13,6 +13,7 @@ from spbench.bench.report.charts import legend_of, method_scale, selected, spec_
 from spbench.bench.report.gathered import CellResult
 from spbench.bench.report.page import Chart, DataTable, LegendEntry, Selector
 from spbench.bench.report.published_tables import point_of
+from spbench.bench.trust.shown import three_digits
 from spbench.plots.axes import length_text
 from spbench.plots.style import contrast, looks, method_color, number, strategy_name
 
@@ -181,11 +182,16 @@ def _value(line: Mapping[str, Any], along: str) -> dict[str, Any]:
         "method": line["best method"],
         "text": "" if value is None else _short(value),
         "ink": "#000" if line["strategy"] and contrast(method_color(line["strategy"])) < _DARK else "#fff",
-        "shown": "none" if value is None else f"{number(value)} {line['unit']}",
+        "shown": "none" if value is None else f"{_shown(value, line['unit'])} {line['unit']}",
         "batch": str(line["batch"]),
         "second": line["compared with"],
         "lost": line["out of memory"],
     }
+
+
+def _shown(value: float, unit: str) -> str:
+    """A value with three digits where it is a rate, else with all of its whole part."""
+    return three_digits(value) if unit.endswith("/s") else number(value)
 
 
 def _short(value: float) -> str:

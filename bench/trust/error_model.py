@@ -5,8 +5,9 @@ settings) err together: so sources count alike, whatever number of rows they hav
 by what they rest on (``rates``), and within a class by what bounds the step. An interval is the quantile of
 absolute errors, each source's rows sharing a weight of 1 (the pooled form of conformal prediction with random
 effects, arXiv 1809.07441). Of a bound, the class's other rows count too, with the weight of
-:data:`PRIOR_SOURCES` sources in all, which decide where the bound has few of its own. How often times of a
-new source lie within is told by leaving out each source in turn (:func:`coverage`).
+:data:`PRIOR_SOURCES` sources in all; and where the bound has few sources of its own, its interval is at least
+that of the class. How often times of a new source lie within is told by leaving out each source in turn
+(:func:`coverage`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 LEVEL = 0.8
 #: sources as which the rows of a class count for each of its bounds
 PRIOR_SOURCES = 2.0
+#: sources with fewer than which a bound's interval is not narrower than that of its class
+FEW = 3
 #: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it
 PLAIN = 2.0
 #: in place of a class or of a bound: all of them
@@ -91,7 +94,7 @@ class ErrorModel:
 
     Attributes:
         intervals: by rates, and by bound; ANY: of all bounds, and of all rates.
-        strategies: those of which a step was measured.
+        strategies: those of which a step was measured, alone or around each other.
         of_strategies: half width of what strategies of a source err differently.
         of_ties: by rates, and ANY: half width of the difference of the errors of two rows that are alike but
             for how they are split.
@@ -116,7 +119,7 @@ class ErrorModel:
         ties = {name: _differences(some) for name, some in classes.items()}
         return cls(
             intervals={ANY: {ANY: _intervals(observations)[ANY]}, **by_rates},
-            strategies=sorted({o.strategy for o in observations}),
+            strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
             of_strategies=_half_width(_of_strategies(observations)),
             of_ties={name: _half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
         )
@@ -136,7 +139,7 @@ class ErrorModel:
         """The factors of a time's interval, and what it rests on in words; wider for a strategy of which no
         step was measured."""
         interval, words = self.interval(rates, bound)
-        if strategy in self.strategies:
+        if {*strategy.split("+")} <= {*self.strategies}:
             return *interval.factors(), words
         return *interval.factors(self.of_strategies), f"{words}; none of this strategy"
 
@@ -202,7 +205,10 @@ def _intervals(of_class: Sequence[Observation]) -> dict[str, Interval]:
     found = {ANY: Interval(centre, _half_width(away), len(errors), len(of_class))}
     for bound, some in sorted(grouped(of_class, lambda o: o.bound).items()):
         own = {source: [e - centre for e in es] for source, es in _by_source(some).items()}
-        found[bound] = Interval(centre, _half_width(own, away), len(own), len(some))
+        width = _half_width(own, away)
+        if len(own) < FEW:
+            width = max(width, found[ANY].half_width)
+        found[bound] = Interval(centre, width, len(own), len(some))
     return found
 
 
