@@ -101,11 +101,15 @@ def fit_bands(request: Reproduction) -> Output:
 
 
 def _cells() -> Mapping[str, Cell]:
-    """The declared cells of the packaged scenarios by key."""
+    """The declared cells of the packaged scenarios by key, and those on :data:`CLUSTERS`."""
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.config.select import ALL, Narrowing, declared_cells
     from spbench.bench.yaml_files import packaged
 
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
     named = [each for each in scenarios if each.document.paper]
-    return {cell.key: cell for each in named for cell in declared_cells(each, Narrowing(variant=ALL))}
+    cells = [cell for each in named for cell in declared_cells(each, Narrowing(variant=ALL))]
+    for cluster in CLUSTERS.glob("*.yaml"):
+        on = Narrowing(clusters=(cluster.as_posix(),))
+        cells += declared_cells(load_scenario(cluster.stem), on)
+    return {cell.key: cell for cell in cells}

@@ -6,6 +6,9 @@ from __future__ import annotations
 #: larger units of seconds, and how many of the smaller one they are
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
+#: less is what rounding leaves of sums
+_NOTHING_S = 1e-12
+
 
 def three_digits(value: float) -> str:
     """A number with three significant digits and no exponent: 0.00412, 2.31, 44.0, 118000."""
@@ -17,9 +20,9 @@ def three_digits(value: float) -> str:
 
 
 def shown_time(seconds: float) -> str:
-    """A time in the largest unit of which it has one: "44.0 s", "2.31 ms"."""
+    """A time in the largest unit of which it has one: "44.0 s", "2.31 ms"; below a picosecond it is 0."""
     unit, name = next((each for each in _UNITS if float(f"{seconds:.2e}") >= each[0]), _UNITS[-1])
-    return f"{three_digits(seconds / unit)} {name}" if seconds else "0 s"
+    return f"{three_digits(seconds / unit)} {name}" if abs(seconds) >= _NOTHING_S else "0 s"
 
 
 def shown_share(share: float | None) -> str | None:

@@ -28,7 +28,7 @@ def test_three_significant_digits(value: float, text: str) -> None:
             (0.9994, "999 ms"),
             (3.1e-6, "3.10 us"),
         ),
-        *((0, "0 s"), (5e-9, "0.00500 us"), (7200, "7200 s")),
+        *((0, "0 s"), (5e-9, "0.00500 us"), (7200, "7200 s"), (-3e-17, "0 s")),
     ],
 )
 def test_a_time_has_the_largest_unit_of_which_it_has_one(seconds: float, text: str) -> None:
