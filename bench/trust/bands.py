@@ -20,8 +20,8 @@ BANDS_FILE = "bands.json"
 #: the mark of a time that is a tie with the best
 TIE = "≈"
 TIE_LEGEND = (
-    f"{TIE}: a tie with the fastest of its model, length and GPUs: they differ by less than the errors of two "
-    "splits do"
+    f"{TIE}: a tie with the fastest of its model, length and GPUs: they differ by less than the errors of "
+    "two splits do"
 )
 
 Row = Mapping[str, Any]
@@ -69,8 +69,9 @@ def _spread(low: float, high: float) -> str:
 
 
 def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | None]:
-    """Of each row, whether its time of a sample is a tie with the shortest of its run (:func:`run_of`); of the
-    shortest, whether another one ties with it. None for a row without a simulated time, or alone in its run.
+    """Of each row, whether its time of a sample is a tie with the shortest of its run (:func:`run_of`); of
+    the shortest, whether another one ties with it. None for a row without a simulated time, or alone in its
+    run.
 
     Times of one run err together, so this is judged by how far they err differently, not by their intervals.
     """
