@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from spbench.bench.calibration.findings import Findings
+
 #: busbw over algbw, as nccl-tests has it
 FACTORS = {
     "all_reduce_perf": lambda n: 2 * (n - 1) / n,
@@ -135,3 +137,9 @@ class Trace:
             "record_shapes": 1,
             "traceEvents": self.events,
         }
+
+
+def points_of(found: Findings) -> int:
+    """How many measurements a log has."""
+    measured = (found.products, found.attention, found.passes, found.launch_gaps_s, found.collectives)
+    return sum(map(len, measured))

@@ -12,7 +12,7 @@ import pytest
 from spbench.bench.calibration.findings import Findings, LogFile, TimedCollective, TimedProduct, findings_of
 from spbench.bench.calibration.from_torch_profiler import ATTENTION
 from spbench.bench.errors import UserError
-from tests.bench.calibration.logs import FACTORS, Trace, flash_log, mamf_log, nccl_log
+from tests.bench.calibration.logs import FACTORS, Trace, flash_log, mamf_log, nccl_log, points_of
 
 SAMPLES = Path(__file__).parent / "samples"
 
@@ -21,12 +21,6 @@ def of_text(tmp_path: Path, text: str, name: str = "a.log") -> Findings:
     path = tmp_path / name
     path.write_text(text)
     return findings_of(path)
-
-
-def points_of(found: Findings) -> int:
-    """How many measurements a log has."""
-    measured = (found.products, found.attention, found.passes, found.launch_gaps_s, found.collectives)
-    return sum(map(len, measured))
 
 
 def test_rows_of_nccl_tests() -> None:
@@ -284,8 +278,7 @@ def test_what_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
 
 @pytest.mark.parametrize("sample", sorted(SAMPLES.iterdir()), ids=lambda path: path.name)
 def test_a_sample_cut_off_anywhere_is_read_or_refused(tmp_path: Path, sample: Path) -> None:
-    whole, cut = sample.read_bytes(), tmp_path / sample.name
-    most = points_of(findings_of(sample))
+    whole, cut, most = sample.read_bytes(), tmp_path / sample.name, points_of(findings_of(sample))
     assert most
     for part in range(1, 20):
         cut.write_bytes(whole[: len(whole) * part // 20])
