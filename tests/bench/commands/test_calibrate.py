@@ -115,6 +115,7 @@ def test_what_cannot_be_measured_is_said(
     assert err.startswith(f"spbench: {complaint}")
 
 
+@pytest.mark.slow
 def test_a_scenario_is_measured_and_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run, on_pool: None
 ) -> None:

@@ -30,7 +30,7 @@ def cell(mesh: list[str], strategy: str = "ring_attention", **changes: Any) -> C
         "batch": 4,
         "seq_len": 8192,
         "precision": "bf16",
-        "cluster": "dgx-a100",
+        "cluster": "dgx-a100-datasheet",
         "model_options": WORK if strategy != "lasp" else {},
     }
     return Cell.model_validate(settings | changes)

@@ -104,7 +104,7 @@ def test_the_order_of_a_mesh_moves_time_and_no_byte() -> None:
     settings = {
         "model": "causal-transformer-tiny",
         "strategy": "megatron_sp+ring_attention",
-        "cluster": "dgx-a100",
+        "cluster": "dgx-a100-datasheet",
         "sizes": {"tp": 4, "sp": 8},
         "batch": 2,
         "seq_len": 8192,

@@ -172,6 +172,7 @@ def test_the_cells_that_packaged_clusters_were_fitted_on_are_the_calibrated_ones
     """A key that no cell of any scenario has any more would silently make its number a prediction."""
     clusters = [load_cluster(name) for name in cluster_names()]
     fitted = {key for cluster in clusters for c in cluster.calibration.values() for key in c.fitted_on}
+    fitted |= {key for cluster in clusters for _, figure in cluster.sourced() for key in figure.fitted_on}
     found = set()
     for name in packaged("spbench.scenarios"):
         scenario = load_scenario(name)

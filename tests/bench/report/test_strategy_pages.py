@@ -68,7 +68,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
         batch=4,
         seq_len=96,
         model_options={"layers": 1},
-        cluster="dgx-a100",
+        cluster="dgx-a100-datasheet",
         precision="bf16",
     )
     row = as_row(cell, measure(VirtualEngine().measure, cell))
