@@ -25,8 +25,8 @@ LEVEL = 0.8
 PRIOR_SOURCES = 2.0
 #: sources with fewer than which a bound's interval is not narrower than that of its class
 FEW = 3
-#: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it; of
-#: eight sources two happen by chance too often, as where one source of small calls errs far to one side
+#: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it;
+#: two come about too easily among eight sources, as where one of small calls errs far to one side
 PLAIN = 3.0
 #: in place of a class or of a bound: all of them
 ANY = "any"
