@@ -44,7 +44,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
         notes += [f"{count} ranks: {note}" for note in made.notes[:-1]]
         cluster = load_cluster(str(path))
         of_size = [cell for cell in cells if cell.sizes.world == count]
-        message(f"measuring and predicting {len(of_size)} cells on {count} ranks")
+        message(f"measuring and predicting {len(of_size)} cells on {count} rank{'s' if count > 1 else ''}")
         for row in closed_loop(of_size, cluster):
             rows.append(row)
             records.append(asdict(row) | figures(cluster))
