@@ -37,7 +37,7 @@ def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
 
 
 def product_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | None:
-    """Seconds a FLOP and a byte of the products inside steps; None where there are none."""
+    """Seconds a FLOP and a byte of the products inside steps; None where no point is of a large one."""
     chosen = [
         p for p in points if p.operation == PRODUCT and p.precision == precision and p.flops >= _LEAST_FLOPS
     ]

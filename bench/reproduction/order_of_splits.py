@@ -13,6 +13,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.config.select import ALL, Narrowing, declared_cells
 from spbench.bench.reproduction.findings import Line, Record, table_of
+from spbench.bench.trust.bands import run_of
 
 #: the quantity of which splits are compared, by sample of the batch
 STEP_TIME = "step_time_ms"
@@ -71,11 +72,8 @@ def orders(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Order]:
 
 
 def run_name(record: Record, cell: Cell) -> str:
-    """What the records of one run have in common: all but the batch, its split and recomputation."""
-    options = sorted((k, v) for k, v in cell.model_options.items() if not k.startswith("recompute"))
-    return str(
-        (table_of(record), cell.model, options, cell.seq_len, cell.sizes.world, cell.cluster, cell.variant)
-    )
+    """What the records of one run have in common: their table and variant, and :func:`run_of` their cells."""
+    return str((table_of(record), cell.variant, *run_of(cell.model_dump(mode="json"))))
 
 
 def _split(cell: Cell) -> str:

@@ -103,7 +103,7 @@ def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
         for k, v in (cell.get("model_options") or {}).items()
         if not k.startswith(("recompute", "checkpointing"))
     }
-    sizes = math.prod((cell.get("sizes") or {}).values())
+    ranks = math.prod((cell.get("sizes") or {}).values())
     kind = (cell.get("training") or {}).get("step", "training")
     names = ("model", "seq_len", "precision", "cluster", "engine")
-    return (*(str(cell.get(name)) for name in names), json.dumps(options, sort_keys=True), str(sizes), kind)
+    return (*(str(cell.get(name)) for name in names), json.dumps(options, sort_keys=True), str(ranks), kind)

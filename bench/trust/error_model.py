@@ -6,8 +6,8 @@ by what they rest on (``rates``), and within a class by what bounds the step. An
 absolute errors, each source's rows sharing a weight of 1 (the pooled form of conformal prediction with random
 effects, arXiv 1809.07441). Of a bound, the class's other rows count too, with the weight of
 :data:`PRIOR_SOURCES` sources in all; and where the bound has few sources of its own, its interval is at least
-that of the class. How often times of a new source lie within is told by leaving out each source in turn
-(:func:`coverage`).
+that of the class. :func:`coverage` leaves out each source in turn, and counts how many of its times lie
+within the intervals that the others give.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ErrorModel:
         """The model of some observations.
 
         Raises:
-            ValueError: there are none.
+            ValueError: ``observations`` is empty.
         """
         if not observations:
             raise ValueError("no measured step")

@@ -32,7 +32,7 @@ class CausalTransformerModel(DecoderModel):
     Attributes:
         norm: "rms", or "layer" (with a bias).
         mlp: a key of MLPS; "gelu" is the tanh approximation.
-        biases: of all projections but the head; with a gated MLP there are none.
+        biases: whether all projections but the head have one; not to be had with a gated MLP.
         qkv_bias: of the projection to queries, keys and values alone (Qwen2, arXiv 2407.10671).
         position: "rotary", "learned" or "none".
         max_positions: rows of the table of learned positions.
