@@ -154,8 +154,8 @@ def _swept(
 
 
 def _unpriced(rows: Sequence[Row]) -> str:
-    """A line that names the operators whose cost is not known, each with its most calls in one cell; "" if the
-    cost of all is known."""
+    """A line that names the operators whose cost is not known, each with its most calls in one cell; "" if
+    the cost of all is known."""
     calls: dict[str, int] = {}
     for row in rows:
         for name, n in (row["measurement"].get("unpriced_operators") or {}).items():
