@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.rings import OwnerKey, Ring, add_from_peer, exchange, owners_in_turn, ring
+from spbench.impls.rings import OwnerKey, Ring, add_from_peer, begin_exchange, exchange, owners_in_turn, ring
 
 __all__ = [
     "OwnerKey",
@@ -47,6 +47,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_async",
     "all_to_all",
+    "begin_exchange",
     "copy_rows_to_group",
     "copy_to_group",
     "exchange",

@@ -242,10 +242,18 @@ def _check_schedule(cell: Cell) -> None:
         return
     if ranks == 1:
         raise Unsupported("the interleaved schedule is for several pipeline stages", "use pp 2 or more")
-    if training.micro_batches % ranks:
-        below = training.micro_batches // ranks * ranks
+    group, micro_batches = training.microbatch_group_size or ranks, training.micro_batches
+    if not ranks <= group <= max(micro_batches, ranks):
         raise Unsupported(
-            f"the interleaved schedule cannot run {training.micro_batches} micro-batches on pp {ranks}",
+            f"microbatch_group_size {group} is not between pp {ranks} and {micro_batches} micro-batches",
+            "set it within them, or leave it out",
+        )
+    left = micro_batches % group
+    if 0 < left < ranks:
+        below = micro_batches - left
+        raise Unsupported(
+            f"the interleaved schedule cannot run {micro_batches} micro-batches on pp {ranks}"
+            + (f" in groups of {group}" if group > ranks else ""),
             f"use {' or '.join(str(n) for n in (below, below + ranks) if n)}",
         )
 

@@ -14,13 +14,14 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
-from spbench.impls.composition import Composition, rank_module
+from spbench.impls.composition import Composition, Stage, rank_module
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.inference import Inference
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype
+from spbench.impls.training.turns import Turns
 
 
 def set_up(
@@ -28,9 +29,10 @@ def set_up(
     mesh: DeviceMesh,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two, on the
-    mesh's device."""
+    """Build what a cell runs on this rank, and this rank's inputs, with values from the two arguments after
+    the mesh, on the mesh's device; see :func:`record_step` for the last one."""
     model = model_preset(*cell.model_arguments)
     training: Training | Inference
     left_out: frozenset[str] = frozenset()
@@ -38,7 +40,7 @@ def set_up(
         module, strategy, around = build_module(cell, mesh, set_weights)
         training, left_out = Inference(module, around), model.targets
     else:
-        training, strategy, around = build_training(cell, mesh, set_weights)
+        training, strategy, around = build_training(cell, mesh, set_weights, turns=turns)
     # drawn on the CPU, so that every device has the same, and moved before the rank's part is taken
     batch = {name: x.to(mesh.device_type) for name, x in model.inputs(*cell.shape, generator).items()}
     if not model.has_weights:
@@ -55,12 +57,14 @@ def build_training(
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
     cls: type[Strategy] | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Training, Strategy, Composition]:
     """The training of a cell on this rank, and what it was built with.
 
     Args:
         set_weights: gives the module its weights, before they are copied or sharded; None: they have none.
         cls: the strategy, instead of the registered one of the cell's name.
+        turns: see :func:`record_step`.
     """
     module, strategy, around = build_module(cell, mesh, set_weights, cls)
     training = Training(
@@ -73,8 +77,28 @@ def build_training(
         around=around,
         micro_batches=cell.training.micro_batches,
         schedule=cell.training.schedule,
+        turns=turns or turns_of(cell, around.stage),
     )
     return training, strategy, around
+
+
+def turns_of(cell: Cell, stage: Stage) -> Turns | None:
+    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
+
+    Args:
+        stage: which rank it is.
+    """
+    training = cell.training
+    if training.schedule != "interleaved":
+        return None
+    return Turns(
+        stage.index,
+        stage.count,
+        training.virtual_stages,
+        training.micro_batches,
+        training.microbatch_group_size,
+        training.overlap_p2p_communication,
+    )
 
 
 def build_module(
@@ -114,11 +138,14 @@ def record_step(
     recorder: Recorder,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
     """Set up and run ``training.steps`` steps under an entered recorder; returns what further steps need.
 
     Args:
         set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
+        turns: of an interleaved pipeline, which may be of fewer micro-batches than are set up; None: the
+            cell's.
     """
 
     def set_unseen(module: nn.Module) -> None:
@@ -126,7 +153,7 @@ def record_step(
             with recorder.paused():
                 set_weights(module)
 
-    training, inputs = set_up(cell, mesh, generator, set_unseen)
+    training, inputs = set_up(cell, mesh, generator, set_unseen, turns)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
     for number in range(1, cell.training.steps + 1):

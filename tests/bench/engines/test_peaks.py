@@ -67,6 +67,36 @@ def combinations() -> Iterator[Any]:
         cell = combination("lasp", "tnl-tiny", backend, 2)
         default = backend in ("fsdp_flat", "megatron", "zero3")
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
+    for name, training in PIPELINES.items():
+        yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
+
+
+#: pipelines of two stages, by what is said of them
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "interleaved": INTERLEAVED,
+    "overlapped": {**INTERLEAVED, "overlap_p2p_communication": True},
+    "groups": {**INTERLEAVED, "overlap_p2p_communication": True, "microbatch_group_size": 3},
+}
+DEFAULT_PIPELINES = ("overlapped",)
+SLOW = pytest.mark.slow
+
+
+def pipeline(training: dict[str, Any]) -> Cell:
+    settings: dict[str, Any] = {
+        "model": "causal-transformer-tiny",
+        "model_options": {"layers": 4},
+        "strategy": "single",
+        "sizes": {"pp": 2},
+        "batch": 5 if "microbatch_group_size" in training else 4,
+        "seq_len": 48,
+        "precision": "bf16",
+    }
+    micro_batches = settings["batch"]
+    return Cell.model_validate(
+        settings | {"training": {"backend": "megatron", "micro_batches": micro_batches, **training}}
+    )
 
 
 _reduce_scatter = collectives._reduce_scatter_into
