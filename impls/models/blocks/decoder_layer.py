@@ -50,6 +50,8 @@ class DecoderMlp(nn.Module):
         self.project: nn.Module
         if model.biases:
             self.project = strategy.linear_in(model.hidden, model.inner)
+        elif model.separate_projections:
+            self.project = strategy.separate_linear_in(model.hidden, (model.inner,) * model.mlp_projections)
         else:
             self.project = strategy.grouped_linear_in(model.hidden, model.inner, model.mlp_projections)
         self.out = strategy.linear_out(model.inner, model.hidden)
@@ -129,6 +131,6 @@ class LoneDecoderLayer(nn.Module):
         x = inputs["x"]
         places = Places(self.strategy, self.seq_len, x)
         if self.model.recomputes_layers:
-            early_stop = self.model.recompute_early_stop
-            return {"y": recomputed(self.layer, self.strategy.random, x, places, early_stop=early_stop)}
+            how = {"early_stop": self.model.recompute_early_stop, "keep": self.model.keeps_operators}
+            return {"y": recomputed(self.layer, self.strategy.random, x, places, **how)}
         return {"y": self.layer(x, places)}

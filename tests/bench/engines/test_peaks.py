@@ -35,7 +35,7 @@ DEFAULT_MODELS = {
 }
 
 
-def combination(strategy: str, model: str, backend: str, n: int) -> Cell:
+def combination(strategy: str, model: str, backend: str, n: int, **options: Any) -> Cell:
     sizes = dict.fromkeys(strategies()[strategy].axes, n)
     settings: dict[str, Any] = {
         "model": model,
@@ -45,12 +45,14 @@ def combination(strategy: str, model: str, backend: str, n: int) -> Cell:
         "seq_len": LENGTHS.get(model, 48),
         "precision": "bf16",
         "training": {"backend": backend},
+        "model_options": options,
     }
     return Cell.model_validate(settings)
 
 
 def combinations() -> Iterator[Any]:
-    """Every strategy with every tiny model that it supports, and every backend around LASP."""
+    """Every strategy with every tiny model that it supports, and every backend around LASP; and layers that
+    keep the results of some operators."""
     for strategy in strategies():
         for model in (name for name in models() if "-tiny" in name):
             for n in (2, 4):
@@ -67,6 +69,11 @@ def combinations() -> Iterator[Any]:
         cell = combination("lasp", "tnl-tiny", backend, 2)
         default = backend in ("fsdp_flat", "megatron", "zero3")
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
+    for strategy, backend in (("tensor_parallel", "legacy_ddp"), ("ulysses", "zero3")):
+        options = {"separate_projections": True, "recompute": "operators"}
+        cell = combination(strategy, "causal-transformer-tiny-gqa", backend, 2, **options)
+        marks = [] if strategy == "tensor_parallel" else [pytest.mark.slow]
+        yield pytest.param(cell, id=f"{strategy}-keeps-operators", marks=marks)
 
 
 _reduce_scatter = collectives._reduce_scatter_into
