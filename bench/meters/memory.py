@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.allocator import rounded
 from spbench.bench.meters.meter import Call, Meter
+from spbench.bench.meters.module_calls import ModuleCalls
 from spbench.bench.meters.torch_internals import (
     beyond_64_bits,
     in_backward,
@@ -48,6 +49,8 @@ class MemoryLog:
         ends: the first event after each traced step, in order; empty: the log is of one step, to its end.
         workspaces: the libraries' workspaces among the storages, by their names in a cluster's file. Their
             size is that of the library on a card, see :meth:`with_workspaces`; until then it is 0.
+        places: of each storage, the number in ``place_names`` of the module in whose forward or backward it
+            was made (see :class:`ModuleCalls`); empty: not known.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -56,6 +59,8 @@ class MemoryLog:
     tags: dict[int, str] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
     workspaces: dict[int, str] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list, compare=False)
+    place_names: list[str] = field(default_factory=list, compare=False)
 
     def with_workspaces(self, nbytes: Mapping[str, int]) -> MemoryLog:
         """The same log with workspaces of these sizes by name; one that is not named has none."""
@@ -188,8 +193,8 @@ class MemoryMeter(Meter):
 
     def __init__(self, mesh: DeviceMesh | None = None):
         super().__init__(mesh)
-        self.log = MemoryLog()
-        self.device = "cpu" if mesh is None else mesh.device_type
+        self.modules, self.device = ModuleCalls(), "cpu" if mesh is None else mesh.device_type
+        self.log = MemoryLog(place_names=self.modules.names)
         self._numbers: dict[int, int] = {}
         #: the library of each workspace that is there, and whether it is that of autograd's thread
         self._workspaces: set[tuple[str, bool]] = set()
@@ -216,9 +221,7 @@ class MemoryMeter(Meter):
         if (library, thread) in self._workspaces:
             return
         self._workspaces.add((library, thread))
-        log, number = self.log, len(self.log.sizes)
-        log.sizes.append(0)
-        log.events.append(number + 1)
+        log, number = self.log, self._born(0)
         log.workspaces[number], log.tags[number] = library, "workspaces"
 
     def _note_call(self, call: Call) -> None:
@@ -240,10 +243,15 @@ class MemoryMeter(Meter):
         storage = tensor.untyped_storage()
         if storage_key(storage) in self._numbers or tensor.device.type != self.device:
             return
-        number = len(self.log.sizes)
-        self.log.sizes.append(storage.nbytes())
-        self.log.events.append(number + 1)
-        self.set_number(storage, number)
+        self.set_number(storage, self._born(storage.nbytes()))
+
+    def _born(self, nbytes: int) -> int:
+        """The number of a storage that is made now."""
+        log, number = self.log, len(self.log.sizes)
+        log.sizes.append(nbytes)
+        log.places.append(self.modules.place())
+        log.events.append(number + 1)
+        return number
 
     def number(self, storage: torch.UntypedStorage) -> int | None:
         """The number of a living storage; None: it is not known."""
@@ -268,9 +276,7 @@ class MemoryMeter(Meter):
         if old is None or log.sizes[old] == storage.nbytes():
             return
         log.events.append(-old - 1)
-        log.sizes.append(storage.nbytes())
-        self.set_number(storage, new := len(log.sizes) - 1)
-        log.events.append(new + 1)
+        self.set_number(storage, new := self._born(storage.nbytes()))
         if old in log.tags:
             log.tags[new] = log.tags[old]
 
