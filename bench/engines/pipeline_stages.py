@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spbench.bench.engines.traces import Trace
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.simulator.program import WAIT, Program
 
 #: turns of one kind that are told apart before they repeat; what a turn frees or waits for is of one of as

@@ -29,7 +29,7 @@ from spbench.bench.disk_cache import DiskCache, cache_folder
 from spbench.bench.engines.traces import Trace
 from spbench.bench.measuring_code import code_digest
 from spbench.bench.meters.communication import CommunicationMeter, Operation
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.simulator.program import Group, Program
 from spbench.impls.registries import versions
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.recorder import Recorder
 
 
