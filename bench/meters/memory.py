@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.meter import Call, Meter
+from spbench.bench.meters.module_calls import ModuleCalls
 from spbench.bench.meters.torch_internals import (
     in_backward,
     is_traceable_wrapper_subclass,
@@ -54,8 +55,8 @@ class MemoryMeter(Meter):
 
     def __init__(self, mesh: DeviceMesh | None = None):
         super().__init__(mesh)
-        self.log = MemoryLog()
-        self.device = "cpu" if mesh is None else mesh.device_type
+        self.modules, self.device = ModuleCalls(), "cpu" if mesh is None else mesh.device_type
+        self.log = MemoryLog(place_names=self.modules.names)
         self._numbers: dict[int, int] = {}
         #: the library of each workspace that is there, and whether it is that of autograd's thread
         self._workspaces: set[tuple[str, bool]] = set()
@@ -82,9 +83,7 @@ class MemoryMeter(Meter):
         if (library, thread) in self._workspaces:
             return
         self._workspaces.add((library, thread))
-        log, number = self.log, len(self.log.sizes)
-        log.sizes.append(0)
-        log.events.append(number + 1)
+        log, number = self.log, self._born(0)
         log.workspaces[number], log.tags[number] = library, "workspaces"
 
     def _note_call(self, call: Call) -> None:
@@ -106,10 +105,15 @@ class MemoryMeter(Meter):
         storage = tensor.untyped_storage()
         if storage_key(storage) in self._numbers or tensor.device.type != self.device:
             return
-        number = len(self.log.sizes)
-        self.log.sizes.append(storage.nbytes())
-        self.log.events.append(number + 1)
-        self.set_number(storage, number)
+        self.set_number(storage, self._born(storage.nbytes()))
+
+    def _born(self, nbytes: int) -> int:
+        """The number of a storage that is made now."""
+        log, number = self.log, len(self.log.sizes)
+        log.sizes.append(nbytes)
+        log.places.append(self.modules.place())
+        log.events.append(number + 1)
+        return number
 
     def number(self, storage: torch.UntypedStorage) -> int | None:
         """The number of a living storage; None: it is not known."""
@@ -134,9 +138,7 @@ class MemoryMeter(Meter):
         if old is None or log.sizes[old] == storage.nbytes():
             return
         log.events.append(-old - 1)
-        log.sizes.append(storage.nbytes())
-        self.set_number(storage, new := len(log.sizes) - 1)
-        log.events.append(new + 1)
+        self.set_number(storage, new := self._born(storage.nbytes()))
         if old in log.tags:
             log.tags[new] = log.tags[old]
 

@@ -35,6 +35,8 @@ class MemoryLog:
         ends: the first event after each traced step, in order; empty: the log is of one step, to its end.
         workspaces: the libraries' workspaces among the storages, by their names in a cluster's file. Their
             size is that of the library on a card, see :meth:`with_workspaces`; until then it is 0.
+        places: of each storage, the number in ``place_names`` of the module in whose forward or backward it
+            was made (see :class:`ModuleCalls`); empty: not known.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -43,6 +45,8 @@ class MemoryLog:
     tags: dict[int, str] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
     workspaces: dict[int, str] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list, compare=False)
+    place_names: list[str] = field(default_factory=list, compare=False)
 
     def with_workspaces(self, nbytes: Mapping[str, int]) -> MemoryLog:
         """The same log with workspaces of these sizes by name; one that is not named has none."""
