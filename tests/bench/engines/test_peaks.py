@@ -1,4 +1,5 @@
-"""Peak memory of virtual ranks is that of real ones, byte for byte, for every strategy, model and backend.
+"""Peak memory of virtual ranks is that of real ones, byte for byte, for every strategy, model and backend, in
+steps and in set-up.
 
 Around collectives real ranks make and drop a few more tensors (2 to 3% more births and deaths). One of them
 can live at the peak: Gloo sums what it reduce-scatters in a copy of it, which virtual ranks make here too."""
@@ -98,5 +99,6 @@ def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: p
         if lowest == peaks:
             break
     assert lowest == peaks
+    assert [found.setup_peak for found in really] == [found.setup_peak for found in virtually]
     assert [found.counts for found in really] == [found.counts for found in virtually]
     assert not any(found.difference for found in (*really, *virtually))
