@@ -70,9 +70,10 @@ class DecoderMlp(nn.Module):
         if isinstance(project, GroupedLinear):
             if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
                 return swiglu(project.together(x), project.bias)
-        elif isinstance(project, Linear) and self.activation == "tanh_gelu" and fuses("bias_gelu"):
-            if project.bias is not None:
-                return bias_gelu(project.project(x), project.bias, fused=True)
+        elif self.activation == "tanh_gelu" and fuses("bias_gelu") and isinstance(project, Linear):
+            bias = project.bias
+            assert bias is not None  # else the MLP has one group
+            return bias_gelu(project.project(x), bias, fused=True)
         x, *factors = self._opened(x)
         x = ACTIVATIONS[self.activation](x)
         return x * factors[0] if factors else x
