@@ -27,14 +27,16 @@ class Measurement:
     Attributes:
         peak_memory_bytes: largest sum of live blocks of a caching allocator over the traced steps, as
             torch.cuda.max_memory_allocated.
-        reserved_memory_bytes: what a caching allocator reserves for them.
+        setup_peak_memory_bytes: the same before the first step, on ``peak_rank``, where the meters count it.
+        reserved_memory_bytes: what a caching allocator reserves for set-up and steps.
         usable_memory_bytes: of the card; a step that needs more is out of memory. None: not limited.
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak; a block's slack is of what its tensor is of.
-        by_class: the memory of each class of ranks that run the same program, at each traced step, where the
-            meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of them), ``ranks``
-            (how many), ``stage`` (of the pipeline), ``step`` (from 1), ``status`` ("oom" from the step on
+        by_class: the memory of each class of ranks that run the same program, in set-up and at each traced
+            step, where the meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of
+            them), ``ranks`` (how many), ``stage`` (of the pipeline), ``step`` (from 1; 0 is set-up, whose
+            ``peak_phase`` is "set-up"), ``status`` ("oom" from the step on
             that does not fit; its bytes are those on a card without a limit), ``peak_memory_bytes``,
             ``peak_phase``, ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far),
             ``allocated_bytes`` (at the end of the step).
@@ -67,6 +69,7 @@ class Measurement:
     status: Status = "ok"
     reason: str = ""
     peak_memory_bytes: int | None = None
+    setup_peak_memory_bytes: int | None = None
     reserved_memory_bytes: int | None = None
     usable_memory_bytes: int | None = None
     peak_phase: str | None = None

@@ -1,4 +1,4 @@
-"""The table of memory: what each class of ranks takes at each traced step, and where it runs out."""
+"""The table of memory: what each class of ranks takes in set-up and each step, and where it runs out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _GIB = 2**30
 
 
 def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
-    """A line for each class of ranks that run the same program and each traced step, of cells whose
-    measurement has them; a sentence if none has.
+    """A line for the set-up (step 0) and each traced step of each class of ranks that run the same program,
+    of cells whose measurement has them; a sentence if none has.
 
     Args:
         measured: measurements as rows have them, by the key of their cell.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spbench.bench.engines.traces import Trace
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.simulator.program import WAIT, Program
 
 #: turns of one kind that are told apart before they repeat; what a turn frees or waits for is of one of as
@@ -215,8 +215,7 @@ def put_together(trace: Trace, held: Turns, turns: Turns) -> Trace:
 def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
     events, sizes = np.asarray(log.events), np.asarray(log.sizes)
     cut = _Cut(log.marks, len(events), held, len(log.step_ends))
-    born = np.concatenate(([0], np.cumsum(events > 0)))
-    first = born[cut.starts].tolist()
+    first = np.concatenate(([0], np.cumsum(events > 0)))[cut.starts].tolist()
     whole = _Rearranged(cut, turns, first, sizes)
     numbers = [
         np.sign(part) * (whole.renumbered(place, np.abs(part) - 1) + 1)
@@ -236,13 +235,20 @@ def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
         if turn == len(turns) and log.ends:
             ends.append(start + log.ends[len(ends)] - cut.starts[like])
         start += len(part)
+
+    def born(of_storages: np.ndarray) -> list[int]:
+        parts = [of_storages[first[at] : first[at + 1]] for at in whole.likes]
+        return np.concatenate(parts).tolist() if len(of_storages) else []
+
     return MemoryLog(
-        sizes=np.concatenate([sizes[first[at] : first[at + 1]] for at in whole.likes]).tolist(),
+        sizes=born(sizes),
         events=np.concatenate(numbers).tolist(),
         marks=whole.marks(),
         tags=of_storages(log.tags),
         ends=ends,
         workspaces=of_storages(log.workspaces),
+        places=born(np.asarray(log.places)),
+        place_names=log.place_names,
     )
 
 

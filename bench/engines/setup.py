@@ -14,9 +14,12 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
+from spbench.impls.backends.meta_device import WholeParameters, attributes_of
 from spbench.impls.composition import Composition, Stage, rank_module
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
+from spbench.impls.options import set_options
+from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.inference import Inference
@@ -62,11 +65,17 @@ def build_training(
     """The training of a cell on this rank, and what it was built with.
 
     Args:
-        set_weights: gives the module its weights, before they are copied or sharded; None: they have none.
+        set_weights: gives the module its weights; before they are copied or sharded, unless the backend
+            starts on the meta device. None: they have none.
         cls: the strategy, instead of the registered one of the cell's name.
         turns: see :func:`record_step`.
     """
-    module, strategy, around = build_module(cell, mesh, set_weights, cls)
+    backend = backend_class(cell.training.backend)
+    options = set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
+    deferred = backend.starts_on_meta(options)
+    before, device = (None, "meta") if deferred else (set_weights, None)
+    module, strategy, around = build_module(cell, mesh, before, cls, device)
+    attributes = attributes_of(module)
     training = Training(
         module,
         strategy,
@@ -79,6 +88,9 @@ def build_training(
         schedule=cell.training.schedule,
         turns=turns or turns_of(cell, around.stage),
     )
+    if deferred and set_weights is not None:
+        parts, again = training.backend.weight_parts(), partial(_built, cell, strategy, around, "cpu")
+        set_weights(WholeParameters(module, parts, attributes, again))
     return training, strategy, around
 
 
@@ -106,17 +118,23 @@ def build_module(
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
     cls: type[Strategy] | None = None,
+    device: str | None = None,
 ) -> tuple[nn.Module, Strategy, Composition]:
-    """The module alone, with the arguments of :func:`build_training`."""
-    model, precision = model_preset(*cell.model_arguments), PRECISIONS[cell.precision]
+    """The module alone, with the arguments of :func:`build_training`; on the mesh's device, unless another
+    is given."""
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
     around = Composition(place, cell.training.virtual_stages)
-    with default_dtype(precision.parameters), torch.device(mesh.device_type):
-        module = rank_module(partial(model.build, strategy, cell.shape[1]), around)
+    module = _built(cell, strategy, around, device or mesh.device_type)
     if set_weights is not None:
         set_weights(module)
     return module, strategy, around
+
+
+def _built(cell: Cell, strategy: Strategy, around: Composition, device: str) -> nn.Module:
+    model = model_preset(*cell.model_arguments)
+    with default_dtype(PRECISIONS[cell.precision].parameters), torch.device(device):
+        return rank_module(partial(model.build, strategy, cell.shape[1]), around)
 
 
 def rank_inputs(

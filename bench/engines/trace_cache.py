@@ -29,7 +29,7 @@ from spbench.bench.disk_cache import DiskCache, cache_folder
 from spbench.bench.engines.traces import Trace
 from spbench.bench.measuring_code import code_digest
 from spbench.bench.meters.communication import CommunicationMeter, Operation
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.simulator.program import Group, Program
 from spbench.impls.registries import versions
 
@@ -115,6 +115,7 @@ def to_bytes(trace: Trace) -> bytes:
     arrays = {
         "sizes": np.asarray(log.sizes, dtype=np.int64),
         "events": np.asarray(log.events, dtype=np.int64),
+        "places": np.asarray(log.places, dtype=np.int64),
     }
     rest: dict[str, Any] = {
         "rank": trace.rank,
@@ -122,6 +123,7 @@ def to_bytes(trace: Trace) -> bytes:
         "tags": list(log.tags.items()),
         "ends": log.ends,
         "workspaces": list(log.workspaces.items()),
+        "place_names": log.place_names,
         "axes": meter.axes,
         "operations": [[asdict(operation), count] for operation, count in meter.counts.items()],
         "program": None,
@@ -167,6 +169,8 @@ def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
         dict(rest["tags"]),
         rest["ends"],
         dict(rest["workspaces"]),
+        arrays["places"].tolist(),
+        rest["place_names"],
     )
     meter = CommunicationMeter(rest["axes"])
     meter.counts.update({Operation(**operation): count for operation, count in rest["operations"]})

@@ -14,7 +14,7 @@ from spbench.bench.engines.step_times import add_simulated_time
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
 from spbench.bench.meters.communication import CommunicationMeter
-from spbench.bench.meters.memory import MemoryLog, Peak
+from spbench.bench.meters.memory_log import MemoryLog, Peak
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.simulator.program import Program
 from spbench.bench.simulator.simulate import Simulator
@@ -27,13 +27,15 @@ class Failure:
 
     Attributes:
         step: from 1; 0 is set-up.
-        phase: of the step; "" in set-up.
+        phase: of the step, or SET_UP.
         error: the request that has no room.
+        steps_fit: whether set-up alone does not fit.
     """
 
     step: int
     phase: str
     error: OutOfMemory
+    steps_fit: bool = False
 
     def reason(self, ranks: RankClass) -> str:
         """A line for a result row.
@@ -42,7 +44,7 @@ class Failure:
             ranks: the class of the rank.
         """
         error, alike = self.error, len(ranks.ranks)
-        where = f"{self.phase} of step {self.step}" if self.step else "set-up"
+        where = f"{self.phase} of step {self.step}" if self.step else self.phase
         who = f"rank {ranks.first}" + (f", one of {alike} alike" if alike > 1 else "")
         stage = f" (stage {ranks.stage.index})" if ranks.stage.count > 1 else ""
         return (
@@ -51,8 +53,15 @@ class Failure:
         )
 
 
-def needs(peak: Peak) -> str:
-    """What a step that does not fit would need, and what would need less."""
+def needs(memory: RankMemory) -> str:
+    """What a rank that does not fit would need, and what would need less."""
+    peak = memory.peak
+    if memory.failure is not None and memory.failure.steps_fit:
+        steps, setup = (each.nbytes / 2**30 for each in (peak, memory.setup))
+        return (
+            f"the steps fit at {steps:.1f} GiB, set-up does not: {setup:.1f} GiB; initialise on the meta "
+            "device, as the backends zero2 and zero3 do (initialize: meta)"
+        )
     words = f"the step needs {peak.nbytes / 2**30:.1f} GiB at its peak"
     states = sum(peak.held.get(name, 0) for name in ("parameters", "gradients", "optimizer_state"))
     if states > peak.nbytes / 2:
@@ -64,15 +73,18 @@ def needs(peak: Peak) -> str:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """A rank's memory at each traced step; of one that does not fit, as on a card without a limit.
+    """A rank's memory in set-up and at each traced step; of one that does not fit, as on a card without a
+    limit.
 
     Attributes:
+        setup: the peak of set-up.
         peaks: of each step.
-        reserved: the largest number of bytes reserved up to the end of each step.
+        reserved: the largest number of bytes reserved up to the end of set-up, and up to that of each step.
         reserved_on_card: the same on the card, up to the last step or until it runs out of memory.
         failure: where it does not fit; None if it does.
     """
 
+    setup: Peak
     peaks: Sequence[Peak]
     reserved: Sequence[int]
     reserved_on_card: int
@@ -85,13 +97,17 @@ class RankMemory:
         Args:
             capacity: bytes of the card that tensors can have; None: no limit.
         """
-        found = card = replay(log.sizes, log.events, capacity, log.step_ends)
+        stops = [log.step_start, *log.step_ends]
+        found = card = replay(log.sizes, log.events, capacity, stops)
         failure = None
         if card.out_of_memory is not None:
             at = card.events
-            failure = Failure(log.step_of(at), log.phase_of(at), card.out_of_memory)
-            found = replay(log.sizes, log.events, None, log.step_ends)
-        return cls(log.peaks(found.blocks), found.reserved, card.peak_reserved, failure)
+            step = log.step_of(at)
+            fit = not step and replay(log.sizes, log.without_setup(), capacity).out_of_memory is None
+            failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
+            found = replay(log.sizes, log.events, None, stops)
+        setup, peaks = log.setup_peak(found.blocks), log.peaks(found.blocks)
+        return cls(setup, peaks, found.reserved, card.peak_reserved, failure)
 
     @property
     def peak(self) -> Peak:
@@ -113,7 +129,9 @@ class RankMemory:
                 "reserved_memory_bytes": reserved,
                 "allocated_bytes": peak.at_end,
             }
-            for step, (peak, reserved) in enumerate(zip(self.peaks, self.reserved, strict=True), start=1)
+            for step, (peak, reserved) in enumerate(
+                zip([self.setup, *self.peaks], self.reserved, strict=True)
+            )
         ]
 
 
@@ -153,6 +171,7 @@ class Trace:
         peak, ranks = memory.peak, planned.class_of(self.rank)
         measurement = Measurement(
             peak_memory_bytes=peak.nbytes,
+            setup_peak_memory_bytes=memory.setup.nbytes,
             reserved_memory_bytes=memory.reserved_on_card,
             usable_memory_bytes=capacity,
             peak_phase=peak.phase,
@@ -167,7 +186,7 @@ class Trace:
         )
         if memory.failure is not None:
             measurement.status = "oom"
-            measurement.reason = f"{memory.failure.reason(ranks)}; {needs(peak)}"
+            measurement.reason = f"{memory.failure.reason(ranks)}; {needs(memory)}"
         return measurement
 
 

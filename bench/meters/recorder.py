@@ -74,6 +74,7 @@ class Recorder(TorchDispatchMode):
         """Put in place what is patched while the recorder is entered."""
         # fully_shard frees and makes room for weights by resizing their storages, which is no operator
         patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
+        patches.enter_context(self.memory.modules.followed())
         if self.events is not None:
             patches.enter_context(recorded_streams(self.events.streams))
             patches.enter_context(self.events.counted_modules())

@@ -93,10 +93,8 @@ class RepeatedSteps:
             self._loops.remove(loop)
 
     def _records(self, kept: list[Tensor]) -> list[_Record]:
-        records: list[_Record] = [_StorageRecord(self.memory, kept)]
-        if self.events is not None:
-            records.append(_EventRecord(self.events))
-        return [*records, _MessageRecord(self.communication)]
+        program = [] if self.events is None else [_EventRecord(self.events)]
+        return [_StorageRecord(self.memory, kept), *program, _MessageRecord(self.communication)]
 
     def _settled(self, loop: _Loop, records: Sequence[_Record]) -> bool:
         """Whether a step that has just ended stands for all further ones of its key."""
@@ -202,10 +200,11 @@ class _StorageRecord:
         log, first, (start, end) = self.log, self._ends[0], self._ends[-2:]
         births, tags = end.births - start.births, self._tags(start, end)
         changes, marks = log.events[start.changes : end.changes], log.marks[start.phases : end.phases]
-        log.sizes += log.sizes[start.births : end.births] * times
-        for number in range(1, times + 1):
-            log.events += _later_changes(changes, number * births)
-            log.marks += _marks(marks, -number * len(changes))
+        for of_storages in (log.sizes, log.places):
+            of_storages += of_storages[start.births : end.births] * times
+        for n in range(1, times + 1):
+            log.events += _later_changes(changes, n * births)
+            log.marks += _marks(marks, -n * len(changes))
         for place, tag in enumerate(tags):
             if tag is not None:
                 again = range(end.births + place, end.births + place + times * births, births)

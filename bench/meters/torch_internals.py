@@ -61,6 +61,7 @@ __all__ = [
     "group_named",
     "in_backward",
     "is_traceable_wrapper_subclass",
+    "next_node",
     "no_dispatch",
     "replaced",
     "schema_of",
@@ -96,6 +97,11 @@ def backward_node() -> int | None:
     accumulations have one number. None: none runs."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def next_node() -> int:
+    """The number that :func:`backward_node` will have for the next node that this thread's forward makes."""
+    return torch._C._autograd._get_sequence_nr()
 
 
 def fake_tensor(

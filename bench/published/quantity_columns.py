@@ -129,7 +129,7 @@ class QuantityColumn(StrictModel):
     def _of_classes(self, measurement: Mapping[str, Any], cell: Cell, number: RankNumber) -> Any:
         """The largest value of the field over the classes of ranks at the step (of a peak: up to that step),
         or of the class of one rank; None where there is none."""
-        entries = measurement.get("by_class") or []
+        entries = [entry for entry in measurement.get("by_class") or [] if entry["step"]]  # 0 is set-up
         if number.rank is not None:
             from spbench.bench.engines.plan import rank_classes  # which imports torch
 

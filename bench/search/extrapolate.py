@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 
 #: the depths that are traced, in layers a pipeline stage; each phase of a step is then mostly layers
 DEPTHS = (2, 3)

@@ -21,7 +21,7 @@ from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.allocator import replay
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, Programs
 from spbench.bench.search.quantities import Candidates
 from spbench.impls.layout import Unsupported

@@ -48,6 +48,7 @@ class _Timed(TypedDict, total=False):
 
 
 class _Measured(_Timed, total=False):
+    setup_peak_memory_bytes: Number | None
     usable_memory_bytes: Number | None
     peak_phase: Text | None
     peak_rank: Count

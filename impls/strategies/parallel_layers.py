@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.collectives import reduce_from_group
-from spbench.impls.strategies.layers import GroupedLinear, Linear
+from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
 
 if TYPE_CHECKING:
     from spbench.impls.strategies.tensor_parallel import TensorParallel
@@ -34,13 +35,29 @@ class ColumnParallelLinear(Linear):
 class ColumnParallelGroupedLinear(GroupedLinear):
     """x [..., H] -> this rank's columns [..., F/N] of each group; all-reduces the gradient of x."""
 
-    def __init__(self, in_features: int, out_features: int, groups: int, tp: TensorParallel):
-        super().__init__(in_features, out_features // tp.size, groups)
-        tp.mark(self.weight, dim=1)
+    def __init__(self, in_features: int, out_features: int, groups: int, tp: TensorParallel, *, bias: bool):
+        super().__init__(in_features, out_features // tp.size, groups, bias=bias)
+        for parameter in self.parameters():
+            tp.mark(parameter, dim=1)
         self.tp = tp
 
-    def project(self, x: Tensor) -> Tensor:
-        return self.tp.enter(x, self.weight, None)
+    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.tp.enter(x, self.weight, bias)
+
+
+class ColumnParallelSeparateLinear(SeparateLinear):
+    """x [..., H] -> this rank's columns [..., F_g/N] of each projection; sums the gradient of x once."""
+
+    def __init__(
+        self, in_features: int, out_features: Sequence[int], tp: TensorParallel, *, bias: bool = False
+    ):
+        super().__init__(in_features, [n // tp.size for n in out_features], bias=bias)
+        for parameter in self.parameters():
+            tp.mark(parameter)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(self.tp.whole_input(x))
 
 
 class RowParallelLinear(Linear):

@@ -22,17 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_from_group, reduce_from_group
-from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_parallel_cross_entropy
+from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import project
 from spbench.impls.options import Options, check_choices
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.grouped_query import ColumnParallelGroupedQuery, GroupedQueryLinear
-from spbench.impls.strategies.layers import GroupedLinear, Linear
+from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
 from spbench.impls.strategies.parallel_layers import (
     ColumnParallelGroupedLinear,
     ColumnParallelLinear,
+    ColumnParallelSeparateLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -74,7 +75,7 @@ class TensorParallel(Strategy):
     def check_sizes(self, sites: Sequence[Site]) -> None:
         size = self.size
         for site in sites:
-            self._check_groups(site.dims)
+            self._check_groups(site)
         totals = [
             (site.dims[letter], what)
             for letter, what in self.split_dims.items()
@@ -90,8 +91,13 @@ class TensorParallel(Strategy):
                     f"use {nearest_divisors(common, size)}",
                 )
 
-    def _check_groups(self, dims: Mapping[str, int]) -> None:
-        heads, kv_heads = dims.get("Z", 0), dims.get("G", self.size)
+    def _check_groups(self, site: Site) -> None:
+        heads, kv_heads = site.dims.get("Z", 0), site.dims.get("G", self.size)
+        if site.kind == "separate_linear_in" and kv_heads % self.size:
+            raise Unsupported(
+                f"{self.size} ranks do not divide {kv_heads} heads of keys and values",
+                f"use {nearest_divisors(kv_heads, self.size)}, or leave out separate_projections",
+            )
         if kv_heads % self.size and self.size % kv_heads:
             fitting = [n for n in divisors(heads) if not (kv_heads % n and n % kv_heads)]
             raise Unsupported(
@@ -134,16 +140,19 @@ class TensorParallel(Strategy):
                 yield Traffic(
                     "backward", "f: gradient of Linformer's projection", "all_reduce", count, weight
                 )
-            elif site.kind in ("cross_entropy", "cross_entropy_in_place") and self.gathers_logits:
+            elif site.kind.startswith("cross_entropy") and self.gathers_logits:
                 logits = d["B"] * d["L"] * d["V"] * element_bytes
                 yield Traffic("forward", "logits", "all_gather", count, logits)
             elif site.kind == "cross_entropy_in_place":
                 parts = 3 * d["B"] * d["L"] * max(4, element_bytes) * self.size
                 yield Traffic("forward", "cross entropy", "all_gather", count, parts)
-            elif site.kind == "cross_entropy":
-                # largest logit, label's logit, sum of exponentials, in at least float32
+            elif site.kind in ("cross_entropy", "cross_entropy_native"):
+                # largest logit, label's logit, sum of exponentials, in at least float32; these two together
+                # in the native way
                 tokens = d["B"] * d["L"] * max(4, element_bytes)
-                yield Traffic("forward", "cross entropy", "all_reduce", 3 * count, tokens)
+                together = [tokens, tokens] if site.kind == "cross_entropy" else [2 * tokens]
+                for payload in (tokens, *together):
+                    yield Traffic("forward", "cross entropy", "all_reduce", count, payload)
             elif site.kind == "grouped_query_linear_in":
                 yield from self.replica_traffic(site, element_bytes)
             elif site.kind == "shared_by_heads":
@@ -199,8 +208,19 @@ class TensorParallel(Strategy):
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         return self.linear_in(in_features, out_features)
 
-    def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
-        return ColumnParallelGroupedLinear(in_features, out_features, groups, self)
+    def grouped_linear_in(
+        self, in_features: int, out_features: int, groups: int, *, bias: bool = False
+    ) -> GroupedLinear:
+        return ColumnParallelGroupedLinear(in_features, out_features, groups, self, bias=bias)
+
+    def whole_input(self, x: Tensor) -> Tensor:
+        """f alone: the input [B, L, H] of several projections, whose gradients of it are added up first."""
+        return copy_to_group(x, self.group)
+
+    def separate_linear_in(
+        self, in_features: int, out_features: Sequence[int], *, bias: bool = False
+    ) -> SeparateLinear:
+        return ColumnParallelSeparateLinear(in_features, out_features, self, bias=bias)
 
     def grouped_query_linear_in(
         self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False
@@ -246,15 +266,9 @@ class TensorParallel(Strategy):
         """Whether the loss is computed from logits that are gathered for it."""
         return self.options.loss == "gathered" and self.size > 1
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
         if self.gathers_logits:
             whole = gather_from_group(logits, logits.ndim - 1, self.group)
-            return Strategy.cross_entropy(self, whole, labels, fused=fused)
-        # logits split over the vocabulary have the fused loss only
-        return vocab_parallel_cross_entropy(logits, labels, self.group)
-
-    def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self.gathers_logits:
-            whole = gather_from_group(logits, logits.ndim - 1, self.group)
-            return Strategy.cross_entropy_in_place(self, whole, labels)
-        return cross_entropy_in_place(logits, labels, self.group)
+            return Strategy.cross_entropy(self, whole, labels, way=way)
+        # torch's own loss does not take logits that are split over the vocabulary
+        return CROSS_ENTROPIES["fused" if way == "plain" else way](logits, labels, self.group)

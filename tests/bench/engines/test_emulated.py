@@ -25,7 +25,7 @@ from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import VirtualEngine, fake_mesh
 from spbench.bench.measurement import Measurement
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search import search
 from spbench.bench.search.search import largest_fitting
 from spbench.impls.layout import Unavailable

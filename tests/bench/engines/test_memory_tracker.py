@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spbench.bench.engines import virtual
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from tests.bench.engines.memory_tracker import tracked_peak
 from tests.bench.meters.test_fast_recorder import CELLS, in_every_run
 

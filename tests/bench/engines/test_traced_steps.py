@@ -12,7 +12,7 @@ from spbench.bench.engines import distributed, virtual
 from spbench.bench.engines.plan import RankClass
 from spbench.bench.engines.traces import RankMemory, needs
 from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.meters.memory import MemoryLog, Peak
+from spbench.bench.meters.memory_log import MemoryLog, Peak
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.composition import Stage
 from spbench.impls.strategies.base import Unsupported
@@ -55,9 +55,11 @@ def test_memory_of_two_steps_by_hand() -> None:
     assert [peak.at_end for peak in found.peaks] == [58 * MIB, 58 * MIB]
     assert found.peak.held["parameters"] == 50 * MIB  # the slack of a block is of what its tensor is
     assert found.peak.held["optimizer_state"] == 8 * MIB
-    assert list(found.reserved) == [150 * MIB, 150 * MIB]
+    assert list(found.reserved) == [150 * MIB, 150 * MIB, 150 * MIB]
+    assert (found.setup.nbytes, found.setup.phase, found.setup.at_end) == (150 * MIB, "set-up", 50 * MIB)
     assert found.failure is None
-    first, second = found.rows(ALONE)
+    setup, first, second = found.rows(ALONE)
+    assert (setup["step"], setup["peak_phase"], setup["reserved_memory_bytes"]) == (0, "set-up", 150 * MIB)
     assert first["peak_held"] == {"parameters": 50 * MIB, "optimizer_state": 8 * MIB, "activations": 3 * MIB}
     assert (second["step"], second["status"], second["allocated_bytes"]) == (2, "ok", 58 * MIB)
 
@@ -76,11 +78,21 @@ def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> No
         "no room for 30 MiB with 58 MiB allocated and 70 MiB reserved, in forward of step 2 on rank 4, "
         "one of 3 alike (stage 1)"
     )
-    assert [(row["step"], row["status"]) for row in found.rows(likes)] == [(1, "ok"), (2, "oom")]
+    assert [row["status"] for row in found.rows(likes)] == ["ok", "ok", "oom"]
     assert (found.peak.nbytes, found.reserved[-1], found.reserved_on_card) == (88 * MIB, 100 * MIB, 70 * MIB)
     within = RankMemory.of(MemoryLog([60 * MIB, 1], [1, 2], [("forward", 1)]), capacity=50 * MIB)
     assert within.failure is not None
     assert "in set-up on rank 0" in within.failure.reason(ALONE)
+    assert not within.failure.steps_fit
+
+
+def test_a_setup_that_alone_does_not_fit_is_told_so() -> None:
+    found = RankMemory.of(LOG, capacity=120 * MIB)
+    assert found.failure is not None
+    assert (found.failure.step, found.failure.steps_fit) == (0, True)
+    assert needs(found).startswith(
+        "the steps fit at 0.1 GiB, set-up does not: 0.1 GiB; initialise on the meta"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +105,7 @@ def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> No
 )
 def test_what_a_step_that_does_not_fit_needs(category: str, advice: str) -> None:
     peak = Peak(2**31, "forward", {"parameters": 2**29, category: 3 * 2**29}, 0)
-    assert needs(peak) == "the step needs 2.0 GiB at its peak" + advice
+    assert needs(RankMemory(peak, [peak], [], 0, None)) == "the step needs 2.0 GiB at its peak" + advice
 
 
 def test_a_later_step_has_the_moments_that_the_first_one_makes() -> None:
@@ -123,8 +135,10 @@ def test_rows_of_each_class_and_step_and_the_largest_of_them() -> None:
     assert found.status == "ok"
     table = found.by_class
     assert [(row["rank"], row["ranks"], row["stage"], row["step"]) for row in table] == [
+        (0, 2, 0, 0),
         (0, 2, 0, 1),
         (0, 2, 0, 2),
+        (2, 2, 1, 0),
         (2, 2, 1, 1),
         (2, 2, 1, 2),
     ]
@@ -136,21 +150,21 @@ def test_rows_of_each_class_and_step_and_the_largest_of_them() -> None:
         assert row["allocated_bytes"] <= row["peak_memory_bytes"]
     once = VirtualEngine().measure(asked.model_copy(update={"training": cell_of(1).training}))
     assert (once.communication, once.formula_difference) == (found.communication, [])
-    assert [row["step"] for row in once.by_class] == [1, 1]
+    assert [row["step"] for row in once.by_class] == [0, 1, 0, 1]
 
 
 def test_a_step_that_runs_out_is_named_by_its_class(tmp_path: Path) -> None:
     # the first step's peak is at the loss, before the moments are made
     shape = {"model": "bert-base", "model_options": {"layers": 1}, "batch": 32}
     asked = cell_of(2, **shape, training={"moments": "later"})
-    first, second = VirtualEngine().measure(asked).by_class
+    _, first, second = VirtualEngine().measure(asked).by_class
     assert first["reserved_memory_bytes"] < second["peak_memory_bytes"]
     enough_once = write_cluster(tmp_path, first["reserved_memory_bytes"] // MIB)
     fails = VirtualEngine().measure(asked.model_copy(update={"cluster": enough_once}))
     assert fails.status == "oom"
     assert "of step 2 on rank 0; the step needs 1.3 GiB at its peak" in fails.reason
-    assert [row["status"] for row in fails.by_class] == ["ok", "oom"]
-    assert fails.by_class[1]["peak_memory_bytes"] == second["peak_memory_bytes"]
+    assert [row["status"] for row in fails.by_class] == ["ok", "ok", "oom"]
+    assert fails.by_class[2]["peak_memory_bytes"] == second["peak_memory_bytes"]
 
 
 def test_inference_has_one_step() -> None:
@@ -165,6 +179,7 @@ def test_real_ranks_trace_as_many_steps(pool: RankPool) -> None:
     virtually = VirtualEngine().measure(asked)
     (first, _) = pool.run({"tp": 2}, distributed.measure_rank, asked, timeout_s=120)
     assert first.communication == virtually.communication
-    assert [row["step"] for row in first.by_class] == [1, 2]
+    assert [row["step"] for row in first.by_class] == [0, 1, 2]
+    assert first.setup_peak_memory_bytes == virtually.setup_peak_memory_bytes
     lasting = [row["allocated_bytes"] for row in virtually.by_class]
     assert [row["allocated_bytes"] for row in first.by_class] == lasting

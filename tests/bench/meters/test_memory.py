@@ -19,7 +19,7 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.setup import set_up
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.allocator import rounded
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.layout import Unsupported
 from tests.bench.engines.cells import cell_of

@@ -8,7 +8,7 @@ import pytest
 
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.engines import virtual
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
 from tests.bench.engines.cells import cell_of
 from tests.slow import slow

@@ -22,7 +22,7 @@ from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.setup import record_step
 from spbench.bench.engines.traces import Trace
 from spbench.bench.engines.virtual import fake_mesh, no_cyclic_collection
-from spbench.bench.meters.memory import MemoryLog
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends, strategies
