@@ -152,10 +152,9 @@ def begin_exchange(
     even number send before they receive, so that neighbours do not wait for each other."""
     sent = [partial(dist.isend, x, group=group, group_dst=peer) for x, peer in sends]
     received = [partial(dist.irecv, x, group=group, group_src=peer) for x, peer in receives]
-    if group.rank() % 2 == 0:
-        return [begin() for begin in (*sent, *received)]
-    works = [begin() for begin in (*received, *sent)]
-    return [*works[len(received) :], *works[: len(received)]]
+    in_order = [*sent, *received] if group.rank() % 2 == 0 else [*received, *sent]
+    works = {begin: begin() for begin in in_order}
+    return [work for begin in (*sent, *received) if (work := works[begin]) is not None]
 
 
 def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
