@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spbench.bench.cell import Cell
@@ -34,9 +35,20 @@ DEFAULT_MODELS = {
     "ulysses": "causal-transformer-tiny",
     "megatron_sp": "causal-transformer-tiny",
 }
+#: options of torch's fully_shard
+SHARDING: dict[str, dict[str, str | bool]] = {
+    "torchtitan": {
+        "wrap": "embedding",
+        "reshard_rest": False,
+        "reduce_dtype": "fp32",
+        "state_dtype": "weights",
+    },
+    "whole": {"wrap": "whole"},
+    "device": {"initialize": "device"},
+}
 
 
-def combination(strategy: str, model: str, backend: str, n: int) -> Cell:
+def combination(strategy: str, model: str, backend: str, n: int, **options: str | bool) -> Cell:
     sizes = dict.fromkeys(strategies()[strategy].axes, n)
     settings: dict[str, Any] = {
         "model": model,
@@ -45,7 +57,7 @@ def combination(strategy: str, model: str, backend: str, n: int) -> Cell:
         "batch": 4,
         "seq_len": LENGTHS.get(model, 48),
         "precision": "bf16",
-        "training": {"backend": backend},
+        "training": {"backend": backend, **options},
     }
     return Cell.model_validate(settings)
 
@@ -68,21 +80,25 @@ def combinations() -> Iterator[Any]:
         cell = combination("lasp", "tnl-tiny", backend, 2)
         default = backend in ("fsdp_flat", "megatron", "zero3")
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
+    for name, options in SHARDING.items():
+        cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, **options)
+        yield pytest.param(cell, id=name, marks=[] if name == "torchtitan" else pytest.mark.slow)
 
 
 _reduce_scatter = collectives._reduce_scatter_into
 
 
-def as_gloo_does(part: Tensor, whole: Tensor, **how: Any) -> Any:
-    """A reduce-scatter with memory for a copy of ``whole``."""
-    _copy = torch.empty_like(whole)
-    return _reduce_scatter(part, whole, **how)
+def as_gloo_does(output: Tensor, input: Tensor, **how: Any) -> Any:
+    """A reduce-scatter with memory for a copy of what is given."""
+    _copy = torch.empty_like(input)
+    return _reduce_scatter(output, input, **how)
 
 
 @pytest.mark.parametrize("cell", [*combinations()])
 def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they send is the same, too, and what the closed forms say."""
     monkeypatch.setattr(collectives, "_reduce_scatter_into", as_gloo_does)
+    monkeypatch.setattr(dist, _reduce_scatter.__name__, as_gloo_does)  # which torch's fully_shard calls
     virtually = [seen(virtual.trace(cell, rank)) for rank in range(cell.sizes.world)]
     peaks = [found.peak for found in virtually]
     lowest = [10**18] * len(peaks)
