@@ -6,7 +6,7 @@ can live at the peak: Gloo sums what it reduce-scatters in a copy of it, which v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ DEFAULT_MODELS = {
     "megatron_sp": "causal-transformer-tiny",
 }
 #: options of torch's fully_shard
-SHARDING: dict[str, dict[str, str | bool]] = {
+SHARDING: dict[str, dict[str, Any]] = {
     "torchtitan": {
         "wrap": "embedding",
         "reshard_rest": False,
@@ -48,7 +48,9 @@ SHARDING: dict[str, dict[str, str | bool]] = {
 }
 
 
-def combination(strategy: str, model: str, backend: str, n: int, **options: str | bool) -> Cell:
+def combination(
+    strategy: str, model: str, backend: str, n: int, training: Mapping[str, Any] = {}, **options: Any
+) -> Cell:
     sizes = dict.fromkeys(strategies()[strategy].axes, n)
     settings: dict[str, Any] = {
         "model": model,
@@ -57,13 +59,15 @@ def combination(strategy: str, model: str, backend: str, n: int, **options: str 
         "batch": 4,
         "seq_len": LENGTHS.get(model, 48),
         "precision": "bf16",
-        "training": {"backend": backend, **options},
+        "training": {"backend": backend, **training},
+        "model_options": options,
     }
     return Cell.model_validate(settings)
 
 
 def combinations() -> Iterator[Any]:
-    """Every strategy with every tiny model that it supports, and every backend around LASP."""
+    """Every strategy with every tiny model that it supports, and every backend around LASP; and layers that
+    keep the results of some operators."""
     for strategy in strategies():
         for model in (name for name in models() if "-tiny" in name):
             for n in (2, 4):
@@ -80,9 +84,47 @@ def combinations() -> Iterator[Any]:
         cell = combination("lasp", "tnl-tiny", backend, 2)
         default = backend in ("fsdp_flat", "megatron", "zero3")
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
-    for name, options in SHARDING.items():
-        cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, **options)
+    for name, training in SHARDING.items():
+        cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
         yield pytest.param(cell, id=name, marks=[] if name == "torchtitan" else pytest.mark.slow)
+    for name, training in PIPELINES.items():
+        yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
+    for strategy, backend in (("tensor_parallel", "legacy_ddp"), ("ulysses", "zero3")):
+        options = {"separate_projections": True, "recompute": "operators"}
+        cell = combination(strategy, "causal-transformer-tiny-gqa", backend, 2, **options)
+        marks = [] if strategy == "tensor_parallel" else [pytest.mark.slow]
+        yield pytest.param(cell, id=f"{strategy}-keeps-operators", marks=marks)
+
+
+#: pipelines of two stages, by what is said of them
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "interleaved": INTERLEAVED,
+    "overlapped": {**INTERLEAVED, "overlap_p2p_communication": True},
+    "groups": {**INTERLEAVED, "overlap_p2p_communication": True, "microbatch_group_size": 3},
+    "uneven": {**INTERLEAVED, "overlap_p2p_communication": True, "stage_layers": [0, 2, 2, 0]},
+    "uneven-1f1b": {"stage_layers": [3, 1]},
+}
+DEFAULT_PIPELINES = ("overlapped", "uneven")
+SLOW = pytest.mark.slow
+
+
+def pipeline(training: dict[str, Any]) -> Cell:
+    settings: dict[str, Any] = {
+        "model": "causal-transformer-tiny",
+        "model_options": {"layers": 4},
+        "strategy": "single",
+        "sizes": {"pp": 2},
+        "batch": 5 if "microbatch_group_size" in training else 4,
+        "seq_len": 48,
+        "precision": "bf16",
+    }
+    micro_batches = settings["batch"]
+    return Cell.model_validate(
+        settings | {"training": {"backend": "megatron", "micro_batches": micro_batches, **training}}
+    )
+>>>>>>> main
 
 
 _reduce_scatter = collectives._reduce_scatter_into
