@@ -124,7 +124,6 @@ def pipeline(training: dict[str, Any]) -> Cell:
     return Cell.model_validate(
         settings | {"training": {"backend": "megatron", "micro_batches": micro_batches, **training}}
     )
->>>>>>> main
 
 
 _reduce_scatter = collectives._reduce_scatter_into
