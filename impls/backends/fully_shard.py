@@ -78,6 +78,7 @@ class FullySharded(Backend):
     """ZeRO-3: weights are gathered for forward, freed, and gathered again for backward."""
 
     name = "zero3"
+    shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
     options_type = PrefetchOptions
     options: PrefetchOptions
@@ -205,4 +206,5 @@ class KeptAfterForward(FullySharded):
     """ZeRO-2: the weights stay from forward to backward."""
 
     name = "zero2"
+    shares_out = frozenset({"optimizer_state", "gradients"})
     reshard_after_forward = False
