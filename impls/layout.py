@@ -36,6 +36,7 @@ OtherKind = Literal[
     "vocabulary_logits",
     "cross_entropy",
     "cross_entropy_in_place",
+    "cross_entropy_native",
     "parameters",
     "stage_boundary",
     "tied_embedding",

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from spbench.bench.engines.plan import plan
     from spbench.bench.errors import UserError
     from spbench.bench.exports.exported import Exported, ExportRequest
+    from spbench.bench.jobs.job import Argument, Job, Setting
+    from spbench.bench.jobs.job_files import JobFile, JobFiles
     from spbench.bench.measurement import Measurement
     from spbench.bench.meters.meter import Call, Communication, Meter
     from spbench.bench.published.answer import Answer
@@ -92,6 +94,8 @@ _HOMES = {
     "spbench.bench.errors": ("UserError",),
     "spbench.bench.exports.exported": ("ExportRequest", "Exported"),
     "spbench.bench.meters.meter": ("Call", "Communication", "Meter"),
+    "spbench.bench.jobs.job": ("Argument", "Job", "Setting"),
+    "spbench.bench.jobs.job_files": ("JobFile", "JobFiles"),
     "spbench.bench.measurement": ("Measurement",),
     "spbench.bench.search.quantities": ("Quantity",),
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
@@ -107,6 +111,7 @@ _HOMES = {
 __all__ = [
     "ONE_STAGE",
     "Answer",
+    "Argument",
     "AttentionSpeed",
     "Backend",
     "Call",
@@ -118,6 +123,9 @@ __all__ = [
     "ExportRequest",
     "Exported",
     "Findings",
+    "Job",
+    "JobFile",
+    "JobFiles",
     "LogFile",
     "Measurement",
     "Meter",
@@ -132,6 +140,7 @@ __all__ = [
     "Scenario",
     "Selector",
     "SequenceChunks",
+    "Setting",
     "Shard",
     "Site",
     "Stage",

@@ -22,6 +22,7 @@ from spbench.bench.commands.output import Output
 from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.exports import EXPORTS
+from spbench.bench.jobs import JOBS
 from spbench.bench.yaml_files import packaged, read_yaml
 from spbench.impls.discovery import FunctionModules
 from spbench.plots import FIGURES
@@ -49,12 +50,13 @@ _OF_FUNCTIONS: dict[str, FunctionModules] = {
     "forms": FORMS,
     "exports": EXPORTS,
     "logs": LOGS,
+    "jobs": JOBS,
     "figures": FIGURES,
 }
 #: in the order in which they are printed
 _KINDS = (
     *("scenarios", "strategies", "peers", "models", "clusters", "backends", "engines", "meters"),
-    *("quantities", "answers", "forms", "exports", "logs", "figures"),
+    *("quantities", "answers", "forms", "exports", "logs", "jobs", "figures"),
 )
 #: the kind of which one can be shown, by its name
 _ONE = "cluster"
@@ -71,8 +73,8 @@ def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
     """List what there is of a KIND, or of every kind if none is named; or what is known of the cluster NAME.
 
     Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
-    forms, exports, logs, figures. `list cluster NAME` shows the rates of one by kind of work, each with its
-    source, and what is not known; NAME may be a file of yours.
+    forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of one by kind of work, each
+    with its source, and what is not known; NAME may be a file of yours.
     """
     if (kind == _ONE) != (name is not None):
         raise UserError(

@@ -40,17 +40,50 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return d_logits.mul_(gradient.unsqueeze(-1)), None, None
 
 
+def _own_full_precision(logits: Tensor) -> Tensor:
+    """A copy of the logits in at least float32."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits.clone()
+
+
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Per-token loss [B, L] from this rank's part of the logits [B, L, V/N] and whole labels [B, L].
 
     One full-precision tensor of the logits' shape is made and reused: shifted logits, exponentials,
     softmax, gradient. So backward can run once only.
     """
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    else:
-        logits = logits.clone()
-    return _VocabParallelCrossEntropy.apply(logits, labels, group)
+    return _VocabParallelCrossEntropy.apply(_own_full_precision(logits), labels, group)
+
+
+class _CompiledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.dtype = logits.dtype
+        softmax, first = _own_full_precision(logits), _first_row(logits, group)
+        top = all_reduce(softmax.amax(-1), group, dist.ReduceOp.MAX)
+        softmax.sub_(top.unsqueeze(-1))
+        hit, local = _hit(labels, first, softmax.shape[-1])
+        own = softmax.gather(-1, local.unsqueeze(-1)).squeeze(-1) * hit
+        sums = all_reduce(torch.cat((own, softmax.exp_().sum(-1))), group)
+        predicted, total = sums.chunk(2)
+        softmax.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(softmax, hit, local)
+        return total.log() - predicted
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        softmax, hit, local = ctx.saved_tensors
+        # the compiler does not scatter into an input that it overwrites later, so that both exist
+        precise = softmax.clone()
+        precise.scatter_add_(-1, local.unsqueeze(-1), hit.to(softmax.dtype).neg_().unsqueeze(-1))
+        return precise.mul_(gradient.unsqueeze(-1)).to(ctx.dtype), None, None
+
+
+def compiled_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Per-token loss [B, L] as :func:`vocab_parallel_cross_entropy`, in the four regions that Megatron-Core
+    compiles with torch.compile (core/fusions/fused_cross_entropy.py): two sums over ranks travel together,
+    and backward has a second full-precision tensor of the logits' shape beside the softmax."""
+    loss: Tensor = _CompiledCrossEntropy.apply(logits, labels, group)
+    return loss
 
 
 @torch.library.custom_op("spbench::cross_entropy_gradient_", mutates_args={"logits"})
@@ -88,6 +121,11 @@ def _(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     return logits.new_empty(3, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
+def _first_row(logits: Tensor, group: dist.ProcessGroup | None) -> int:
+    """The first row of the vocabulary that is this rank's."""
+    return 0 if group is None else group.rank() * logits.shape[-1]
+
+
 def _hit(labels: Tensor, first: int, part: int) -> tuple[Tensor, Tensor]:
     """Which labels lie in the part of the vocabulary from ``first`` on, and their rows of it (0 for
     others)."""
@@ -98,7 +136,7 @@ def _hit(labels: Tensor, first: int, part: int) -> tuple[Tensor, Tensor]:
 class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        first = 0 if group is None else group.rank() * logits.shape[-1]
+        first = _first_row(logits, group)
         own = _statistics(logits, labels, first)
         # one message, where Megatron-LM's own cross entropy sends three
         parts = own if group is None else all_gather_flat(own.flatten(), group)
@@ -119,3 +157,11 @@ def cross_entropy_in_place(logits: Tensor, labels: Tensor, group: dist.ProcessGr
     once only."""
     loss: Tensor = _CrossEntropyInPlace.apply(logits, labels, group)
     return loss
+
+
+#: with logits that are this function's alone; see :class:`DecoderOptions`
+CROSS_ENTROPIES = {
+    "fused": vocab_parallel_cross_entropy,
+    "native": compiled_cross_entropy,
+    "in_place": cross_entropy_in_place,
+}

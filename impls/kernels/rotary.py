@@ -14,6 +14,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def rotated_by_angles(x: Tensor, angles: Tensor) -> Tensor:
+    """As :func:`fused_rotary`, by torch's operators as Megatron-Core calls them without the fusion
+    (core/models/common/embeddings/rope_utils.py): each call makes and keeps cos and sin [L, A] of its own."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
 @torch.library.custom_op("spbench::rotary", mutates_args=())
 def _rotary(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
     half = angles[..., : angles.shape[-1] // 2]

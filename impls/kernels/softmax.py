@@ -16,8 +16,7 @@ def _plain(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = Fal
     if mask is not None:
         scores = scores.masked_fill(mask, MASKED_SCORE)
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores = scores.masked_fill(later, -torch.inf)
+        scores = scores.masked_fill(_or_causal(None, scores), -torch.inf)
     return torch.softmax(scores, -1)
 
 
@@ -106,13 +105,47 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, way: str) 
     return _SoftmaxKeepingInput.apply(working).to(scores.dtype)
 
 
-def softmax_of_scores(scores: Tensor, mask: Tensor | None, *, fused: bool) -> Tensor:
+class _SoftmaxInFloat32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None) -> Tensor:
+        # a copy, scaled and masked in place, and its softmax
+        working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+        working = working * 1.0
+        probabilities = torch.softmax(working.masked_fill_(_or_causal(mask, scores), MASKED_SCORE), -1)
+        ctx.save_for_backward(probabilities)
+        return probabilities.to(scores.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (probabilities,) = ctx.saved_tensors
+        d_scores = torch._softmax_backward_data(
+            gradient.to(probabilities.dtype), probabilities, -1, probabilities.dtype
+        )
+        return d_scores.to(gradient.dtype), None
+
+
+def _or_causal(mask: Tensor | None, scores: Tensor) -> Tensor:
+    """The mask, or without one the causal mask of scores [..., L, L]."""
+    if mask is not None:
+        return mask
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+
+
+def softmax_of_scores(scores: Tensor, mask: Tensor | None, way: str) -> Tensor:
     """softmax over the last dim of scaled scores [B, Z, L, L] under a mask (True: not attended), or, without
-    one, the causal mask, under which query i sees keys j <= i. Fused (Megatron-LM's scaled_masked_softmax and
-    scaled_upper_triang_masked_softmax) only the result is kept; else torch's own operators keep more."""
-    causal = mask is None
-    if fused:
-        result: Tensor = _MaskedSoftmax.apply(scores, mask, 1.0, causal)
+    one, the causal mask, under which query i sees keys j <= i. Ways:
+
+    - "fused": only the result is kept (Megatron-LM's scaled_masked_softmax and
+      scaled_upper_triang_masked_softmax).
+    - "in_float32": what Megatron-LM does without these where scores are scaled by the layer
+      (--no-masked-softmax-fusion, --apply-query-key-layer-scaling): a float32 copy is scaled, masked in place
+      and its softmax kept in float32.
+    - "plain": torch's own operators, which keep more.
+    """
+    if way == "fused":
+        result: Tensor = _MaskedSoftmax.apply(scores, mask, 1.0, mask is None)
         return result
+    if way == "in_float32":
+        return _SoftmaxInFloat32.apply(scores, mask)
     working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    return _plain(working, mask, 1.0, causal).to(scores.dtype)
+    return _plain(working, mask, 1.0, mask is None).to(scores.dtype)

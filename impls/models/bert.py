@@ -201,7 +201,7 @@ class MaskedLanguageHead(nn.Module):
 
     def __init__(self, model: BertModel, strategy: Strategy):
         super().__init__()
-        self.strategy, self.fused = strategy, model.fused_cross_entropy
+        self.strategy, self.way = strategy, "fused" if model.fused_cross_entropy else "plain"
         self.dense = Linear(model.hidden, model.hidden)
         self.norm = LayerNorm(model.hidden)
         self.bias = strategy.vocabulary_parameter(model.padded_vocabulary(strategy.vocabulary_parts))
@@ -209,7 +209,7 @@ class MaskedLanguageHead(nn.Module):
     def forward(self, x: Tensor, labels: Tensor, words: Tensor) -> Tensor:
         x = self.norm(F.gelu(self.dense(x), approximate="tanh"))
         logits = self.strategy.vocabulary_logits(x, words, self.bias)
-        return self.strategy.cross_entropy(logits, labels, fused=self.fused)
+        return self.strategy.cross_entropy(logits, labels, way=self.way)
 
 
 class Bert(nn.Module):

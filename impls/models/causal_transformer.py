@@ -22,6 +22,7 @@ MLPS = {
     "gelu": ("tanh_gelu", False),
     "erf_gelu": ("gelu", False),
     "relu": ("relu", False),
+    "squared_relu": ("squared_relu", False),
 }
 
 
@@ -32,7 +33,7 @@ class CausalTransformerModel(DecoderModel):
     Attributes:
         norm: "rms", or "layer" (with a bias).
         mlp: a key of MLPS; "gelu" is the tanh approximation.
-        biases: whether all projections but the head have one; not to be had with a gated MLP.
+        biases: whether all projections but the head have one.
         qkv_bias: of the projection to queries, keys and values alone (Qwen2, arXiv 2407.10671).
         position: "rotary", "learned" or "none".
         max_positions: rows of the table of learned positions.
@@ -79,10 +80,6 @@ class CausalTransformerModel(DecoderModel):
                 "attention": KERNELS,
             },
         )
-        if self.biases and self.gated_mlp:
-            raise ValueError(
-                f"biases need an MLP without a gate, not {self.mlp}; qkv_bias is for attention alone"
-            )
         super().__post_init__()
         if (turned := int(self.head_size * self.rotary_share)) % 2 and self.position == "rotary":
             of_head = f"rotary_share {self.rotary_share} of a head's {self.head_size} features"

@@ -94,8 +94,8 @@ class AttentionHooks:
         all scores in memory: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
 
         Args:
-            scores: None: no tensor holds them (causal flash attention); "fused" or "plain": they are made,
-                with the softmax of :func:`softmax_of_scores`; k and v then have as many heads as q.
+            scores: None: no tensor holds them (causal flash attention); else they are made, with that way of
+                :func:`softmax_of_scores`; k and v then have as many heads as q.
             into: lends the memory that Megatron-LM hands to the product of queries and keys; for scores only.
             mask: for scores only, True where a key must not be attended [B, 1, 1 or L, L]; None: the causal
                 mask.
@@ -107,7 +107,7 @@ class AttentionHooks:
             # the product does not add to this memory, so its old values are never read
             into.take((*q.shape[:3], k.shape[2]), q)
         products = strided_product(q, k.mT, q.shape[-1] ** -0.5)
-        probabilities = softmax_of_scores(products, mask, fused=scores == "fused")
+        probabilities = softmax_of_scores(products, mask, scores)
         del products
         return strided_product(self.random.dropout(probabilities, dropout, axes), v)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_parallel_cross_entropy
+from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import project
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grouped_query import GroupedQueryLinear
@@ -36,23 +36,30 @@ class Linear(nn.Module):
 class GroupedLinear(nn.Module):
     """x [..., in_features] -> ``groups`` times x W_g^T [..., out_features], as one matrix product.
 
-    The weight is [groups, out_features, in_features], so that a split of its second dim splits each group.
+    The weight is [groups, out_features, in_features], so that a split of its second dim splits each group;
+    the bias, if there is one, [groups, out_features].
     """
 
-    def __init__(self, in_features: int, out_features: int, groups: int):
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, groups: int, *, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(groups, out_features)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.together(x).unbind(-2)
+        return self._groups(self.project(x, self.bias)).unbind(-2)
 
     def together(self, x: Tensor) -> Tensor:
-        """All projections side by side [..., groups, out_features]."""
-        return self.project(x).unflatten(-1, self.weight.shape[:2])
+        """All projections side by side [..., groups, out_features], without their biases."""
+        return self._groups(self.project(x, None))
 
-    def project(self, x: Tensor) -> Tensor:
-        """x times the weights of all groups."""
-        return project(x, self.weight)
+    def _groups(self, y: Tensor) -> Tensor:
+        return y.unflatten(-1, self.weight.shape[:2])
+
+    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x times the weights of all groups, plus a bias."""
+        return project(x, self.weight, bias)
 
 
 class LayerHooks:
@@ -64,10 +71,12 @@ class LayerHooks:
         return Linear(in_features, out_features)
 
     @left_within
-    def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
-        """Several projections of one input that open a block, without biases:
+    def grouped_linear_in(
+        self, in_features: int, out_features: int, groups: int, *, bias: bool = False
+    ) -> GroupedLinear:
+        """Several projections of one input that open a block:
         [..., in_features] -> ``groups`` times [..., out_features or the same part of it]."""
-        return GroupedLinear(in_features, out_features, groups)
+        return GroupedLinear(in_features, out_features, groups, bias=bias)
 
     @left_within
     def grouped_query_linear_in(
@@ -127,19 +136,11 @@ class LayerHooks:
         return project(x, weight, bias)
 
     @left_within
-    def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """As :meth:`cross_entropy`, in the memory of the logits, which nothing else may read; see
-        :func:`spbench.impls.kernels.cross_entropy.cross_entropy_in_place`."""
-        return cross_entropy_in_place(logits, labels, None)
-
-    @left_within
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
-        """Per-token loss [B, L] in at least float32 from :meth:`vocabulary_logits` and labels [B, L].
-
-        ``fused`` keeps one full-precision copy of the softmax and works in place, as Megatron-LM does.
-        """
-        if fused:
-            return vocab_parallel_cross_entropy(logits, labels, None)
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
+        """Per-token loss [B, L] in at least float32 from :meth:`vocabulary_logits`, which nothing else may
+        read, and labels [B, L]. ``way`` is "plain", torch's own, or a key of :data:`CROSS_ENTROPIES`."""
+        if way != "plain":
+            return CROSS_ENTROPIES[way](logits, labels, None)
         return F.cross_entropy(
             full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none"
         ).view_as(labels)

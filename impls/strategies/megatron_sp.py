@@ -54,7 +54,13 @@ from spbench.impls.strategies.tensor_parallel import (
 )
 from spbench.impls.traffic import Traffic
 
-_VOCABULARY_SITES = ("embedding", "vocabulary_logits", "cross_entropy", "cross_entropy_in_place")
+_VOCABULARY_SITES = (
+    "embedding",
+    "vocabulary_logits",
+    "cross_entropy",
+    "cross_entropy_in_place",
+    "cross_entropy_native",
+)
 
 
 class GatheredProjection(torch.autograd.Function):
@@ -191,16 +197,10 @@ class MegatronSP(GridChunks, TensorParallel):
             return GatheredProjection.apply(x, weight, bias, 1, self.group, self.buffer)
         return Strategy.vocabulary_logits(self, x, weight, bias)
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
         if not self._splits_vocabulary:
-            return Strategy.cross_entropy(self, logits, labels, fused=fused)
-        loss = TensorParallel.cross_entropy(self, logits, whole_ids(labels, self.group), fused=fused)
-        return scatter_to_group(loss, 1, self.group)
-
-    def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if not self._splits_vocabulary:
-            return Strategy.cross_entropy_in_place(self, logits, labels)
-        loss = TensorParallel.cross_entropy_in_place(self, logits, whole_ids(labels, self.group))
+            return Strategy.cross_entropy(self, logits, labels, way=way)
+        loss = TensorParallel.cross_entropy(self, logits, whole_ids(labels, self.group), way=way)
         return scatter_to_group(loss, 1, self.group)
 
     def check_sizes(self, sites: Sequence[Site]) -> None:

@@ -34,13 +34,14 @@ class ColumnParallelLinear(Linear):
 class ColumnParallelGroupedLinear(GroupedLinear):
     """x [..., H] -> this rank's columns [..., F/N] of each group; all-reduces the gradient of x."""
 
-    def __init__(self, in_features: int, out_features: int, groups: int, tp: TensorParallel):
-        super().__init__(in_features, out_features // tp.size, groups)
-        tp.mark(self.weight, dim=1)
+    def __init__(self, in_features: int, out_features: int, groups: int, tp: TensorParallel, *, bias: bool):
+        super().__init__(in_features, out_features // tp.size, groups, bias=bias)
+        for parameter in self.parameters():
+            tp.mark(parameter, dim=1)
         self.tp = tp
 
-    def project(self, x: Tensor) -> Tensor:
-        return self.tp.enter(x, self.weight, None)
+    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.tp.enter(x, self.weight, bias)
 
 
 class RowParallelLinear(Linear):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_from_group, reduce_from_group
-from spbench.impls.kernels.cross_entropy import cross_entropy_in_place, vocab_parallel_cross_entropy
+from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import project
 from spbench.impls.options import Options, Saving, check_choices
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
@@ -138,16 +138,19 @@ class TensorParallel(Strategy):
                 yield Traffic(
                     "backward", "f: gradient of Linformer's projection", "all_reduce", count, weight
                 )
-            elif site.kind in ("cross_entropy", "cross_entropy_in_place") and self.gathers_logits:
+            elif site.kind.startswith("cross_entropy") and self.gathers_logits:
                 logits = d["B"] * d["L"] * d["V"] * element_bytes
                 yield Traffic("forward", "logits", "all_gather", count, logits)
             elif site.kind == "cross_entropy_in_place":
                 parts = 3 * d["B"] * d["L"] * max(4, element_bytes) * self.size
                 yield Traffic("forward", "cross entropy", "all_gather", count, parts)
-            elif site.kind == "cross_entropy":
-                # largest logit, label's logit, sum of exponentials, in at least float32
+            elif site.kind in ("cross_entropy", "cross_entropy_native"):
+                # largest logit, label's logit, sum of exponentials, in at least float32; these two together
+                # in the native way
                 tokens = d["B"] * d["L"] * max(4, element_bytes)
-                yield Traffic("forward", "cross entropy", "all_reduce", 3 * count, tokens)
+                together = [tokens, tokens] if site.kind == "cross_entropy" else [2 * tokens]
+                for payload in (tokens, *together):
+                    yield Traffic("forward", "cross entropy", "all_reduce", count, payload)
             elif site.kind == "grouped_query_linear_in":
                 yield from self.replica_traffic(site, element_bytes)
             elif site.kind == "shared_by_heads":
@@ -203,8 +206,10 @@ class TensorParallel(Strategy):
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         return self.linear_in(in_features, out_features)
 
-    def grouped_linear_in(self, in_features: int, out_features: int, groups: int) -> GroupedLinear:
-        return ColumnParallelGroupedLinear(in_features, out_features, groups, self)
+    def grouped_linear_in(
+        self, in_features: int, out_features: int, groups: int, *, bias: bool = False
+    ) -> GroupedLinear:
+        return ColumnParallelGroupedLinear(in_features, out_features, groups, self, bias=bias)
 
     def grouped_query_linear_in(
         self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False
@@ -250,15 +255,9 @@ class TensorParallel(Strategy):
         """Whether the loss is computed from logits that are gathered for it."""
         return self.options.loss == "gathered" and self.size > 1
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
         if self.gathers_logits:
             whole = gather_from_group(logits, logits.ndim - 1, self.group)
-            return Strategy.cross_entropy(self, whole, labels, fused=fused)
-        # logits split over the vocabulary have the fused loss only
-        return vocab_parallel_cross_entropy(logits, labels, self.group)
-
-    def cross_entropy_in_place(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self.gathers_logits:
-            whole = gather_from_group(logits, logits.ndim - 1, self.group)
-            return Strategy.cross_entropy_in_place(self, whole, labels)
-        return cross_entropy_in_place(logits, labels, self.group)
+            return Strategy.cross_entropy(self, whole, labels, way=way)
+        # torch's own loss does not take logits that are split over the vocabulary
+        return CROSS_ENTROPIES["fused" if way == "plain" else way](logits, labels, self.group)

@@ -48,6 +48,7 @@ ADDITIONS = (
     Addition(
         "from_osu_latency.py", "spbench.logs", "bench/calibration", "osu-latency = from_osu_latency:read"
     ),
+    Addition("sizes.py", "spbench.jobs", "bench/jobs", "sizes = sizes:read"),
     Addition("peaks.py", "spbench.commands", "bench/commands", "peaks = peaks:command"),
     Addition("peak_bars.py", "spbench.figures", "plots", "peak_bars = peak_bars:draw"),
 )

@@ -53,6 +53,7 @@ NAMES = (
     ("forms", "yaml"),
     ("exports", "prometheus"),
     ("logs", "osu-latency"),
+    ("jobs", "sizes"),
     ("figures", "peak_bars"),
 )
 
@@ -208,6 +209,13 @@ def test_a_log(installation: Installation) -> None:
     done = installation.spbench("calibrate", "--from", "latency.txt", "--format", "csv")
     assert "node_link: latency_s,1e-05," in done.stdout, done.stderr
     assert "node_link: bandwidth_bytes_per_s,1e+09," in done.stdout
+
+
+def test_a_job(installation: Installation) -> None:
+    (installation.folder / "job.txt").write_text("tp=4 batch=8 seq_len=128\n")
+    done = installation.spbench("import", "sizes", "job.txt", "--cluster", "dgx-a100")
+    content = yaml.safe_load(done.stdout)
+    assert content["groups"][0]["sizes"] == {"tp": 4}, done.stderr
 
 
 def test_a_command(installation: Installation, rows: Rows) -> None:

@@ -43,6 +43,12 @@ TINY_SIZES: Mapping[str, Any] = {
     "norm_epsilon": 0.1,
 }
 
+#: of ways of the loss that send other messages than Megatron-LM's own
+_CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
+    "in_place": "cross_entropy_in_place",
+    "native": "cross_entropy_native",
+}
+
 
 @dataclass(frozen=True)
 class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
@@ -89,6 +95,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "cross_entropy": "plain",
         "checkpointing": False,
         "library": "torch",
+        "unfused": (),
         "recompute": "none",
     }
 
@@ -106,7 +113,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             raise ValueError("head_dim is of softmax attention, which not all layers of this model have")
 
     def variants(self) -> list[Mapping[str, Any]]:
-        plain = {k: v for k, v in self.plain_options.items() if k not in ("checkpointing", "recompute")}
+        others = ("checkpointing", "recompute", "unfused")
+        plain = {k: v for k, v in self.plain_options.items() if k not in others}
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
@@ -163,10 +171,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
         sites = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
         sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
-        if self.cross_entropy == "in_place":
-            sites = [
-                replace(s, kind="cross_entropy_in_place") if s.kind == "cross_entropy" else s for s in sites
-            ]
+        loss = _CROSS_ENTROPY_SITES.get(self.cross_entropy, "cross_entropy")
+        sites = [replace(s, kind=loss) if s.kind == "cross_entropy" else s for s in sites]
         sites.append(Site("parameters", 1, self.parameters(rows, stage)))
         return sites
 
@@ -183,7 +189,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         of_mlp = (self.mlp_projections + 1) * h * self.inner
         if self.biases:
             whole += 2 * h * len(layers)  # of the projections that close a mixer and an MLP
-            of_mlp += self.inner
+            of_mlp += self.mlp_projections * self.inner
         if stage.first:
             whole += (self.learned_positions or 0) * h
         tables = stage.first or stage.last if self.tied else stage.first + stage.last

@@ -18,10 +18,12 @@ from spbench.impls.kernels.dropout import bias_dropout_add
 from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.kernels.projection import mark_library
 from spbench.impls.kernels.rms_norm import RMSNorm
+from spbench.impls.kernels.squared_relu import squared_relu
 from spbench.impls.kernels.swiglu import swiglu
 from spbench.impls.models.blocks.mixers import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.layers import GroupedLinear, Linear
 
 if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder import DecoderModel
@@ -37,6 +39,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "tanh_gelu": _tanh_gelu,
     "relu": F.relu,
+    "squared_relu": squared_relu,
 }
 
 
@@ -46,12 +49,13 @@ class DecoderMlp(nn.Module):
 
     def __init__(self, model: DecoderModel, strategy: Strategy):
         super().__init__()
-        self.activation, self.fused = model.activation, model.fused
-        self.project: nn.Module
-        if model.biases:
+        self.activation, self.model = model.activation, model
+        self.project: Linear | GroupedLinear
+        if model.biases and not model.gated_mlp:
             self.project = strategy.linear_in(model.hidden, model.inner)
         else:
-            self.project = strategy.grouped_linear_in(model.hidden, model.inner, model.mlp_projections)
+            groups, bias = model.mlp_projections, model.biases
+            self.project = strategy.grouped_linear_in(model.hidden, model.inner, groups, bias=bias)
         self.out = strategy.linear_out(model.inner, model.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,17 +63,25 @@ class DecoderMlp(nn.Module):
 
     def _inner(self, x: Tensor) -> Tensor:
         """[B, L, F]."""
-        activation = ACTIVATIONS[self.activation]
-        bias = getattr(self.project, "bias", None)
-        if bias is not None:
-            if self.fused and self.activation == "tanh_gelu":
-                return bias_gelu(self.project.project(x), bias, fused=True)  # type: ignore[operator]
-            return activation(self.project(x))
-        if self.fused and self.activation == "silu" and len(self.project.weight) == 2:  # type: ignore[arg-type]
-            return swiglu(self.project.together(x))  # type: ignore[operator]
-        x, *factors = self.project(x)
-        x = activation(x)
+        project, bias, fuses = self.project, self.project.bias, self.model.fuses
+        if isinstance(project, GroupedLinear):
+            if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
+                return swiglu(project.together(x), bias)
+        elif bias is not None and self.activation == "tanh_gelu" and fuses("bias_gelu"):
+            return bias_gelu(project.project(x), bias, fused=True)
+        x, *factors = self._opened(x)
+        x = ACTIVATIONS[self.activation](x)
         return x * factors[0] if factors else x
+
+    def _opened(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The projections that open the MLP, each [B, L, F]."""
+        project, bias = self.project, self.project.bias
+        if bias is None or not self.model.fused:
+            return project(x) if isinstance(project, GroupedLinear) else (project(x),)
+        # libraries leave the bias to what comes after the product
+        if isinstance(project, GroupedLinear):
+            return (project.together(x) + bias).unbind(-2)
+        return (project.project(x) + bias,)
 
 
 class AddToHidden(nn.Module):
@@ -79,7 +91,7 @@ class AddToHidden(nn.Module):
 
     def __init__(self, model: DecoderModel, strategy: Strategy):
         super().__init__()
-        self.p, self.fused, self.random = model.dropout, model.fused, strategy.random
+        self.p, self.fused, self.random = model.dropout, model.fuses("bias_dropout"), strategy.random
         self.axes = strategy.position_axes
         self.bias = nn.Parameter(torch.zeros(model.hidden)) if model.biases else None
 

@@ -95,11 +95,7 @@ class Decoder(nn.Module):
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight = self.head if (tied := self.tied) is None else tied
         logits, labels = self.strategy.vocabulary_logits(self.norm(x), weight, None), inputs["labels"]
-        if self.model.cross_entropy == "in_place":
-            token_loss = self.strategy.cross_entropy_in_place(logits, labels)
-        else:
-            fused = self.model.cross_entropy == "fused"
-            token_loss = self.strategy.cross_entropy(logits, labels, fused=fused)
+        token_loss = self.strategy.cross_entropy(logits, labels, way=self.model.cross_entropy)
         loss = (token_loss * inputs["loss_weights"]).sum()
         return {"loss": loss, "language_loss": loss, "token_loss": token_loss}
 

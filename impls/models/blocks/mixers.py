@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.models.model import AttentionHeads
@@ -28,11 +29,15 @@ def _elu_plus_one(x: Tensor) -> Tensor:
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "elu_plus_one": _elu_plus_one}
 
+#: what libraries other than torch fuse: the scale, mask and softmax of scores, an MLP's bias and activation,
+#: bias, dropout and addition to the hidden states, and RoPE
+FUSIONS = ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "rope")
+
 _WAYS = {
     "attention_norm": ("hidden", "head"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
     "rms_norm": ("fused", "plain"),
-    "cross_entropy": ("plain", "fused", "in_place"),
+    "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
     "recompute": ("none", "selective", "full"),
     "recompute_method": ("uniform", "block"),
@@ -56,10 +61,12 @@ class DecoderOptions(AttentionHeads):
         norm_epsilon: added to the mean square in every norm.
         rms_norm: "fused" or "plain"; see :func:`rms_norm`.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
-            makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "in_place"
+            makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
+            a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
             makes none, as TransformerEngine's (--cross-entropy-fusion-impl te).
         library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
-            and which workspaces exist. Other than torch's, they fuse SwiGLU and RoPE.
+            and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
+        unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
             softmax attention, between its projections (arXiv 2205.05198, section 5).
         recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
@@ -84,6 +91,7 @@ class DecoderOptions(AttentionHeads):
     rms_norm: str = "fused"
     cross_entropy: str = "plain"
     library: str = "torch"
+    unfused: Sequence[str] = ()
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_layers: int = 1
@@ -96,6 +104,12 @@ class DecoderOptions(AttentionHeads):
         elif self.head_dim < 1:
             raise ValueError(f"head_dim is at least 1, not {self.head_dim}")
         check_choices(self, _WAYS)
+        object.__setattr__(self, "unfused", tuple(self.unfused))  # a list has no hash
+        for name in self.unfused:
+            if name not in FUSIONS:
+                raise ValueError(f"unfused has words of {', '.join(FUSIONS)}, not {name!r}")
+        if self.unfused and not self.fused:
+            raise ValueError("unfused is of libraries that fuse; library torch does not, so leave it out")
         if self.checkpointing and self.recompute != "none":
             raise ValueError(
                 f"checkpointing is recompute: full; with recompute {self.recompute} leave it out"
@@ -134,6 +148,10 @@ class DecoderOptions(AttentionHeads):
     def fused(self) -> bool:
         """Whether the library fuses what stands between products."""
         return self.library != "torch"
+
+    def fuses(self, name: str) -> bool:
+        """Whether the library's kernel for one of :data:`FUSIONS` is used."""
+        return self.fused and name not in self.unfused
 
     @property
     def grouped(self) -> bool:

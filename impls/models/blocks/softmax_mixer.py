@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
-from spbench.impls.kernels.rotary import fused_rotary, rotated
+from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.mixers import DecoderOptions, Places
 from spbench.impls.models.blocks.recomputation import recomputed
@@ -117,7 +118,7 @@ class SoftmaxAttentionMixer(nn.Module):
         q, k, v = self._projected(x)
         q, k = self._turned(q, k, places)
         q = q.flatten(1, -3)
-        if self.kind.kernel != "unfused":
+        if self._made_contiguous:
             q, k, v = (x.contiguous() for x in (q, k, v))
         if self.model.recompute == "selective":
             o = recomputed(self._attend, self.strategy.random, q, k, v)
@@ -134,19 +135,45 @@ class SoftmaxAttentionMixer(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.kind.needs_all_positions:
             return self.strategy.causal_attention(q, k, v)
+        local = self.model.library == "megatron-local"
         if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        scores = None if self.kind.kernel != "unfused" else "fused" if self.model.fused else "plain"
-        local = self.model.library == "megatron-local"
         return self.strategy.whole_attention(
-            q, k, v, dropout=self.kind.dropout, scores=scores, into=self.strategy.buffer if local else None
+            q,
+            k,
+            v,
+            dropout=self.kind.dropout,
+            scores=self._softmax_of_scores,
+            into=self.strategy.buffer if local else None,
         )
+
+    @property
+    def _softmax_of_scores(self) -> str | None:
+        """How scores become probabilities, a way of :func:`softmax_of_scores`; None: none are made."""
+        if self.kind.kernel != "unfused":
+            return None
+        if not self.model.fused:
+            return "plain"
+        # TransformerEngine's own fusion does not heed Megatron-LM's argument
+        by_megatron = self.model.library == "megatron-local"
+        return "in_float32" if by_megatron and not self.model.fuses("masked_softmax") else "fused"
+
+    @property
+    def _made_contiguous(self) -> bool:
+        """Whether queries, keys and values are, so that the memory of their projection is given up. Attention
+        kernels want that; TransformerEngine's attention by scores takes views, unless q, k and v are parts of
+        more than one tensor (get_qkv_layout of its dot_product_attention/utils.py)."""
+        if self.kind.kernel != "unfused":
+            return True
+        apart = self.kind.rotary_base is not None or self.model.qk_norm or self.model.grouped
+        return self.model.library == TRANSFORMER_ENGINE and apart
 
     def _turned(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         if self.kind.rotary_base is None:
             return q, k
         size = int(self.model.head_size * self.kind.rotary_share)
-        if size == self.model.head_size:
+        # Megatron-Core's own RoPE joins what was turned and what was not, also where that is nothing
+        if size == self.model.head_size and (self.model.fuses("rope") or not self.model.fused):
             return self._rotated(q, places), self._rotated(k, places)
         q, k = (torch.cat((self._rotated(x[..., :size], places), x[..., size:]), -1) for x in (q, k))
         return q, k
@@ -155,8 +182,10 @@ class SoftmaxAttentionMixer(nn.Module):
         """[..., L, features that turn] -> the same."""
         base, size = self.kind.rotary_base, x.shape[-1]
         assert base is not None
-        if self.model.fused:
+        if self.model.fuses("rope"):
             return fused_rotary(x, places.angles(size, base))
+        if self.model.fused:
+            return rotated_by_angles(x, places.angles(size, base))
         return rotated(x, *places.rotary(size, base))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

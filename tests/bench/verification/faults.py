@@ -214,14 +214,14 @@ class ParameterWithoutGradient(TensorParallel):
 class DenominatorNotReduced(TensorParallel):
     """The cross entropy of split logits with a sum of exponentials of each rank's part alone."""
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
         honest, calls = cross_entropy.all_reduce, iter(range(3))
 
         def all_but_the_third(x: Tensor, *args: Any) -> Tensor:
             return x if next(calls) == 2 else honest(x, *args)
 
         with mock.patch.object(cross_entropy, "all_reduce", all_but_the_third):
-            return super().cross_entropy(logits, labels, fused=fused)
+            return super().cross_entropy(logits, labels, way=way)
 
 
 class GatheredGradientSummed(TensorParallel):
@@ -229,10 +229,10 @@ class GatheredGradientSummed(TensorParallel):
 
     gathers_logits = True  # type: ignore[assignment]
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, fused: bool) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
         if logits.requires_grad:
             logits.register_hook(lambda gradient: gradient * self.size)
-        return super().cross_entropy(logits, labels, fused=fused)
+        return super().cross_entropy(logits, labels, way=way)
 
 
 class NextRanksWeights(TensorParallel):

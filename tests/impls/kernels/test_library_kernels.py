@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.impls.collectives import ReusedBuffer
-from spbench.impls.kernels.cross_entropy import cross_entropy_in_place
+from spbench.impls.kernels.cross_entropy import compiled_cross_entropy, cross_entropy_in_place
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
 from spbench.impls.kernels.projection import (
@@ -19,8 +19,9 @@ from spbench.impls.kernels.projection import (
     project,
     strided_product,
 )
-from spbench.impls.kernels.rotary import fused_rotary, rotated
+from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
 from spbench.impls.kernels.softmax import softmax_of_scores
+from spbench.impls.kernels.squared_relu import squared_relu
 from spbench.impls.kernels.swiglu import swiglu
 from tests.impls.kernels.made import assert_same, bytes_kept, made
 
@@ -31,12 +32,27 @@ def test_swiglu() -> None:
     assert bytes_kept(lambda: swiglu(y)) == y.nbytes
 
 
+def test_swiglu_with_a_bias() -> None:
+    y, bias = made(3, 5, 2, 7), made(2, 7, seed=1)
+    plain = lambda y, bias: F.silu(y[..., 0, :] + bias[0]) * (y[..., 1, :] + bias[1])  # noqa: E731
+    assert_same(swiglu, plain, y, bias)
+    assert bytes_kept(lambda: swiglu(y, bias)) == y.nbytes + bias.nbytes
+
+
+def test_squared_relu() -> None:
+    x = made(3, 5, 7)
+    assert_same(squared_relu, lambda x: F.relu(x).pow(2), x)
+    assert bytes_kept(lambda: squared_relu(x)) == x.nbytes
+
+
 def test_rotary() -> None:
     angle = torch.arange(5.0, dtype=torch.float64).unsqueeze(-1) * torch.tensor([1.0, 0.1, 0.01])
     angles = torch.cat((angle, angle), -1)
     x = made(2, 3, 5, 6)
     assert_same(lambda x: fused_rotary(x, angles), lambda x: rotated(x, angle.cos(), angle.sin()), x)
     assert bytes_kept(lambda: fused_rotary(x, angles)) == angles.nbytes
+    assert_same(lambda x: rotated_by_angles(x, angles), lambda x: rotated(x, angle.cos(), angle.sin()), x)
+    assert bytes_kept(lambda: rotated_by_angles(x, angles)) == 2 * angles.nbytes
 
 
 def test_strided_product_keeps_views() -> None:
@@ -54,8 +70,11 @@ def test_softmax_of_scores_is_causal_without_a_mask() -> None:
     later = torch.ones(5, 5, dtype=torch.bool).triu(1)
     plain = lambda x: torch.softmax(x.masked_fill(later, -torch.inf), -1)  # noqa: E731
     # backward works in the gradient's memory, which a weighted sum makes anew
-    assert_same(lambda x: softmax_of_scores(x, None, fused=True) * 1.0, plain, scores)
-    assert_same(lambda x: softmax_of_scores(x, None, fused=False), plain, scores)
+    assert_same(lambda x: softmax_of_scores(x, None, "fused") * 1.0, plain, scores)
+    for way in ("plain", "in_float32"):
+        assert_same(lambda x, way=way: softmax_of_scores(x, None, way), plain, scores)
+    half = made(2, 3, 5, 5, dtype=torch.bfloat16)
+    assert bytes_kept(lambda: softmax_of_scores(half, None, "in_float32")) == 2 * half.nbytes
 
 
 def test_cross_entropy_in_place_overwrites_the_logits_with_their_gradient() -> None:
@@ -68,6 +87,7 @@ def test_cross_entropy_in_place_overwrites_the_logits_with_their_gradient() -> N
     assert_same(lambda x: cross_entropy_in_place(x.clone(), labels, None), plain, logits)
     half = logits.detach().bfloat16().requires_grad_().clone()
     assert bytes_kept(lambda: cross_entropy_in_place(half, labels, None)) == half.nbytes
+    assert_same(lambda x: compiled_cross_entropy(x, labels, None), plain, logits)
 
 
 @pytest.mark.parametrize("heads", [4, 2])

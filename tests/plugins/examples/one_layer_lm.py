@@ -83,7 +83,7 @@ class OneLayer(nn.Module):
         o = self.strategy.causal_attention(q.contiguous(), k.contiguous(), v.contiguous())
         x = x + self.out.project(o.transpose(1, 2).flatten(2))
         logits = self.strategy.vocabulary_logits(x, self.head, None)
-        token_loss = self.strategy.cross_entropy(logits, inputs["labels"], fused=False)
+        token_loss = self.strategy.cross_entropy(logits, inputs["labels"], way="plain")
         loss = (token_loss * inputs["loss_weights"]).sum()
         return {"hidden": x, "loss": loss, "language_loss": loss}
 

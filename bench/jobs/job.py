@@ -1,0 +1,172 @@
+"""A job of a training program: its arguments, each accounted for, and the settings of the cell they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from spbench.bench.cell import Cell
+from spbench.bench.config.expand import Problem, expand
+from spbench.bench.errors import UserError
+
+Outcome = Literal["mapped", "no effect", "refused", "unknown"]
+
+#: column of the scenario's comments, where a line leaves room for them
+_COMMENT_COLUMN = 44
+_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a job, and what became of it.
+
+    Attributes:
+        name: as its program calls it: ``--hidden-size``, ``optimizer.name``.
+        value: as the job gives it; "" for a switch.
+        detail: the settings that it sets, why it has no effect, or what is missing for it.
+    """
+
+    name: str
+    value: str
+    outcome: Outcome
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value}".rstrip()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of the cell.
+
+    Attributes:
+        path: of its keys: ``model_options.kv_heads``.
+        source: the arguments that it came from, or whose default it is.
+    """
+
+    path: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the files of a job say.
+
+    Attributes:
+        program: with the version whose arguments and defaults these are.
+        settings: in the order in which a scenario has them.
+        problems: what keeps the job as a whole from being a cell, one a line.
+        remarks: what is approximate, one a line.
+        allow_unknown: leave unknown arguments out, in place of refusing them.
+    """
+
+    kind: str
+    program: str
+    title: str
+    arguments: Sequence[Argument]
+    settings: Sequence[Setting]
+    problems: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    allow_unknown: bool = False
+
+    def of(self, outcome: Outcome) -> list[Argument]:
+        """The arguments with that outcome."""
+        return [argument for argument in self.arguments if argument.outcome == outcome]
+
+    def refusal(self) -> str:
+        """Why the job is no scenario, in one line; "" if it is one."""
+        reasons = []
+        if refused := self.of("refused"):
+            missing: dict[str, list[str]] = {}
+            for argument in refused:
+                missing.setdefault(argument.detail, []).append(str(argument))
+            reasons += [f"{', '.join(names)}: {detail}" for detail, names in missing.items()]
+        if (unknown := self.of("unknown")) and not self.allow_unknown:
+            names = ", ".join(f"{argument.name}{argument.detail}" for argument in unknown)
+            reasons.append(
+                f"{self.program} has no argument {names}; --allow-unknown leaves "
+                f"{'them' if len(unknown) > 1 else 'it'} out"
+            )
+        return "; ".join([*reasons, *self.problems])
+
+    def content(self) -> dict[str, Any]:
+        """The settings, nested as in a group of a scenario. UserError as :meth:`refusal` says."""
+        if refusal := self.refusal():
+            raise UserError(f"{self.title}: {refusal}")
+        nested: dict[str, Any] = {}
+        for setting in self.settings:
+            *above, key = setting.path.split(".")
+            place = nested
+            for name in above:
+                place = place.setdefault(name, {})
+            place[key] = setting.value
+        return nested
+
+    def cell(self) -> Cell:
+        """The job as a cell.
+
+        Raises:
+            UserError: an argument is refused or unknown, or the settings cannot be together.
+        """
+        group = self.content()
+        try:
+            (cell,) = expand({}, [group], {}, "", Path())
+        except Problem as problem:
+            raise UserError(f"{self.title}: {self._of_argument(str(problem))}") from problem
+        return cell
+
+    def _of_argument(self, problem: str) -> str:
+        """What is wrong with a setting, by the argument that it came from."""
+        path, _, message = problem.removeprefix("groups[0].").partition(": ")
+        inner = [s for s in self.settings if path == s.path or path.startswith(f"{s.path}.")]
+        source = f" ({inner[0].source})" if inner else ""
+        return f"{path}{source}: {message}"
+
+    def scenario_text(self) -> str:
+        """A scenario file with this cell, the argument that each line came from beside it.
+
+        Raises:
+            UserError: an argument is refused or unknown, or the settings cannot be together.
+        """
+        self.cell()
+        lines = [f"# {line}" for line in self._heading()]
+        lines += [f"title: {_scalar(self.title)}", "groups:"]
+        sources = {setting.path: setting.source for setting in self.settings}
+        body = [*_lines(self.content(), "", sources)]
+        for number, (text, comment) in enumerate(body):
+            line = ("  - " if number == 0 else "    ") + text
+            lines.append(f"{line.ljust(_COMMENT_COLUMN)}# {comment}" if comment else line)
+        return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def _heading(self) -> Iterator[str]:
+        yield f"{self.program}, as `spbench import {self.kind}` reads it; defaults are those of this version"
+        idle = self.of("no effect")
+        if idle:
+            have = "argument has" if len(idle) == 1 else "arguments have"
+            yield f"{len(idle)} {have} no effect on what is counted: --explain says why"
+        yield from (f"approximate: {remark}" for remark in self.remarks)
+        if unknown := self.of("unknown"):
+            yield f"unknown to this version and left out: {', '.join(map(str, unknown))}"
+
+
+def _lines(content: Mapping[str, Any], above: str, sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The lines of a mapping in YAML, each with its comment; a mapping that is a setting is one line."""
+    for key, value in content.items():
+        path = f"{above}{key}"
+        if isinstance(value, dict) and path not in sources:
+            yield f"{key}:", ""
+            for text, comment in _lines(value, f"{path}.", sources):
+                yield f"  {text}", comment
+        else:
+            yield f"{key}: {_scalar(value)}", sources[path]
+
+
+def _scalar(value: Any) -> str:
+    """A value in YAML, in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")

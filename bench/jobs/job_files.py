@@ -1,0 +1,118 @@
+"""The files of a job, and reading them by the kind that knows them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.jobs import JOBS
+from spbench.bench.jobs.job import Job
+from spbench.bench.yaml_files import read_file
+
+#: bytes of a file that is read: job files are written by hand
+MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A file of a job, and its content."""
+
+    path: Path
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """The content; UserError where it is not UTF-8."""
+        try:
+            return self.content.decode()
+        except UnicodeDecodeError as error:
+            raise self.wrong(f"not a text file in UTF-8 (byte {error.start})") from error
+
+    def wrong(self, problem: str) -> UserError:
+        """The error that says what is wrong with the file."""
+        return UserError(f"{self.path}: {problem}")
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """What an importer is given.
+
+    Attributes:
+        gpus: how many the job runs on; None: what the files say.
+        cluster: that the job runs on; None: not known.
+        environment: variables that are set beside those of the files.
+    """
+
+    files: Sequence[JobFile]
+    gpus: int | None = None
+    cluster: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The files' names."""
+        return " ".join(file.path.name for file in self.files)
+
+    def the_file(self) -> JobFile:
+        """The only file; UserError if there are several."""
+        if len(self.files) != 1:
+            raise UserError(f"{self.title}: one file is read, but {len(self.files)} are given")
+        return self.files[0]
+
+    def machine_problems(self, gpus: int | None) -> list[str]:
+        """What is not said about the machine, one a line; ``gpus`` are those of the files."""
+        problems = []
+        if self.gpus is None and gpus is None:
+            problems.append("how many GPUs the job runs on is not said; --gpus N")
+        if self.cluster is None:
+            problems.append("which cluster it runs on is not said; --cluster NAME (`spbench list clusters`)")
+        return problems
+
+
+def read_job(
+    kind: str | None,
+    files: Sequence[Path | JobFile],
+    *,
+    gpus: int | None = None,
+    cluster: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    allow_unknown: bool = False,
+) -> Job:
+    """The job that the files are.
+
+    Args:
+        kind: a name of :data:`JOBS`; None: the only kind that takes the files for its own.
+        gpus: how many it runs on; None: what the files say.
+        environment: variables that are set beside those of the files.
+
+    Returns:
+        The job, also where arguments are refused, unknown or not enough: see :meth:`Job.refusal`.
+
+    Raises:
+        UserError: a file cannot be read or is damaged; there is no such kind; the files are of no kind, of
+            several, or of another.
+    """
+    if kind is not None and kind not in JOBS:
+        raise UserError(f"unknown kind of job {kind!r}{suggestion(kind, JOBS.names())}")
+    if not files:
+        raise UserError("no file of a job is given")
+    given = JobFiles([_read(file) for file in files], gpus, cluster, environment or {})
+    kinds = JOBS.names() if kind is None else [kind]
+    found: dict[str, Job] = {name: job for name in kinds if (job := JOBS.load(name)(given)) is not None}
+    if len(found) != 1:
+        known = f"known kinds: {', '.join(JOBS.names())}"
+        what = f"a job of {' and of '.join(found)}: say which" if found else f"no job of {kind or 'any kind'}"
+        raise UserError(f"{given.title}: {what} ({known})")
+    return dataclasses.replace(next(iter(found.values())), allow_unknown=allow_unknown)
+
+
+def _read(file: Path | JobFile) -> JobFile:
+    read = file if isinstance(file, JobFile) else JobFile(file, read_file(file))
+    if not read.content.strip():
+        raise read.wrong("is empty")
+    if len(read.content) > MOST_BYTES:
+        raise read.wrong(f"has more than {MOST_BYTES} bytes: no job file")
+    return read

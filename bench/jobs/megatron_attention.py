@@ -1,0 +1,104 @@
+"""Attention and fused operators of a Megatron-LM job, from the arguments and the card."""
+
+from __future__ import annotations
+
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.errors import UserError
+from spbench.bench.jobs.megatron_translation import Translation
+
+_FUSIONS = ("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion")
+#: generations of cards by what is in their names, as NVIDIA numbers what they can do
+_CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
+    "H100": 9,
+    "H200": 9,
+    "H800": 9,
+    "B200": 10,
+}
+
+
+def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
+    """Set heads, the kernel of attention, and the mask of the data loader."""
+    g = t.given
+    groups = g.number("--num-query-groups")
+    if g.on("--group-query-attention"):
+        t.set("model_options.kv_heads", groups, "--group-query-attention", "--num-query-groups")
+    else:
+        t.ignore("without --group-query-attention each head has its own", "--num-query-groups")
+    if g.on("--qk-layernorm"):
+        if g.text("--normalization") != "RMSNorm":
+            t.refuse("layer norms of queries and keys; --normalization RMSNorm", "--qk-layernorm")
+        t.set("model_options.qk_norm", True, "--qk-layernorm")
+    t.set("model_options.attention_dropout", g.share("--attention-dropout"), "--attention-dropout")
+    asked, version = g.text("--attention-backend"), g.number("--flash-attention-version")
+    names: tuple[str, ...] = ("--attention-backend",)
+    if local:
+        t.ignore("--transformer-impl local has unfused attention alone", *names, "--flash-attention-version")
+        t.set("model_options.attention", "unfused", "--transformer-impl", "--spec", note="its only attention")
+    elif asked in ("unfused", "fused"):
+        t.set("model_options.attention", "cudnn" if asked == "fused" else asked, *names)
+    elif asked == "local":
+        t.refuse("the attention of --spec local without it", *names)
+    elif asked == "flash":
+        if version is None:
+            t.set("model_options.attention", "flash", *names)
+        else:
+            t.set(
+                "model_options.attention", f"flash_attention_{version}", *names, "--flash-attention-version"
+            )
+    elif cluster is None:
+        t.ignore("TransformerEngine chooses by the card, which --cluster says", *names)
+    else:
+        _choose_attention(t, cluster)
+    t.ignore("attention is not FlashAttention", "--flash-attention-version")
+    mask = "--no-create-attention-mask-in-dataloader"
+    t.set("model_options.loader_mask", not g.on(mask), mask)
+    idle_fusions(t, "" if local else "TransformerEngine's softmax is its own")
+
+
+def _choose_attention(t: Translation, cluster: str) -> None:
+    """The kernel that TransformerEngine takes where it may (get_attention_backend of its
+    pytorch/attention/dot_product_attention/utils.py, and nvte_get_fused_attn_backend)."""
+    try:
+        card = load_cluster(cluster).device.name
+    except UserError:
+        card = ""  # told with the cell
+    generation = next((number for part, number in _CAPABILITY.items() if part in card), 0)
+    fixed = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if t.environment.get(name) == "0"}
+    deterministic = t.given.on("--deterministic-mode") or t.environment.get(fixed) == "0"
+    dropout = t.given.share("--attention-dropout") > 0
+    fused = (
+        "NVTE_FUSED_ATTN" not in off
+        and generation >= 9
+        and not (generation >= 10 and deterministic and dropout)
+    )
+    flash = "NVTE_FLASH_ATTN" not in off and generation >= 8
+    kernel = "cudnn" if fused else "flash" if flash else "unfused"
+    names = ["--attention-backend", *sorted(off)]
+    if generation >= 10 and deterministic:
+        names.append(fixed)
+    t.set(
+        "model_options.attention", kernel, *names, note=f"TransformerEngine's choice on {card or 'this card'}"
+    )
+
+
+def idle_fusions(t: Translation, softmax: str) -> None:
+    """Say which fusions there are none of, that could be left out."""
+    if softmax:
+        t.ignore(softmax, "--no-masked-softmax-fusion")
+    if t.given.on("--swiglu") or t.given.on("--squared-relu") or t.given.on("--disable-bias-linear"):
+        t.ignore("there is no GELU with a bias", "--no-bias-gelu-fusion")
+    if not t.given.on("--swiglu"):
+        t.ignore("there is no SwiGLU", "--no-bias-swiglu-fusion")
+    if not rotary(t):
+        t.ignore("there is no RoPE", "--no-rope-fusion")
+    for name in (*_FUSIONS, "--no-bias-dropout-fusion", "--no-rope-fusion"):
+        if name not in t.idle:
+            t.refuse("a single fusion that is left out", name)
+
+
+def rotary(t: Translation) -> bool:
+    """Whether positions are RoPE's."""
+    return (
+        t.given.on("--use-rotary-position-embeddings") or t.given.text("--position-embedding-type") == "rope"
+    )

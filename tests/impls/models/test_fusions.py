@@ -1,0 +1,124 @@
+"""Fusions that a library has or leaves out: gradients, bytes kept, and peaks on virtual and real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.verification.oracle import Case
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.nesting import nesting
+from tests.bench.engines.real_ranks import on_real_ranks, seen
+from tests.bench.verification.assertions import assert_green
+from tests.impls.models.test_kept_by_libraries import SMALL, L, kept_by_a_layer
+from tests.slow import slow
+
+LOCAL = {"library": "megatron-local", "attention": "unfused"}
+TRANSFORMER_ENGINE = {"library": "transformer-engine", "position": "rotary"}
+#: between them, every fusion that is left out, and every activation and loss that has a kernel of its own
+CHOICES: list[dict[str, Any]] = [
+    {**LOCAL, "mlp": "swiglu", "cross_entropy": "native", "unfused": ["masked_softmax", "bias_dropout"]},
+    {**TRANSFORMER_ENGINE, "attention": "unfused", "mlp": "squared_relu", "unfused": ["rope"]},
+    {**LOCAL, "position": "rotary", "rotary_share": 0.5, "unfused": ["rope", "bias_gelu"]},
+    {**TRANSFORMER_ENGINE, "mlp": "swiglu", "unfused": ["bias_swiglu"]},
+]
+SPLIT: dict[str, dict[str, str]] = {"tensor_parallel": {}, "megatron_sp": {"vocabulary": "split"}}
+
+
+@pytest.mark.parametrize("options", [CHOICES[0], CHOICES[1], *(slow(each) for each in CHOICES[2:])])
+@pytest.mark.parametrize("strategy", ["tensor_parallel", slow("megatron_sp")])
+def test_gradients_are_those_of_one_device(pool: RankPool, strategy: str, options: dict[str, Any]) -> None:
+    model = model_preset("gpt3-tiny", options)
+    assert_green(pool, Case(nesting(strategy), model, "model", options=SPLIT[strategy]), {"tp": 2})
+
+
+@pytest.mark.parametrize("options", [CHOICES[0], *(slow(each) for each in CHOICES[1:])])
+def test_virtual_ranks_are_as_real_ones(pool: RankPool, options: dict[str, Any]) -> None:
+    settings = {"batch": 4, "seq_len": 32, "precision": "bf16", "training": {"backend": "megatron"}}
+    dropout = {"dropout": 0.1, "attention_dropout": 0.1}
+    cell = Cell.model_validate(
+        {
+            "model": "gpt3-tiny",
+            "strategy": "tensor_parallel",
+            "sizes": {"tp": 2},
+            "model_options": options | dropout,
+            **settings,
+        }
+    )
+    virtually = [seen(virtual.trace(cell, rank)) for rank in range(2)]
+    really = on_real_ranks(pool, {"tp": 2}, cell, virtually)
+    assert [r.peak for r in really] == [v.peak for v in virtually]
+    assert [r.counts for r in really] == [v.counts for v in virtually]
+    assert not any(v.difference for v in virtually)
+
+
+def kept(**options: Any) -> int:
+    """Bytes a token that a layer of a small GPT keeps."""
+    cell = {"model": "gpt3-345m", "strategy": "single", "batch": 1, "seq_len": L}
+    return kept_by_a_layer(**cell, model_options=SMALL | options) // L
+
+
+def test_what_a_layer_keeps_without_a_fusion() -> None:
+    h, heads = SMALL["hidden"], SMALL["heads"]
+    inner = SMALL["inner"]
+    fused = kept()
+    # softmax in float32, not in half precision
+    assert kept(unfused=["masked_softmax"]) - fused == 2 * heads * L
+    # TransformerEngine has a fusion of its own
+    engine = kept(library="transformer-engine")
+    assert kept(library="transformer-engine", unfused=["masked_softmax"]) == engine
+    # masks alone, and the activation's input
+    assert kept(mlp="squared_relu", unfused=["bias_dropout"]) == fused
+    # twice the projections before the gate
+    gated = kept(mlp="swiglu")
+    assert gated - fused == 2 * inner
+    # and the result of SiLU beside them
+    assert kept(mlp="swiglu", unfused=["bias_swiglu"]) - gated == 2 * inner
+    # cos and sin of queries and of keys
+    rotary = {"position": "rotary", "library": "transformer-engine"}
+    assert kept(**rotary, unfused=["rope"]) - kept(**rotary) == 4 * 2 * h // heads
+
+
+def test_transformer_engine_gives_up_the_joint_projection_where_it_must_copy() -> None:
+    h = SMALL["hidden"]
+    # of queries, keys and values in one tensor; with RoPE q and k are others, and v would keep all three
+    assert kept(library="transformer-engine", position="rotary") == kept(library="transformer-engine")
+    assert kept(position="rotary") - kept() == 2 * 2 * h
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unfused": ["softmax"]}, "unfused has words of masked_softmax, bias_gelu, .*, not 'softmax'"),
+        ({"unfused": ["rope"], "library": "torch"}, "library torch does not"),
+    ],
+)
+def test_what_cannot_be_left_out_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_preset("gpt3-tiny", LOCAL | options)
+
+
+def test_the_native_cross_entropy_has_a_second_copy_in_backward() -> None:
+    """In forward there are logits of 2 bytes and a copy of 4; in backward two copies and a gradient of 2."""
+    vocabulary = 65536
+
+    def peak(way: str) -> tuple[int, str]:
+        options = {"layers": 1, "vocabulary": vocabulary, "cross_entropy": way}
+        cell = Cell(
+            model="gpt3-tiny",
+            strategy="single",
+            batch=2,
+            seq_len=64,
+            precision="bf16",
+            model_options=options,
+        )
+        found = seen(virtual.trace(cell))
+        return found.peak, found.phase
+
+    fused, native = peak("fused"), peak("native")
+    assert native[1] == "backward"
+    assert native[0] - fused[0] == pytest.approx(2 * 64 * vocabulary * 4, rel=0.05)
