@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,6 @@ class Moment:
     micro_batch: int
     micro_batches: int
     module: str
-
-    def __str__(self) -> str:
-        words = f"{self.phase} of step {self.step}" if self.step else self.phase
-        if self.micro_batches > 1:
-            words += f", micro-batch {self.micro_batch} of {self.micro_batches}"
-        return words + (f", in {self.module}" if self.module else "")
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,7 @@ def _parts(log: MemoryLog, blocks: np.ndarray, kinds: np.ndarray, alive: np.ndar
 
 def _curve(live: np.ndarray, signed: np.ndarray, kinds: np.ndarray) -> dict[str, list[int]]:
     bounds = np.unique(np.linspace(0, len(live), _POINTS + 1).astype(int))
-    at = [int(a + np.argmax(live[a:b])) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    at = [int(a + np.argmax(live[a:b])) for a, b in pairwise(bounds)]
     curve = {"event": at}
     for kind, name in enumerate(CATEGORIES):
         of_kind = np.cumsum(np.where(kinds == kind, signed, 0))[at]

@@ -9,13 +9,12 @@ from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.step_times import add_simulated_time, can_time
 from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.fit.anatomy import anatomy
-from spbench.bench.measurement import Measurement
+from spbench.bench.fit.answers import FIT
+from spbench.bench.measurement import Measurement, run_cell
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search.extrapolate import PeakModel
 from spbench.impls.models.model import model_preset
 
-#: under this name a measurement's ``meters`` have an anatomy
-FIT = "fit"
 #: a change is not traced whole where small traces say that it needs more than so much of the card
 _PLAINLY_TOO_MUCH = 1.05
 
@@ -55,8 +54,10 @@ def fullest(traces: ClassTraces) -> int:
 
 
 def attempt(cell: Cell) -> Measurement:
-    """As :func:`examine`, unless two shallow traces of the first class of ranks say that the cell needs
-    plainly more than its card has: then that estimate, with the status oom and no memory by class."""
+    """What a search finds; of another cell as :func:`examine`, unless shallow traces of the first class of
+    ranks say that it needs plainly more than its card has: then that, oom, and no memory by class."""
+    if cell.search is not None:
+        return run_cell(cell)
     usable = load_cluster(cell.cluster).usable_memory_bytes
     estimate = shallow_peak(cell)
     if usable is not None and estimate > _PLAINLY_TOO_MUCH * usable:
