@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.rings import OwnerKey, Ring, add_from_peer, exchange, owners_in_turn, ring
+from spbench.impls.kernels.kept_results import kept
+from spbench.impls.rings import OwnerKey, Ring, add_from_peer, begin_exchange, exchange, owners_in_turn, ring
 
 __all__ = [
     "OwnerKey",
@@ -47,6 +48,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_async",
     "all_to_all",
+    "begin_exchange",
     "copy_rows_to_group",
     "copy_to_group",
     "exchange",
@@ -178,7 +180,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's chunk along ``dim`` of the sum of x over the ranks."""
-    return _with_gradient(_summed_chunk, _gathered, x, dim, group)
+    return _with_gradient(_kept_summed_chunk, _gathered, x, dim, group)
 
 
 def all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tensor:
@@ -222,6 +224,10 @@ def _summed_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     chunk, work = start_reduce_scatter(x, dim, group)
     work.wait()
     return chunk
+
+
+def _kept_summed_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return kept(lambda: _summed_chunk(x, dim, group))
 
 
 def _exchanged(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:

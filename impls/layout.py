@@ -28,6 +28,7 @@ OtherKind = Literal[
     "embedding",
     "linear_in",
     "linear_in_text",
+    "separate_linear_in",
     "grouped_query_linear_in",
     "shared_by_heads",
     "feature_norm",
@@ -89,6 +90,11 @@ class Site:
             raise ValueError(
                 f"a site cannot be {self.kind!r}; its kind is one of {', '.join(sorted(SITE_KINDS))}"
             )
+
+
+def runs_again(site: Site) -> bool:
+    """Whether backward runs the forward of a site again, where its result can be kept (its dim ``kept``)."""
+    return site.recomputed and not site.dims.get("kept")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Rings go one way, from each rank to the next; a message the other way is an :fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -142,6 +143,18 @@ def exchange(
         work.wait()
     if host_waits and operations:
         wait_for_device(operations[0].tensor)
+
+
+def begin_exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """As :func:`exchange`, one message after another; returns what is to be waited for, sends first. Ranks of
+    even number send before they receive, so that neighbours do not wait for each other."""
+    sent = [partial(dist.isend, x, group=group, group_dst=peer) for x, peer in sends]
+    received = [partial(dist.irecv, x, group=group, group_src=peer) for x, peer in receives]
+    in_order = [*sent, *received] if group.rank() % 2 == 0 else [*received, *sent]
+    works = {begin: begin() for begin in in_order}
+    return [work for begin in (*sent, *received) if (work := works[begin]) is not None]
 
 
 def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:

@@ -150,6 +150,11 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
     return found.configured(Place(cell.mesh_sizes, coordinates or {}), cell.strategy_options)
 
 
+def composition(cell: Cell, place: Place) -> Composition:
+    """Data and pipeline parallelism of a cell at that place."""
+    return Composition(place, cell.training.virtual_stages, cell.training.stage_layers)
+
+
 def plan(cell: Cell) -> Plan:
     """Check a cell and write down what it should send.
 
@@ -183,7 +188,7 @@ def plan(cell: Cell) -> Plan:
     gradient_bytes = backend.gradient_dtype(precision, options).itemsize
     for each in classes:
         role = planned_strategy(cell, each.coordinates)
-        around = Composition(Place.of_rank(cell.mesh_sizes, each.first), cell.training.virtual_stages)
+        around = composition(cell, Place.of_rank(cell.mesh_sizes, each.first))
         asked = [sites(stage) for stage in around.stages]
         asked[0] += training_sites(precision)  # asked for once a step, whatever the stages
         sums = planned_sums([*itertools.chain(*asked)], role, cell.sizes.dp)
@@ -242,10 +247,18 @@ def _check_schedule(cell: Cell) -> None:
         return
     if ranks == 1:
         raise Unsupported("the interleaved schedule is for several pipeline stages", "use pp 2 or more")
-    if training.micro_batches % ranks:
-        below = training.micro_batches // ranks * ranks
+    group, micro_batches = training.microbatch_group_size or ranks, training.micro_batches
+    if not ranks <= group <= max(micro_batches, ranks):
         raise Unsupported(
-            f"the interleaved schedule cannot run {training.micro_batches} micro-batches on pp {ranks}",
+            f"microbatch_group_size {group} is not between pp {ranks} and {micro_batches} micro-batches",
+            "set it within them, or leave it out",
+        )
+    left = micro_batches % group
+    if 0 < left < ranks:
+        below = micro_batches - left
+        raise Unsupported(
+            f"the interleaved schedule cannot run {micro_batches} micro-batches on pp {ranks}"
+            + (f" in groups of {group}" if group > ranks else ""),
             f"use {' or '.join(str(n) for n in (below, below + ranks) if n)}",
         )
 
@@ -258,7 +271,7 @@ def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Comp
 
 def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
     """The module of the ranks of a class, on the meta device."""
-    around = Composition(Place.of_rank(cell.mesh_sizes, ranks.first), cell.training.virtual_stages)
+    around = composition(cell, Place.of_rank(cell.mesh_sizes, ranks.first))
     role = planned_strategy(cell, ranks.coordinates)
     return _without_values(model_preset(*cell.model_arguments), role, cell.shape[1], around)
 

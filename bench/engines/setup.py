@@ -11,16 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines.plan import composition
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
-from spbench.impls.composition import Composition, rank_module
+from spbench.impls.backends.meta_device import WholeParameters, attributes_of
+from spbench.impls.composition import Composition, Stage, rank_module
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
+from spbench.impls.options import set_options
+from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.inference import Inference
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype
+from spbench.impls.training.turns import Turns
 
 
 def set_up(
@@ -28,9 +33,10 @@ def set_up(
     mesh: DeviceMesh,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Build what a cell runs on this rank, and this rank's inputs, with values from the last two, on the
-    mesh's device."""
+    """Build what a cell runs on this rank, and this rank's inputs, with values from the two arguments after
+    the mesh, on the mesh's device; see :func:`record_step` for the last one."""
     model = model_preset(*cell.model_arguments)
     training: Training | Inference
     left_out: frozenset[str] = frozenset()
@@ -38,7 +44,7 @@ def set_up(
         module, strategy, around = build_module(cell, mesh, set_weights)
         training, left_out = Inference(module, around), model.targets
     else:
-        training, strategy, around = build_training(cell, mesh, set_weights)
+        training, strategy, around = build_training(cell, mesh, set_weights, turns=turns)
     # drawn on the CPU, so that every device has the same, and moved before the rank's part is taken
     batch = {name: x.to(mesh.device_type) for name, x in model.inputs(*cell.shape, generator).items()}
     if not model.has_weights:
@@ -55,14 +61,22 @@ def build_training(
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
     cls: type[Strategy] | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Training, Strategy, Composition]:
     """The training of a cell on this rank, and what it was built with.
 
     Args:
-        set_weights: gives the module its weights, before they are copied or sharded; None: they have none.
+        set_weights: gives the module its weights; before they are copied or sharded, unless the backend
+            starts on the meta device. None: they have none.
         cls: the strategy, instead of the registered one of the cell's name.
+        turns: see :func:`record_step`.
     """
-    module, strategy, around = build_module(cell, mesh, set_weights, cls)
+    backend = backend_class(cell.training.backend)
+    options = set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
+    deferred = backend.starts_on_meta(options)
+    before, device = (None, "meta") if deferred else (set_weights, None)
+    module, strategy, around = build_module(cell, mesh, before, cls, device)
+    attributes = attributes_of(module)
     training = Training(
         module,
         strategy,
@@ -73,8 +87,31 @@ def build_training(
         around=around,
         micro_batches=cell.training.micro_batches,
         schedule=cell.training.schedule,
+        turns=turns or turns_of(cell, around.stage),
     )
+    if deferred and set_weights is not None:
+        parts, again = training.backend.weight_parts(), partial(_built, cell, strategy, around, "cpu")
+        set_weights(WholeParameters(module, parts, attributes, again))
     return training, strategy, around
+
+
+def turns_of(cell: Cell, stage: Stage) -> Turns | None:
+    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
+
+    Args:
+        stage: which rank it is.
+    """
+    training = cell.training
+    if training.schedule != "interleaved":
+        return None
+    return Turns(
+        stage.index,
+        stage.count,
+        training.virtual_stages,
+        training.micro_batches,
+        training.microbatch_group_size,
+        training.overlap_p2p_communication,
+    )
 
 
 def build_module(
@@ -82,17 +119,23 @@ def build_module(
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
     cls: type[Strategy] | None = None,
+    device: str | None = None,
 ) -> tuple[nn.Module, Strategy, Composition]:
-    """The module alone, with the arguments of :func:`build_training`."""
-    model, precision = model_preset(*cell.model_arguments), PRECISIONS[cell.precision]
+    """The module alone, with the arguments of :func:`build_training`; on the mesh's device, unless another
+    is given."""
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
-    around = Composition(place, cell.training.virtual_stages)
-    with default_dtype(precision.parameters), torch.device(mesh.device_type):
-        module = rank_module(partial(model.build, strategy, cell.shape[1]), around)
+    around = composition(cell, place)
+    module = _built(cell, strategy, around, device or mesh.device_type)
     if set_weights is not None:
         set_weights(module)
     return module, strategy, around
+
+
+def _built(cell: Cell, strategy: Strategy, around: Composition, device: str) -> nn.Module:
+    model = model_preset(*cell.model_arguments)
+    with default_dtype(PRECISIONS[cell.precision].parameters), torch.device(device):
+        return rank_module(partial(model.build, strategy, cell.shape[1]), around)
 
 
 def rank_inputs(
@@ -114,11 +157,14 @@ def record_step(
     recorder: Recorder,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
     """Set up and run ``training.steps`` steps under an entered recorder; returns what further steps need.
 
     Args:
         set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
+        turns: of an interleaved pipeline, which may be of fewer micro-batches than are set up; None: the
+            cell's.
     """
 
     def set_unseen(module: nn.Module) -> None:
@@ -126,7 +172,7 @@ def record_step(
             with recorder.paused():
                 set_weights(module)
 
-    training, inputs = set_up(cell, mesh, generator, set_unseen)
+    training, inputs = set_up(cell, mesh, generator, set_unseen, turns)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
     for number in range(1, cell.training.steps + 1):

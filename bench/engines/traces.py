@@ -58,7 +58,10 @@ def needs(memory: RankMemory) -> str:
     peak = memory.peak
     if memory.failure is not None and memory.failure.steps_fit:
         steps, setup = (each.nbytes / 2**30 for each in (peak, memory.setup))
-        return f"the steps fit at {steps:.1f} GiB, set-up does not: {setup:.1f} GiB"
+        return (
+            f"the steps fit at {steps:.1f} GiB, set-up does not: {setup:.1f} GiB; initialise on the meta "
+            "device, as the backends zero2 and zero3 do (initialize: meta)"
+        )
     words = f"the step needs {peak.nbytes / 2**30:.1f} GiB at its peak"
     states = sum(peak.held.get(name, 0) for name in ("parameters", "gradients", "optimizer_state"))
     if states > peak.nbytes / 2:

@@ -9,7 +9,7 @@ shards, with gradients synchronised by the code that training uses. Dropout is o
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from spbench.bench.verification.beside_values import check_bytes, check_elements
 from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
+from spbench.impls.backends.meta_device import WholeParameters, attributes_of
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model
@@ -158,14 +159,22 @@ class VerifiedRun:
         recorder: Recorder | None = None,
     ):
         self.strategy, self.part, self.device = strategy, case.model.parts()[case.part], device
-        self.module = _build(case, self.part.build, strategy, dtype, device)
+        cls = backend_class(case.backend)
+        options = set_options(cls.options_type(), case.backend_options, f"backend {case.backend}")
+        on_meta, build = cls.starts_on_meta(options), partial(_build, case, self.part.build, strategy, dtype)
+        self.module = build("meta" if on_meta else device)
+        if not on_meta:
+            _set_weights(case, self.module, self.module.parameters())
         # noted before a backend takes the parameters over
         self.shards = {name: shard_of(p) for name, p in self.module.named_parameters()}
         self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
-        cls = backend_class(case.backend)
-        options = set_options(cls.options_type(), case.backend_options, f"backend {case.backend}")
+        attributes = attributes_of(self.module)
         settings = BackendSettings(moments="later", options=options)
         self.backend = cls(self.module, strategy, around or Composition(), Precision(dtype), settings)
+        if on_meta:
+            parts = self.backend.weight_parts()
+            weights = WholeParameters(self.module, parts, attributes, partial(build, "cpu"))
+            _set_weights(case, weights, [part.values for part in parts.values()])
         self.backend.zero()
         whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
         self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
@@ -225,11 +234,15 @@ class VerifiedRun:
 def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype, device: str) -> nn.Module:
     with default_dtype(dtype), torch.device(device):
         module: nn.Module = build(strategy, case.seq_len)
+    return module
+
+
+def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
+    """Draw the module's weights; ``held`` is where this rank has them."""
     initialize(module, case.seed, deviation=DEVIATION, everything=True)
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.to(case.torch_dtype))
-    return module
+        for values in held:
+            values.copy_(values.to(case.torch_dtype))
 
 
 def _share(whole: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:

@@ -114,7 +114,8 @@ class Backend(ABC):
     A subclass says in :meth:`prepare` where they are held; its constructor is this one.
 
     Args:
-        module: with its weights set. A backend that shards them takes its parameters over.
+        module: with its weights set, or on the meta device. A backend that shards them takes its parameters
+            over.
         precision: one of :data:`PRECISIONS`.
     """
 
@@ -150,6 +151,11 @@ class Backend(ABC):
         spread = {shard.axis for p in self.names if (shard := shard_of(p))}
         self.overflow_groups = [*(strategy.place.group(axis) for axis in sorted(spread)), around.pp_group]
         self.optimizer = self.prepare()
+
+    @classmethod
+    def starts_on_meta(cls, options: Any) -> bool:
+        """Whether the module that it takes over is on the meta device, with options of ``options_type``."""
+        return False
 
     @abstractmethod
     def prepare(self) -> Optimizer:

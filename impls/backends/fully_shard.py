@@ -19,15 +19,16 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
+from spbench.impls.backends.meta_device import materialize
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.options import Options
+from spbench.impls.options import Options, check_choices
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
@@ -53,10 +54,12 @@ def padded_elements(shape: torch.Size, size: int) -> int:
 
 
 @dataclass(frozen=True)
-class PrefetchOptions(Options):
-    """When weights are gathered.
+class ShardingOptions(Options):
+    """How a model is set up, and when weights are gathered.
 
     Attributes:
+        initialize: where the weights are before they are sharded: on the "meta" device, without memory, or
+            all of them on the "device".
         forward_prefetch, backward_prefetch: of how many further blocks, when a block begins its forward or
             backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
             ``FSDPModule``). 0: as torch does by itself.
@@ -65,10 +68,12 @@ class PrefetchOptions(Options):
         ValueError: a number is negative.
     """
 
+    initialize: Literal["meta", "device"] = "meta"
     forward_prefetch: int = 0
     backward_prefetch: int = 0
 
     def __post_init__(self) -> None:
+        check_choices(self, {"initialize": ("meta", "device")})
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
@@ -80,10 +85,14 @@ class FullySharded(Backend):
     name = "zero3"
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
-    options_type = PrefetchOptions
-    options: PrefetchOptions
+    options_type = ShardingOptions
+    options: ShardingOptions
     #: whether to free the weights between forward and backward
     reshard_after_forward: ClassVar[bool] = True
+
+    @classmethod
+    def starts_on_meta(cls, options: ShardingOptions) -> bool:
+        return options.initialize == "meta"
 
     def prepare(self) -> Optimizer:
         self.axes = {name: self.strategy.partial_axes(p) for p, name in self.names.items()}
@@ -94,6 +103,7 @@ class FullySharded(Backend):
         names = list(self.names.values())
         self.names.clear()  # or the whole parameters would live on
         self._wrap()
+        materialize(self.module, next(iter(self.meshes.values())).device_type)
         parameters = dict(self.module.named_parameters())
         self.sharded: dict[str, DTensor] = {name: parameters[name] for name in names}  # type: ignore[misc]
         # the optimizer works element by element, so on each rank's own part without the rest of a DTensor

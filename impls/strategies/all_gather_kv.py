@@ -28,7 +28,9 @@ from torch import Tensor
 
 from spbench.impls.collectives import reduce_scatter_flat, start_all_gather
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.kept_results import kept
 from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.layout import runs_again
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
@@ -120,15 +122,14 @@ class _GatheredAttention(torch.autograd.Function):
         placement: str | None,
         gradients: str,
     ) -> Tensor:
-        parts = gathered(k, v, group)
-
         def blocks() -> Iterator[Block]:
+            parts = gathered(k, v, group)
             for owners, mine, theirs, causal in joint_meetings(
                 placement, group.rank(), group.size(), q.shape[2]
             ):
                 yield mine, *_keys_and_values(parts, owners, theirs), causal
 
-        o, lse = attend_blocks(q, blocks())
+        o, lse = kept(lambda: attend_blocks(q, blocks()))
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.group, ctx.placement, ctx.gradients = group, placement, gradients
         return o
@@ -181,7 +182,7 @@ class AllGatherKV(PlacedChunks):
                 continue
             d = site.dims
             elements = 2 * d["B"] * d.get("G", d["Z"]) * d["L"] * d["A"]
-            for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
+            for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
                 yield Traffic(phase, "K and V", "all_gather", site.count, elements * element_bytes)
             precise = elements * max(4, element_bytes)  # in at least float32
             if self.options.gradients == "reduce_scatter":

@@ -5,6 +5,8 @@ Shape letters: B batch, L sequence, H hidden, V vocabulary, Z heads, G heads of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,6 +64,20 @@ class GroupedLinear(nn.Module):
         return project(x, self.weight, bias)
 
 
+class SeparateLinear(nn.Module):
+    """x [..., in_features] -> x W_g^T + b_g [..., F_g] for each F_g of ``out_features``, a matrix product
+    each."""
+
+    def __init__(self, in_features: int, out_features: Sequence[int], *, bias: bool = False):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(n, in_features)) for n in out_features)
+        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(n)) for n in out_features if bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        biases = [*self.biases] or [None] * len(self.weights)
+        return tuple(project(x, w, b) for w, b in zip(self.weights, biases, strict=True))
+
+
 class LayerHooks:
     """What does a layer compute with its weights, and which part of them has this rank?"""
 
@@ -77,6 +93,14 @@ class LayerHooks:
         """Several projections of one input that open a block:
         [..., in_features] -> ``groups`` times [..., out_features or the same part of it]."""
         return GroupedLinear(in_features, out_features, groups, bias=bias)
+
+    @left_within
+    def separate_linear_in(
+        self, in_features: int, out_features: Sequence[int], *, bias: bool = False
+    ) -> SeparateLinear:
+        """Several projections of one input that open a block, a product each:
+        [..., in_features] -> [..., each of ``out_features`` or the same part of it]."""
+        return SeparateLinear(in_features, out_features, bias=bias)
 
     @left_within
     def grouped_query_linear_in(

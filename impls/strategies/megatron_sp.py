@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from spbench.impls.collectives import (
     ReusedBuffer,
+    all_gather,
     joined,
     reduce_scatter,
     scatter_to_group,
@@ -40,6 +41,7 @@ from spbench.impls.kernels.projection import (
     project,
     weight_gradient,
 )
+from spbench.impls.layout import runs_again
 from spbench.impls.options import Saving, check_choices
 from spbench.impls.strategies.base import Site, Strategy, union
 from spbench.impls.strategies.grid import as_sequences
@@ -209,13 +211,14 @@ class MegatronSP(GridChunks, TensorParallel):
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):
             count = site.count
-            forwards = ["forward", "backward"] if site.recomputed else ["forward"]
+            forwards = ["forward", "backward"] if runs_again(site) else ["forward"]
             if site.kind in ("linear_in", "linear_out"):
                 hidden = site.dims["B"] * site.dims["L"] * site.dims["H"] * element_bytes
             if site.kind == "linear_in":
                 for phase in forwards:
                     yield Traffic(phase, "input of a block", "all_gather", count, hidden)
-                yield Traffic("backward", "input of a block, again", "all_gather", count, hidden)
+                if not site.dims.get("gathered_once"):
+                    yield Traffic("backward", "input of a block, again", "all_gather", count, hidden)
                 yield Traffic("backward", "gradient of a block's input", "reduce_scatter", count, hidden)
             elif site.kind == "linear_out":
                 for phase in forwards:
@@ -260,6 +263,10 @@ class MegatronSP(GridChunks, TensorParallel):
         # Megatron-LM's own layers gather into its global memory buffer
         buffer = self.buffer if library_of(weight) == "megatron-local" else None
         return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group, buffer)
+
+    def whole_input(self, x: Tensor) -> Tensor:
+        """[B, L/N, H] -> [B, L, H], which is kept for the products that use it, and not gathered again."""
+        return all_gather(x, self.cut_dim(x), self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or so along the dim

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.collectives import reduce_from_group
-from spbench.impls.strategies.layers import GroupedLinear, Linear
+from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
 
 if TYPE_CHECKING:
     from spbench.impls.strategies.tensor_parallel import TensorParallel
@@ -42,6 +43,21 @@ class ColumnParallelGroupedLinear(GroupedLinear):
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.tp.enter(x, self.weight, bias)
+
+
+class ColumnParallelSeparateLinear(SeparateLinear):
+    """x [..., H] -> this rank's columns [..., F_g/N] of each projection; sums the gradient of x once."""
+
+    def __init__(
+        self, in_features: int, out_features: Sequence[int], tp: TensorParallel, *, bias: bool = False
+    ):
+        super().__init__(in_features, [n // tp.size for n in out_features], bias=bias)
+        for parameter in self.parameters():
+            tp.mark(parameter)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(self.tp.whole_input(x))
 
 
 class RowParallelLinear(Linear):

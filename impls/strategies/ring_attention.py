@@ -24,6 +24,8 @@ from torch import Tensor
 
 from spbench.impls.collectives import Ring, owners_in_turn
 from spbench.impls.kernels.decay import decay_mask, decay_powers, state_dtype
+from spbench.impls.kernels.kept_results import kept
+from spbench.impls.layout import runs_again
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences
@@ -101,7 +103,7 @@ class _RingAttention(torch.autograd.Function):
                     keys, values = block[:, :, theirs].transpose(2, 3)
                     yield mine, keys, values, causal
 
-        o, lse = attend_blocks(q, blocks())
+        o, lse = kept(lambda: attend_blocks(q, blocks()))
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.group, ctx.placement = group, placement
         return o
@@ -199,7 +201,7 @@ class RingAttention(PlacedChunks):
             heads = d.get("G", d["Z"])
             block = d["B"] * heads * (d["L"] // self.size) * (d.get("D", d["A"]) + d["A"])
             once = site.count * (self.size - 1)
-            for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
+            for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
                 yield Traffic(phase, "K and V ring", "send", once, block * element_bytes)
             # N steps, so that they come home; in at least float32
             sums = block * max(4, element_bytes)

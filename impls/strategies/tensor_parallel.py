@@ -29,10 +29,11 @@ from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, ma
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.grouped_query import ColumnParallelGroupedQuery, GroupedQueryLinear
-from spbench.impls.strategies.layers import GroupedLinear, Linear
+from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
 from spbench.impls.strategies.parallel_layers import (
     ColumnParallelGroupedLinear,
     ColumnParallelLinear,
+    ColumnParallelSeparateLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -78,7 +79,7 @@ class TensorParallel(Strategy):
     def check_sizes(self, sites: Sequence[Site]) -> None:
         size = self.size
         for site in sites:
-            self._check_groups(site.dims)
+            self._check_groups(site)
         totals = [
             (site.dims[letter], what)
             for letter, what in self.split_dims.items()
@@ -94,8 +95,13 @@ class TensorParallel(Strategy):
                     f"use {nearest_divisors(common, size)}",
                 )
 
-    def _check_groups(self, dims: Mapping[str, int]) -> None:
-        heads, kv_heads = dims.get("Z", 0), dims.get("G", self.size)
+    def _check_groups(self, site: Site) -> None:
+        heads, kv_heads = site.dims.get("Z", 0), site.dims.get("G", self.size)
+        if site.kind == "separate_linear_in" and kv_heads % self.size:
+            raise Unsupported(
+                f"{self.size} ranks do not divide {kv_heads} heads of keys and values",
+                f"use {nearest_divisors(kv_heads, self.size)}, or leave out separate_projections",
+            )
         if kv_heads % self.size and self.size % kv_heads:
             fitting = [n for n in divisors(heads) if not (kv_heads % n and n % kv_heads)]
             raise Unsupported(
@@ -210,6 +216,15 @@ class TensorParallel(Strategy):
         self, in_features: int, out_features: int, groups: int, *, bias: bool = False
     ) -> GroupedLinear:
         return ColumnParallelGroupedLinear(in_features, out_features, groups, self, bias=bias)
+
+    def whole_input(self, x: Tensor) -> Tensor:
+        """f alone: the input [B, L, H] of several projections, whose gradients of it are added up first."""
+        return copy_to_group(x, self.group)
+
+    def separate_linear_in(
+        self, in_features: int, out_features: Sequence[int], *, bias: bool = False
+    ) -> SeparateLinear:
+        return ColumnParallelSeparateLinear(in_features, out_features, self, bias=bias)
 
     def grouped_query_linear_in(
         self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False

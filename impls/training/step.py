@@ -18,6 +18,7 @@ from spbench.impls.registries import DEFAULT_BACKEND, backend_class
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.training.interleaved import InterleavedPipeline
 from spbench.impls.training.pipeline import Pipeline, StageRun
+from spbench.impls.training.turns import Turns
 
 __all__ = [
     "PHASES",
@@ -74,6 +75,7 @@ class Training:
         micro_batches: parts of the batch that are run one after another.
         schedule: of the pipeline: one of SCHEDULES. "interleaved" where ``around`` has several stages a rank,
             and only there.
+        turns: of that schedule; None: groups of as many micro-batches as there are ranks.
         moments, learning_rate: see :class:`BackendSettings`.
 
     Raises:
@@ -93,6 +95,7 @@ class Training:
         around: Composition | None = None,
         micro_batches: int = 1,
         schedule: str = "1f1b",
+        turns: Turns | None = None,
         learning_rate: float = 1e-4,
     ):
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
@@ -113,9 +116,11 @@ class Training:
                 for each, stage in zip(chunks_of(module), around.stages, strict=True)
             ],
             counts_backwards=cls.counts_backwards,
+            turns=turns or Turns(around.stage.index, around.stage.count, len(around.stages), micro_batches),
         )
         options = set_options(cls.options_type(), backend_options, f"backend {backend}")
-        settings = BackendSettings(micro_batches, moments, learning_rate, options)
+        backwards = micro_batches if turns is None else turns.micro_batches
+        settings = BackendSettings(backwards, moments, learning_rate, options)
         self.backend = cls(module, strategy, around, precision, settings)
         self.steps = 0
 
@@ -157,7 +162,7 @@ class Training:
 
 
 def _pipeline(
-    schedule: str, around: Composition, runs: Sequence[StageRun], *, counts_backwards: bool
+    schedule: str, around: Composition, runs: Sequence[StageRun], *, turns: Turns, counts_backwards: bool
 ) -> Pipeline | InterleavedPipeline:
     """What runs the micro-batches through a rank's stages; see :attr:`Backend.counts_backwards`.
 
@@ -169,5 +174,5 @@ def _pipeline(
     if (schedule == "interleaved") != (len(runs) > 1):
         raise ValueError(f"the schedule {schedule} does not run {len(runs)} stages a rank")
     if len(runs) > 1:
-        return InterleavedPipeline(runs, around)
+        return InterleavedPipeline(runs, around, turns)
     return Pipeline(runs[0], around, schedule, counts_backwards=counts_backwards)

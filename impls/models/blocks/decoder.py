@@ -158,10 +158,13 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
         alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool]] = Counter()
+        once = {"gathered_once": 1} if self.separate_projections else {}
+        kept = {"kept": 1} if self.keeps_operators else {}
         for run, again in self.recomputed_runs(layers):
             for width, closes in ((self.attention_width, False), (self.inner, True)):
                 dims = tuple((hidden | {"F": width}).items())
-                alike["linear_in", dims, again] += len(run)
+                alike["linear_in", (*dims, *once.items()), again] += len(run)
+                dims = (*dims, *kept.items())
                 # what drops the output's elements keeps a mask, which the last product runs again for
                 ends = closes and again and self.recompute_early_stop and not self.dropout
                 alike["linear_out", dims, again] += len(run) - ends

@@ -23,7 +23,7 @@ from spbench.impls.kernels.swiglu import swiglu
 from spbench.impls.models.blocks.mixers import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.layers import GroupedLinear, Linear
+from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
 
 if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder import DecoderModel
@@ -50,9 +50,12 @@ class DecoderMlp(nn.Module):
     def __init__(self, model: DecoderModel, strategy: Strategy):
         super().__init__()
         self.activation, self.model = model.activation, model
-        self.project: Linear | GroupedLinear
+        self.project: Linear | GroupedLinear | SeparateLinear
         if model.biases and not model.gated_mlp:
             self.project = strategy.linear_in(model.hidden, model.inner)
+        elif model.separate_projections:
+            widths = (model.inner,) * model.mlp_projections
+            self.project = strategy.separate_linear_in(model.hidden, widths, bias=model.biases)
         else:
             groups, bias = model.mlp_projections, model.biases
             self.project = strategy.grouped_linear_in(model.hidden, model.inner, groups, bias=bias)
@@ -63,11 +66,13 @@ class DecoderMlp(nn.Module):
 
     def _inner(self, x: Tensor) -> Tensor:
         """[B, L, F]."""
-        project, bias, fuses = self.project, self.project.bias, self.model.fuses
+        project, fuses = self.project, self.model.fuses
         if isinstance(project, GroupedLinear):
             if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
-                return swiglu(project.together(x), bias)
-        elif bias is not None and self.activation == "tanh_gelu" and fuses("bias_gelu"):
+                return swiglu(project.together(x), project.bias)
+        elif self.activation == "tanh_gelu" and fuses("bias_gelu") and isinstance(project, Linear):
+            bias = project.bias
+            assert bias is not None  # else the MLP has one group
             return bias_gelu(project.project(x), bias, fused=True)
         x, *factors = self._opened(x)
         x = ACTIVATIONS[self.activation](x)
@@ -75,7 +80,10 @@ class DecoderMlp(nn.Module):
 
     def _opened(self, x: Tensor) -> tuple[Tensor, ...]:
         """The projections that open the MLP, each [B, L, F]."""
-        project, bias = self.project, self.project.bias
+        project = self.project
+        if isinstance(project, SeparateLinear):
+            return project(x)
+        bias = project.bias
         if bias is None or not self.model.fused:
             return project(x) if isinstance(project, GroupedLinear) else (project(x),)
         # libraries leave the bias to what comes after the product
@@ -141,6 +149,6 @@ class LoneDecoderLayer(nn.Module):
         x = inputs["x"]
         places = Places(self.strategy, self.seq_len, x)
         if self.model.recomputes_layers:
-            early_stop = self.model.recompute_early_stop
-            return {"y": recomputed(self.layer, self.strategy.random, x, places, early_stop=early_stop)}
+            how = {"early_stop": self.model.recompute_early_stop, "keep": self.model.keeps_operators}
+            return {"y": recomputed(self.layer, self.strategy.random, x, places, **how)}
         return {"y": self.layer(x, places)}

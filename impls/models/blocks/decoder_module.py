@@ -64,8 +64,8 @@ class Decoder(nn.Module):
         places = self._places_like(x)
         for names, again in self.runs:
             if again:
-                early_stop = self.model.recompute_early_stop
-                x = recomputed(self._run, self.strategy.random, x, places, names, early_stop=early_stop)
+                how = {"early_stop": self.model.recompute_early_stop, "keep": self.model.keeps_operators}
+                x = recomputed(self._run, self.strategy.random, x, places, names, **how)
             else:
                 x = self._run(x, places, names)
         outputs = {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}

@@ -39,8 +39,8 @@ _WAYS = {
     "rms_norm": ("fused", "plain"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
-    "recompute": ("none", "selective", "full"),
-    "recompute_method": ("uniform", "block"),
+    "recompute": ("none", "selective", "operators", "full"),
+    "recompute_method": ("uniform", "block", "interval"),
 }
 
 
@@ -64,13 +64,18 @@ class DecoderOptions(AttentionHeads):
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
             makes none, as TransformerEngine's (--cross-entropy-fusion-impl te).
+        separate_projections: queries, keys, values, and the two projections that open the MLP, have a weight
+            and a matrix product each, as Hugging Face's and torchtitan's models have; else those of the same
+            input are one product.
         library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
-            softmax attention, between its projections (arXiv 2205.05198, section 5).
+            softmax attention, between its projections (arXiv 2205.05198, section 5); "operators": each layer
+            but for softmax attention and every other matrix product (torchtitan's "selective" by "op").
         recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
-            "block": the first ``recompute_layers`` of each pipeline stage, one by one.
+            "block": the first ``recompute_layers`` of each pipeline stage, one by one; "interval": one of
+            each ``recompute_layers`` layers of a stage, the last of them.
         recompute_layers: see ``recompute_method``.
         recompute_early_stop: of full recomputation: it ends at the last tensor that backward needs, so that a
             run's last product does not run again, as where programs use torch's checkpoint without
@@ -90,6 +95,7 @@ class DecoderOptions(AttentionHeads):
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
     cross_entropy: str = "plain"
+    separate_projections: bool = False
     library: str = "torch"
     unfused: Sequence[str] = ()
     recompute: str = "none"
@@ -116,6 +122,8 @@ class DecoderOptions(AttentionHeads):
             )
         if self.recompute_early_stop and not self.recomputes_layers:
             raise ValueError("recompute_early_stop is of recompute: full; set that, or leave it out")
+        if self.separate_projections and self.fused:
+            raise ValueError(f"separate_projections is of library: torch, not of {self.library}")
         if self.recompute_layers < 1:
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
@@ -132,8 +140,13 @@ class DecoderOptions(AttentionHeads):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether whole layers are recomputed."""
-        return self.checkpointing or self.recompute == "full"
+        """Whether layers are recomputed, whole or but for some operators."""
+        return self.checkpointing or self.recompute in ("full", "operators")
+
+    @property
+    def keeps_operators(self) -> bool:
+        """Whether layers that are recomputed keep the results of some operators."""
+        return self.recompute == "operators"
 
     def recomputed_runs(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
         """The layers of a stage in the runs in which they are recomputed or not."""
@@ -142,6 +155,8 @@ class DecoderOptions(AttentionHeads):
         n = self.recompute_layers
         if self.recompute_method == "uniform":
             return [(layers[i : i + n], True) for i in range(0, len(layers), n)]
+        if self.recompute_method == "interval":
+            return [([layer], place % n == 0) for place, layer in enumerate(layers, 1)]
         return [*(([layer], True) for layer in layers[:n]), (layers[n:], False)]
 
     @property

@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+    set_checkpoint_early_stop,
+)
 
 from spbench.impls.kernels.dropout import DropoutRandom
+from spbench.impls.kernels.kept_results import KeptResults
 
 Output = TypeVar("Output")
 
 
 def recomputed(
-    block: Callable[..., Output], random: DropoutRandom, *inputs: Any, early_stop: bool = False
+    block: Callable[..., Output],
+    random: DropoutRandom,
+    *inputs: Any,
+    early_stop: bool = False,
+    keep: bool = False,
 ) -> Output:
-    """``block(*inputs)``, of which only the inputs are kept until backward. With ``early_stop`` it runs
-    again as far as the last tensor that its backward needs, as torch's own default is."""
+    """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what
+    every other matrix product made, attention, and sums that are scattered (torchtitan's selective
+    checkpointing by "op"). With ``early_stop`` it runs again as far as the last tensor that its backward
+    needs, as torch's own default is."""
     first = random.number
 
     def run(*inputs: Any) -> Output:
         random.number = first  # the same dropout masks when backward runs it again
         return block(*inputs)
 
+    contexts = _keeping if keep else noop_context_fn
     with set_checkpoint_early_stop(early_stop):  # the papers' frameworks run the whole block again
-        output: Output = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        output: Output = checkpoint(
+            run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
         return output
+
+
+def _keeping() -> tuple[Any, Any]:
+    """The contexts of a block's forward and of its second run, which share what is kept: every other matrix
+    product, and what is :func:`kept`."""
+    products, results = 0, KeptResults()
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        nonlocal products
+        if operator is torch.ops.aten.mm.default:
+            products += 1
+            if products % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, again = create_selective_checkpoint_contexts(policy)
+    return _both(results.in_use(again=False), first), _both(results.in_use(again=True), again)
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield

@@ -85,7 +85,10 @@ class SoftmaxAttention:
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
         """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         heads, sites = {"Z": model.heads, "A": model.head_size}, []
-        if self.by_groups(model):
+        if model.separate_projections:
+            heads["G"] = model.kv_heads or model.heads
+            sites.append(Site("separate_linear_in", 1, heads, again))
+        elif self.by_groups(model):
             heads["G"] = model.kv_heads or model.heads
             bias = {"bias": 1} if self.bias else {}
             sites.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
@@ -93,7 +96,8 @@ class SoftmaxAttention:
             sites.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
-        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads, again)]
+        kept = {"kept": 1} if model.keeps_operators else {}
+        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept, again)]
 
 
 class SoftmaxAttentionMixer(nn.Module):
@@ -104,7 +108,11 @@ class SoftmaxAttentionMixer(nn.Module):
         self.kind, self.model, self.strategy = kind, model, strategy
         hidden, kv_heads = model.hidden, model.kv_heads or model.heads
         self.project: nn.Module
-        if kind.by_groups(model):
+        if model.separate_projections:
+            width = kv_heads * model.head_size
+            outputs = model.attention_width, width, width
+            self.project = strategy.separate_linear_in(hidden, outputs, bias=kind.bias)
+        elif kind.by_groups(model):
             self.project = strategy.grouped_query_linear_in(
                 hidden, model.head_size, model.heads, kv_heads, bias=kind.bias
             )
@@ -190,7 +198,11 @@ class SoftmaxAttentionMixer(nn.Module):
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A]."""
-        if self.kind.by_groups(self.model):
+        if self.model.separate_projections:
+            q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
+            if self.model.grouped:
+                q = q.unflatten(-2, (k.shape[-2], -1))
+        elif self.kind.by_groups(self.model):
             q, k, v = self.project(x)
         else:
             q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))

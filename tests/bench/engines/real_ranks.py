@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from spbench.bench.engines.traces import Trace
 from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.rank_pool import RankPool
+from spbench.impls.training.step import initialize
 
 #: Gloo's thread lets go of a tensor a moment after a collective has ended, and on a busy machine later than
 #: the recorder waits: a real rank's peak can then be too high, by chance. It is never too low, so the lowest
@@ -32,17 +34,19 @@ class Seen:
     counts: Counter[Operation]
     difference: list[dict[str, Any]]
     peak: int
+    setup_peak: int | None
     phase: str
     held: dict[str, int]
     operations: int
 
 
 def seen(trace: Trace) -> Seen:
-    peak = trace.memory.peak()
+    peak, measured = trace.memory.peak(), trace.measurement(None)
     return Seen(
         trace.communication.counts,
-        trace.measurement(None).formula_difference,
+        measured.formula_difference,
         peak.nbytes,
+        measured.setup_peak_memory_bytes,
         peak.phase,
         peak.held,
         len(trace.memory.events),
@@ -52,7 +56,7 @@ def seen(trace: Trace) -> Seen:
 def on_a_real_rank(mesh: DeviceMesh, cell: Cell, settle_s: float) -> Seen:
     recorder = Recorder(mesh, settle_s)
     with recorder, virtual.no_cyclic_collection():
-        record_step(cell, mesh, recorder, torch.Generator().manual_seed(0))
+        record_step(cell, mesh, recorder, torch.Generator().manual_seed(0), partial(initialize, seed=0))
     return seen(Trace.of(cell, dist.get_rank(), recorder))
 
 

@@ -1,4 +1,5 @@
-"""Peak memory of virtual ranks is that of real ones, byte for byte, for every strategy, model and backend.
+"""Peak memory of virtual ranks is that of real ones, byte for byte, for every strategy, model and backend, in
+steps and in set-up.
 
 Around collectives real ranks make and drop a few more tensors (2 to 3% more births and deaths). One of them
 can live at the peak: Gloo sums what it reduce-scatters in a copy of it, which virtual ranks make here too."""
@@ -35,7 +36,7 @@ DEFAULT_MODELS = {
 }
 
 
-def combination(strategy: str, model: str, backend: str, n: int) -> Cell:
+def combination(strategy: str, model: str, backend: str, n: int, **options: Any) -> Cell:
     sizes = dict.fromkeys(strategies()[strategy].axes, n)
     settings: dict[str, Any] = {
         "model": model,
@@ -45,12 +46,14 @@ def combination(strategy: str, model: str, backend: str, n: int) -> Cell:
         "seq_len": LENGTHS.get(model, 48),
         "precision": "bf16",
         "training": {"backend": backend},
+        "model_options": options,
     }
     return Cell.model_validate(settings)
 
 
 def combinations() -> Iterator[Any]:
-    """Every strategy with every tiny model that it supports, and every backend around LASP."""
+    """Every strategy with every tiny model that it supports, and every backend around LASP; and layers that
+    keep the results of some operators."""
     for strategy in strategies():
         for model in (name for name in models() if "-tiny" in name):
             for n in (2, 4):
@@ -67,6 +70,43 @@ def combinations() -> Iterator[Any]:
         cell = combination("lasp", "tnl-tiny", backend, 2)
         default = backend in ("fsdp_flat", "megatron", "zero3")
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
+    for name, training in PIPELINES.items():
+        yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
+    for strategy, backend in (("tensor_parallel", "legacy_ddp"), ("ulysses", "zero3")):
+        options = {"separate_projections": True, "recompute": "operators"}
+        cell = combination(strategy, "causal-transformer-tiny-gqa", backend, 2, **options)
+        marks = [] if strategy == "tensor_parallel" else [pytest.mark.slow]
+        yield pytest.param(cell, id=f"{strategy}-keeps-operators", marks=marks)
+
+
+#: pipelines of two stages, by what is said of them
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "interleaved": INTERLEAVED,
+    "overlapped": {**INTERLEAVED, "overlap_p2p_communication": True},
+    "groups": {**INTERLEAVED, "overlap_p2p_communication": True, "microbatch_group_size": 3},
+    "uneven": {**INTERLEAVED, "overlap_p2p_communication": True, "stage_layers": [0, 2, 2, 0]},
+    "uneven-1f1b": {"stage_layers": [3, 1]},
+}
+DEFAULT_PIPELINES = ("overlapped", "uneven")
+SLOW = pytest.mark.slow
+
+
+def pipeline(training: dict[str, Any]) -> Cell:
+    settings: dict[str, Any] = {
+        "model": "causal-transformer-tiny",
+        "model_options": {"layers": 4},
+        "strategy": "single",
+        "sizes": {"pp": 2},
+        "batch": 5 if "microbatch_group_size" in training else 4,
+        "seq_len": 48,
+        "precision": "bf16",
+    }
+    micro_batches = settings["batch"]
+    return Cell.model_validate(
+        settings | {"training": {"backend": "megatron", "micro_batches": micro_batches, **training}}
+    )
 
 
 _reduce_scatter = collectives._reduce_scatter_into
@@ -91,5 +131,6 @@ def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: p
         if lowest == peaks:
             break
     assert lowest == peaks
+    assert [found.setup_peak for found in really] == [found.setup_peak for found in virtually]
     assert [found.counts for found in really] == [found.counts for found in virtually]
     assert not any(found.difference for found in (*really, *virtually))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,8 +24,8 @@ from spbench.impls.models.model import Model, model_preset
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
-from spbench.impls.training.interleaved import turns_ahead
 from spbench.impls.training.step import Training, initialize
+from spbench.impls.training.turns import Turns
 from tests.slow import slow
 
 BATCH, LENGTH = 8, 24
@@ -33,6 +33,15 @@ OPTIONS = {"layers": 4, "vocabulary_multiple": 2}
 
 
 INTERLEAVED = TrainingOptions(micro_batches=4, schedule="interleaved", virtual_stages=2)
+
+#: ways in which a rank takes its turns
+TURNS: dict[str, Callable[..., Turns]] = {
+    "groups": partial(Turns, group_size=3),
+    "overlapped": partial(Turns, overlapped=True),
+    "overlapped groups": partial(Turns, group_size=5, overlapped=True),
+}
+#: layers of stages, of four
+STAGE_LAYERS = {"uneven": (1, 3), "layers of the middle": (0, 2, 2, 0), "one layer less": (0, 1, 2, 1)}
 
 
 def errors_of_rank(
@@ -50,7 +59,9 @@ def errors_of_rank(
     whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
     place = Place.on(mesh)
     strategy = nesting(name).configured(place)
-    around = Composition(place, virtual_stages=2 if schedule == "interleaved" else 1)
+    schedule, _, how = schedule.partition(": ")
+    around = Composition(place, 2 if schedule == "interleaved" else 1, STAGE_LAYERS.get(how, ()))
+    turns = TURNS[how](around.stage.index, around.stage.count, 2, micro_batches) if how in TURNS else None
     with default_dtype(torch.float64):
         # the padded vocabulary of one device and of the ranks is the same: 96 rows
         reference = model.build(Strategy(), LENGTH)
@@ -68,6 +79,7 @@ def errors_of_rank(
         around=around,
         micro_batches=micro_batches,
         schedule=schedule,
+        turns=turns,
         backend_options={"gradients": gradients},
     )
     if fault == "untied":
@@ -115,6 +127,12 @@ COMPOSED = [
     ("single", {"pp": 4}, 8, "1f1b"),
     ("single", {"pp": 2}, 4, "gpipe"),
     ("single", {"pp": 2}, 4, "interleaved"),
+    ("single", {"pp": 2}, 8, "interleaved: groups"),  # two of three micro-batches, and one of two
+    ("single", {"pp": 2}, 4, "interleaved: overlapped"),
+    ("single", {"pp": 2}, 8, "interleaved: overlapped groups"),
+    ("single", {"pp": 2}, 4, "1f1b: uneven"),
+    ("single", {"pp": 2}, 4, "interleaved: layers of the middle"),
+    ("single", {"pp": 2}, 4, "interleaved: one layer less"),
     ("single", {"pp": 2}, 2, "interleaved"),  # all forwards before the first backward
     ("tensor_parallel", {"pp": 2, "tp": 2}, 4, "interleaved"),
     ("single", {"dp": 4}, 1, "1f1b"),
@@ -134,7 +152,7 @@ def with_gradients() -> Iterator[Any]:
     """Each of the compositions with both kinds of gradients; with stale ones three of them in every run."""
     for composed in COMPOSED:
         name, sizes, _, schedule = composed
-        interleaved = schedule == "interleaved"
+        interleaved = schedule.startswith("interleaved")
         yield pytest.param(
             *composed, "contiguous", marks=pytest.mark.slow if interleaved and name != "single" else []
         )
@@ -181,7 +199,8 @@ OF_MODELS = [
     ("dsp", {"sp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
     ("megatron_sp", {"tp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
     slow("single", {"pp": 4}, 8, "interleaved", model_preset("bert-tiny", {"layers": 8})),
-    ("single", {"pp": 4}, 8, "interleaved", TIED),
+    slow("single", {"pp": 4}, 8, "interleaved", TIED),
+    ("single", {"pp": 4}, 8, "interleaved: overlapped", TIED),
 ]
 
 
@@ -236,6 +255,14 @@ def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp:
         ({"training": TrainingOptions(micro_batches=3)}, "batch 8 cannot be divided into 3 micro-batches"),
         ({"sizes": Sizes(dp=3)}, "use 6 or 9"),
         ({"sizes": Sizes(pp=4), "training": INTERLEAVED}, "4 layers cannot be split over 8 pipeline stages"),
+        (
+            {"sizes": Sizes(pp=2), "training": TrainingOptions(micro_batches=2, stage_layers=(1, 2))},
+            "stage_layers has 2 stages with 3 layers in all; give 2 numbers that make 4",
+        ),
+        (
+            {"sizes": Sizes(pp=4), "training": INTERLEAVED.model_copy(update={"microbatch_group_size": 3})},
+            "microbatch_group_size 3 is not between pp 4 and 4 micro-batches",
+        ),
         ({"training": INTERLEAVED}, "for several pipeline stages; use pp 2 or more"),
         (
             {"sizes": Sizes(pp=4), "training": INTERLEAVED.model_copy(update={"micro_batches": 2})},
@@ -277,5 +304,5 @@ def test_interleaved_stages_send_what_the_closed_form_says(strategy: str, axes: 
 
 
 def test_an_interleaved_rank_runs_ahead_by_all_its_forwards_at_most() -> None:
-    assert [turns_ahead(rank, ranks=4, chunks=2, micro_batches=4) for rank in range(4)] == [8, 8, 6, 4]
-    assert turns_ahead(0, ranks=4, chunks=2, micro_batches=8) == 10
+    assert [Turns(rank, ranks=4, chunks=2, micro_batches=4).ahead for rank in range(4)] == [8, 8, 6, 4]
+    assert Turns(0, ranks=4, chunks=2, micro_batches=8).ahead == 10

@@ -1,0 +1,121 @@
+"""Weights on the meta device, which have shapes and no memory, until a backend has divided them among ranks.
+
+So do programs whose model is larger than a card: torchtitan builds it on that device, shards it, then gives
+each rank memory for its part alone (``to_empty``) and draws the parts' values in place; DeepSpeed's
+``zero.Init`` divides each module as it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from spbench.impls.backends.backend import HeldPart
+
+
+def is_meta(x: Tensor) -> bool:
+    """Whether a tensor has a shape and no memory."""
+    return x.device.type == "meta"
+
+
+def materialize(module: nn.Module, device: str) -> None:
+    """Give what of a sharded module is on the meta device memory on another one, without values."""
+    made: dict[Tensor, Tensor] = {}
+
+    def empty(x: Tensor) -> Tensor:
+        if not is_meta(x):
+            return x
+        if not isinstance(x, nn.Parameter):  # torch.tensor makes none that is fake on this device
+            return torch.empty(x.shape, dtype=x.dtype, device=device)
+        if x not in made:
+            made[x] = torch.empty_like(x, device=device)
+        return made[x]
+
+    names: dict[Tensor, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    module._apply(empty)
+    for first, *tied in names.values():  # each use has got a parameter of its own
+        for name in tied:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+
+
+class WholeParameters(nn.Module):
+    """The parameters of a divided module, each whole while it is looked at.
+
+    What initialises a module goes through its parameters. Those of this one come one after another, with the
+    values that the constructors give vectors, and what is written into one goes to the part of it that this
+    rank holds. So no rank has more than one whole parameter.
+
+    Args:
+        module: that a backend has divided.
+        parts: what this rank holds of each parameter.
+        attributes: of the parameters before that, by name: :func:`attributes_of`.
+        build: makes the same module again, on the CPU.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Mapping[str, HeldPart],
+        attributes: Mapping[str, Mapping[str, Any]],
+        build: Callable[[], nn.Module],
+    ):
+        super().__init__()
+        self.held_buffers = dict(module.named_buffers())
+        self.parts, self.attributes, self.build = parts, attributes, build
+        self.constructed: dict[str, nn.Parameter] = {}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        if not self.constructed:
+            self._construct()
+        for name, part in self.parts.items():
+            constructed = self.constructed[name]
+            whole = nn.Parameter(torch.empty_like(constructed, device=part.values.device))
+            vars(whole).update(self.attributes[name])
+            with torch.no_grad():
+                if not is_meta(constructed):
+                    whole.copy_(constructed)
+                before = whole._version
+                yield name, whole
+                if whole._version != before:
+                    part.values.copy_(part.of(whole))
+
+    @torch.no_grad()
+    def _construct(self) -> None:
+        """Take the values of buffers and vectors from a module that has no matrices."""
+        with _matrices_on_meta():
+            made = self.build()
+        for name, buffer in made.named_buffers():
+            self.held_buffers[name].copy_(buffer)
+        self.constructed = dict(made.named_parameters())
+        for name, part in self.parts.items():
+            if not is_meta(values := self.constructed[name]):
+                part.values.copy_(part.of(values))
+
+
+def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What strategies have recorded on each parameter, by its name."""
+    return {name: dict(vars(p)) for name, p in module.named_parameters()}
+
+
+@contextmanager
+def _matrices_on_meta() -> Iterator[None]:
+    """Inside, a module's parameter of several dims loses its memory as it is registered."""
+
+    def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.ndim < 2:
+            return None  # as it is
+        return nn.Parameter(parameter.detach().to("meta"))
+
+    handle = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,54 @@
+"""Results that a block's forward keeps, so that the block does not compute them when it runs again.
+
+torch's selective checkpointing keeps the results of single operators. What several operators and messages
+make together, and in each other's memory, is kept here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import Tensor
+
+Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
+
+
+class KeptResults:
+    """What a block's forward keeps, in the order in which it made it."""
+
+    def __init__(self) -> None:
+        self.results: deque[Tensor | tuple[Tensor, ...]] = deque()
+        self.again = False
+
+    @contextmanager
+    def in_use(self, *, again: bool) -> Iterator[None]:
+        """While the block runs, or runs again."""
+        global _in_use
+        before, _in_use, self.again = _in_use, self, again
+        try:
+            yield
+        finally:
+            _in_use = before
+
+
+#: those of the block that runs now
+_in_use: KeptResults | None = None
+
+
+def kept(make: Callable[[], Result]) -> Result:
+    """What ``make`` returns: of a block that keeps results, from its first run also when it runs again.
+
+    To be called where no gradient is recorded, as in the forward of an autograd function.
+    """
+    if _in_use is None:
+        return make()
+    if _in_use.again:
+        return _in_use.results.popleft()  # type: ignore[return-value]
+    result = make()
+    # autograd writes on the tensors that a function returns, which must not hold what they came from
+    alias = result.detach() if isinstance(result, Tensor) else tuple(x.detach() for x in result)
+    _in_use.results.append(alias)
+    return result

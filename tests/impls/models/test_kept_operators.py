@@ -1,0 +1,71 @@
+"""Recomputation of all but some operators, and projections that are a matrix product each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from spbench.impls.models.model import model_preset
+from tests.impls.models.test_early_stop import kernels, trace
+from tests.impls.models.test_recomputed_dropout import gradients
+
+GROUPED = "causal-transformer-tiny-gqa"
+SEPARATE = {"separate_projections": True}
+
+
+def test_each_second_product_and_what_is_cheap_run_again() -> None:
+    """Of the 7 products of each of two layers, 3."""
+    plain = kernels(trace(model=GROUPED, model_options=SEPARATE))
+    again = kernels(trace(model=GROUPED, model_options=SEPARATE | {"recompute": "operators"})) - plain
+    assert again["mm"] == 2 * 3
+    assert again["flash_attention"] == 0
+    assert again["silu"] == 2
+
+
+@pytest.mark.parametrize(("layers", "every", "recomputed"), [(4, 2, 2), (3, 2, 1), (4, 3, 1)])
+def test_one_layer_of_each_interval_runs_again(layers: int, every: int, recomputed: int) -> None:
+    full = {"recompute": "full", "recompute_method": "interval", "recompute_layers": every}
+    plain = kernels(trace(model_options={"layers": layers}))
+    again = kernels(trace(model_options=full | {"layers": layers})) - plain
+    assert again == Counter({name: n for name, n in again.items() if n % recomputed == 0})
+    assert again["flash_attention"] == recomputed
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "megatron_sp", "ulysses", "ring_attention"])
+def test_bytes_are_those_of_the_closed_form(strategy: str) -> None:
+    axis = "tp" if strategy in ("tensor_parallel", "megatron_sp") else "sp"
+    options = SEPARATE | {"recompute": "operators"}
+    found = trace(model=GROUPED, strategy=strategy, sizes={axis: 2}, model_options=options)
+    assert found.measurement(None).formula_difference == []
+
+
+@pytest.mark.parametrize("backend", ["zero3", "zero2"])
+def test_sharded_weights_are_gathered_no_more_often(backend: str) -> None:
+    options = SEPARATE | {"recompute": "operators"}
+    training = {"backend": backend, "micro_batches": 2}
+    found = trace(model_options=options, sizes={"dp": 2}, batch=4, training=training)
+    assert found.measurement(None).formula_difference == []
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "biases": False, "mlp": "swiglu"}])
+def test_gradients_are_those_without_recomputation(options: dict[str, Any]) -> None:
+    plain = gradients(**SEPARATE, **options)
+    again = gradients(**SEPARATE, **options, recompute="operators")
+    assert plain.keys() == again.keys()
+    for name, gradient in plain.items():
+        assert again[name].allclose(gradient, rtol=1e-11, atol=1e-14), name
+
+
+def test_separate_projections_are_of_torch() -> None:
+    with pytest.raises(ValueError, match="separate_projections is of library: torch"):
+        model_preset(GROUPED, SEPARATE | {"library": "transformer-engine"})
+    refused = trace_error(strategy="tensor_parallel", sizes={"tp": 3})
+    assert "3 ranks do not divide 4 heads of keys and values" in refused
+
+
+def trace_error(**changes: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        trace(model=GROUPED, model_options=SEPARATE, **changes)
+    return str(error.value)
