@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from spbench.bench.meters.allocator import replay
+from spbench.bench.meters.allocator import SEGMENT_GRANULE, replay
 from spbench.bench.meters.memory_log import CATEGORIES, MemoryLog
 
 #: points of the curve, each the largest of its run of events
 _POINTS = 600
-#: how exactly the smallest card is found
-_NEAR_BYTES = 32 * 2**20
+#: how exactly the smallest card is found: a segment, or this part of it
+_NEAR = 1e-3
 #: what is told apart by kind and module, beyond which the smaller ones are one line
 _MOST_PARTS = 12
 
@@ -46,8 +46,8 @@ class Anatomy:
     Attributes:
         peak_memory_bytes: of blocks that are given out at that moment.
         reserved_memory_bytes: the most that the allocator reserves, on a card without a limit.
-        least_usable_bytes: of the smallest card on which it fits, to 32 MiB; the allocator then gives back
-            what is free before it asks for more.
+        least_usable_bytes: of the smallest card on which it fits, to 2 MiB or 0.1%; the allocator then gives
+            back what is free before it asks for more.
         held: bytes by kind at the moment, largest first, without zeros.
         parts: the same by kind and module: ``kind``, ``module``, ``bytes`` and ``tensors``, largest first;
             the last has the rest, with ``kind`` "".
@@ -95,14 +95,14 @@ def anatomy(log: MemoryLog) -> Anatomy:
 
 
 def least_usable(log: MemoryLog, low: int, high: int) -> int:
-    """Usable bytes of the smallest card on which the allocator serves a log, to :data:`_NEAR_BYTES`; what it
-    needs may be more than what is given out, as free blocks between others are too small.
+    """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%; what it needs
+    may be more than what is given out, as free blocks between others are too small.
 
     Args:
         low: bytes with which it cannot, or just can: those that are given out at once at the most.
         high: bytes with which it can.
     """
-    while high - low > _NEAR_BYTES:
+    while high - low > max(SEGMENT_GRANULE, _NEAR * low):
         middle = (low + high) // 2
         fits = replay(log.sizes, log.events, middle).out_of_memory is None
         low, high = (low, middle) if fits else (middle, high)
