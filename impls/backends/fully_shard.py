@@ -119,6 +119,7 @@ class FullySharded(Backend):
     """ZeRO-3: weights are gathered for forward, freed, and gathered again for backward."""
 
     name = "zero3"
+    shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
     options_type = ShardingOptions
     options: ShardingOptions
@@ -268,4 +269,5 @@ class KeptAfterForward(FullySharded):
     """ZeRO-2: the weights stay from forward to backward."""
 
     name = "zero2"
+    shares_out = frozenset({"optimizer_state", "gradients"})
     reshard_after_forward = False
