@@ -6,6 +6,7 @@ from math import prod
 
 from spbench.bench.jobs.megatron_model import layers_of, length_of
 from spbench.bench.jobs.megatron_translation import Translation
+from spbench.impls.options import LARGEST_OF
 
 _PIPELINE_SPLITS = (
     "--decoder-first-pipeline-num-layers",
@@ -159,6 +160,10 @@ def set_schedule(t: Translation) -> None:
         chunks = counted // (stages * of_each)
     if chunks > 1 and stages == 1:
         t.problems.append(f"{t.spelled(name)} needs --pipeline-model-parallel-size of 2 or more")
+    parts = stages * max(1, chunks)
+    if parts > 1 and parts > min(counted, LARGEST_OF["layers"]):
+        t.problems.append(f"{counted} layers are fewer than {parts} stages or parts of these")
+        return
     _set_stages(t, layers, stages, max(1, chunks))
     if chunks > 1:
         t.set("training.schedule", "interleaved", name)
