@@ -17,7 +17,8 @@ import io
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -57,6 +58,18 @@ def use() -> None:
     global _cache
     folder = cache_folder()
     _cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
+
+
+@contextmanager
+def used() -> Iterator[None]:
+    """Inside, as after :func:`use`."""
+    global _cache
+    before = _cache
+    use()
+    try:
+        yield
+    finally:
+        _cache = before
 
 
 def kept(cell: Cell, rank: int, events: bool, trace: Callable[[], Trace]) -> Trace:
@@ -179,7 +192,10 @@ def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
 
 
 def _program(rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Program:
-    groups = [Group(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"])) for g in rest["groups"]]
+    groups = [
+        Group(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"]), tuple(g["steps"]))
+        for g in rest["groups"]
+    ]
     return Program(
         **{name.removeprefix(_PROGRAM): x for name, x in arrays.items() if name.startswith(_PROGRAM)},
         mesh=tuple(rest["mesh"]),

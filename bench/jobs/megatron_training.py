@@ -6,6 +6,7 @@ from math import prod
 
 from spbench.bench.jobs.megatron_model import layers_of, length_of
 from spbench.bench.jobs.megatron_translation import Translation
+from spbench.impls.options import LARGEST_OF
 
 _PIPELINE_SPLITS = (
     "--decoder-first-pipeline-num-layers",
@@ -159,6 +160,10 @@ def set_schedule(t: Translation) -> None:
         chunks = counted // (stages * of_each)
     if chunks > 1 and stages == 1:
         t.problems.append(f"{t.spelled(name)} needs --pipeline-model-parallel-size of 2 or more")
+    parts = stages * max(1, chunks)
+    if parts > 1 and parts > min(counted, LARGEST_OF["layers"]):
+        t.problems.append(f"{counted} layers are fewer than {parts} stages or parts of these")
+        return
     _set_stages(t, layers, stages, max(1, chunks))
     if chunks > 1:
         t.set("training.schedule", "interleaved", name)
@@ -242,8 +247,9 @@ def set_optimizer(t: Translation) -> None:
     padded = "--ddp-pad-buckets-for-high-nccl-busbw"
     if g.on(padded):
         t.set("training.pad_buckets_for_high_nccl_busbw", True, padded)
-    if (g.number("--num-distributed-optimizer-instances") or 1) != 1:
-        t.refuse("several instances of the optimizer", "--num-distributed-optimizer-instances")
+    instances = "--num-distributed-optimizer-instances"
+    if (g.number(instances) or 1) != 1:
+        t.set("training.num_distributed_optimizer_instances", g.number(instances), instances)
     t.refuse("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     t.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
     t.refuse("gathering weights within the optimizer's step", "--overlap-param-gather-with-optimizer-step")
