@@ -23,10 +23,15 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: number ``index`` of ``count``."""
+    """A pipeline stage: number ``index`` of ``count``.
+
+    Attributes:
+        sizes: how many layers each of the stages has; empty: as many as the others.
+    """
 
     index: int = 0
     count: int = 1
+    sizes: tuple[int, ...] = ()
 
     @property
     def first(self) -> bool:
@@ -45,8 +50,10 @@ class Stage:
         """The layers of this stage, of ``total`` in all.
 
         Raises:
-            Unsupported: the stages do not divide the layers.
+            Unsupported: the stages do not divide the layers, or their sizes do not add up to them.
         """
+        if self.sizes:
+            return self._sized(total)
         if total % self.count:
             divisors = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
             raise Unsupported(
@@ -54,6 +61,15 @@ class Stage:
             )
         each = total // self.count
         return range(self.index * each, (self.index + 1) * each)
+
+    def _sized(self, total: int) -> range:
+        if len(self.sizes) != self.count or sum(self.sizes) != total or not all(self.sizes[1:-1]):
+            raise Unsupported(
+                f"stage_layers has {len(self.sizes)} stages with {sum(self.sizes)} layers in all",
+                f"give {self.count} numbers that make {total}, of which the first and the last may be 0",
+            )
+        start = sum(self.sizes[: self.index])
+        return range(start, start + self.sizes[self.index])
 
 
 ONE_STAGE = Stage()
@@ -66,19 +82,22 @@ class Composition:
         place: of this rank on the mesh.
         virtual_stages: how many runs of layers a rank holds. Those of the next rank follow on its own, and
             its next ones on those of the last rank.
+        stage_layers: how many layers each of all stages has, in the order of the layers; empty: as many as
+            the others.
 
     Attributes:
         stage: which rank of the pipeline this is.
         stages: the stages that it holds; with one each, that is :attr:`stage`.
     """
 
-    def __init__(self, place: Place = ALONE, virtual_stages: int = 1):
+    def __init__(self, place: Place = ALONE, virtual_stages: int = 1, stage_layers: Sequence[int] = ()):
         self.place = place
         self.dp_group, self.pp_group = place.group("dp"), place.group("pp")
         self.replicas, self.replica = place.size("dp"), place.rank("dp")
         ranks, rank = place.size("pp"), place.rank("pp")
         self.stage = Stage(rank, ranks)
-        self.stages = tuple(Stage(n * ranks + rank, ranks * virtual_stages) for n in range(virtual_stages))
+        count, sizes = ranks * virtual_stages, tuple(stage_layers)
+        self.stages = tuple(Stage(n * ranks + rank, count, sizes) for n in range(virtual_stages))
 
     def gradient_group(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
         """The ranks that gradients are summed over in one go: the replicas, and those along ``axes`` of a

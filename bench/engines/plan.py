@@ -150,6 +150,11 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
     return found.configured(Place(cell.mesh_sizes, coordinates or {}), cell.strategy_options)
 
 
+def composition(cell: Cell, place: Place) -> Composition:
+    """Data and pipeline parallelism of a cell at that place."""
+    return Composition(place, cell.training.virtual_stages, cell.training.stage_layers)
+
+
 def plan(cell: Cell) -> Plan:
     """Check a cell and write down what it should send.
 
@@ -183,7 +188,7 @@ def plan(cell: Cell) -> Plan:
     gradient_bytes = backend.gradient_dtype(precision, options).itemsize
     for each in classes:
         role = planned_strategy(cell, each.coordinates)
-        around = Composition(Place.of_rank(cell.mesh_sizes, each.first), cell.training.virtual_stages)
+        around = composition(cell, Place.of_rank(cell.mesh_sizes, each.first))
         asked = [sites(stage) for stage in around.stages]
         asked[0] += training_sites(precision)  # asked for once a step, whatever the stages
         sums = planned_sums([*itertools.chain(*asked)], role, cell.sizes.dp)
@@ -266,7 +271,7 @@ def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Comp
 
 def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
     """The module of the ranks of a class, on the meta device."""
-    around = Composition(Place.of_rank(cell.mesh_sizes, ranks.first), cell.training.virtual_stages)
+    around = composition(cell, Place.of_rank(cell.mesh_sizes, ranks.first))
     role = planned_strategy(cell, ranks.coordinates)
     return _without_values(model_preset(*cell.model_arguments), role, cell.shape[1], around)
 

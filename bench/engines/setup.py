@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines.plan import composition
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
@@ -124,7 +125,7 @@ def build_module(
     is given."""
     place = Place.on(mesh)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
-    around = Composition(place, cell.training.virtual_stages)
+    around = composition(cell, place)
     module = _built(cell, strategy, around, device or mesh.device_type)
     if set_weights is not None:
         set_weights(module)

@@ -147,26 +147,61 @@ def set_schedule(t: Translation) -> None:
     g = t.given
     stages, layers = g.number("--pipeline-model-parallel-size") or 1, layers_of(t) or 0
     each, virtual = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
-    t.refuse("stages of different numbers of layers", *(name for name in _PIPELINE_SPLITS))
+    counted = layers + g.on(_PIPELINE_SPLITS[2]) + g.on(_PIPELINE_SPLITS[3])
     chunks, name = g.number(virtual) or 1, virtual
     if (of_each := g.number(each)) is not None:
         name = each
         if g.on(virtual):
             t.problems.append(f"{each} and {virtual} are both given; leave one")
-        if of_each < 1 or layers % (stages * of_each):
+        if of_each < 1 or counted % (stages * of_each):
             t.problems.append(f"--num-layers {layers} is no multiple of {stages} stages x {t.spelled(each)}")
             return
-        chunks = layers // (stages * of_each)
-    if not any(g.on(split) for split in _PIPELINE_SPLITS) and layers % (stages * max(1, chunks)):
-        t.problems.append(f"--num-layers {layers} is no multiple of {stages} stages x {chunks} parts of each")
+        chunks = counted // (stages * of_each)
     if chunks > 1 and stages == 1:
         t.problems.append(f"{t.spelled(name)} needs --pipeline-model-parallel-size of 2 or more")
+    _set_stages(t, layers, stages, max(1, chunks))
     if chunks > 1:
         t.set("training.schedule", "interleaved", name)
         t.set("training.virtual_stages", chunks, name)
-        t.refuse("exchanges between stages one at a time", "--no-overlap-p2p-communication")
+        waits, group = "--no-overlap-p2p-communication", "--microbatch-group-size-per-virtual-pipeline-stage"
+        t.set("training.overlap_p2p_communication", not g.on(waits), waits)
+        if (size := g.number(group)) is not None:
+            t.set("training.microbatch_group_size", size, group)
+        moved = "transfers of the warm-up and of the flush, below the peak; their time is not modelled"
+        t.ignore(moved, "--overlap-p2p-communication-warmup-flush")
         return
     t.ignore("a rank has one run of layers", each, virtual, *_INTERLEAVED)
+
+
+def _set_stages(t: Translation, layers: int, stages: int, chunks: int) -> None:
+    """Set how many layers each stage has, as get_num_layers_to_build of Megatron-Core does."""
+    g = t.given
+    first, last = (g.number(name) for name in _PIPELINE_SPLITS[:2])
+    embedding, loss = (g.on(name) for name in _PIPELINE_SPLITS[2:])
+    if stages == 1:
+        t.ignore("there is one stage", *_PIPELINE_SPLITS)
+        return
+    if (embedding or loss) and (first is not None or last is not None):
+        t.problems.append(f"{_PIPELINE_SPLITS[2 if embedding else 3]} and a number of layers are both given")
+        return
+    between = [*range(first is not None, stages - (last is not None))]
+    left = layers + embedding + loss - (first or 0) - (last or 0)
+    if left < 0 or (left % len(between) if between else left):
+        t.problems.append(f"{left} layers cannot be split evenly over {len(between)} stages")
+        return
+    of_rank = [left // len(between) if between else 0] * stages
+    for rank, given in ((0, first), (stages - 1, last)):
+        of_rank[rank] = of_rank[rank] if given is None else given
+    if any(n % chunks for n in of_rank):
+        t.problems.append(f"stages of {of_rank} layers cannot be split into {chunks} parts each")
+        return
+    sizes = [n // chunks for n in of_rank] * chunks
+    sizes[0] -= embedding
+    sizes[-1] -= loss
+    if len({*sizes}) > 1:
+        t.set("training.stage_layers", sizes, *_PIPELINE_SPLITS)
+    else:
+        t.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
 
 
 def set_optimizer(t: Translation) -> None:

@@ -86,8 +86,10 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "interleaved": INTERLEAVED,
     "overlapped": {**INTERLEAVED, "overlap_p2p_communication": True},
     "groups": {**INTERLEAVED, "overlap_p2p_communication": True, "microbatch_group_size": 3},
+    "uneven": {**INTERLEAVED, "overlap_p2p_communication": True, "stage_layers": [0, 2, 2, 0]},
+    "uneven-1f1b": {"stage_layers": [3, 1]},
 }
-DEFAULT_PIPELINES = ("overlapped",)
+DEFAULT_PIPELINES = ("overlapped", "uneven")
 SLOW = pytest.mark.slow
 
 

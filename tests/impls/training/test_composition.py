@@ -40,6 +40,8 @@ TURNS: dict[str, Callable[..., Turns]] = {
     "overlapped": partial(Turns, overlapped=True),
     "overlapped groups": partial(Turns, group_size=5, overlapped=True),
 }
+#: layers of stages, of four
+STAGE_LAYERS = {"uneven": (1, 3), "layers of the middle": (0, 2, 2, 0), "one layer less": (0, 1, 2, 1)}
 
 
 def errors_of_rank(
@@ -58,8 +60,8 @@ def errors_of_rank(
     place = Place.on(mesh)
     strategy = nesting(name).configured(place)
     schedule, _, how = schedule.partition(": ")
-    around = Composition(place, virtual_stages=2 if schedule == "interleaved" else 1)
-    turns = TURNS[how](around.stage.index, around.stage.count, 2, micro_batches) if how else None
+    around = Composition(place, 2 if schedule == "interleaved" else 1, STAGE_LAYERS.get(how, ()))
+    turns = TURNS[how](around.stage.index, around.stage.count, 2, micro_batches) if how in TURNS else None
     with default_dtype(torch.float64):
         # the padded vocabulary of one device and of the ranks is the same: 96 rows
         reference = model.build(Strategy(), LENGTH)
@@ -128,6 +130,9 @@ COMPOSED = [
     ("single", {"pp": 2}, 8, "interleaved: groups"),  # two of three micro-batches, and one of two
     ("single", {"pp": 2}, 4, "interleaved: overlapped"),
     ("single", {"pp": 2}, 8, "interleaved: overlapped groups"),
+    ("single", {"pp": 2}, 4, "1f1b: uneven"),
+    ("single", {"pp": 2}, 4, "interleaved: layers of the middle"),
+    ("single", {"pp": 2}, 4, "interleaved: one layer less"),
     ("single", {"pp": 2}, 2, "interleaved"),  # all forwards before the first backward
     ("tensor_parallel", {"pp": 2, "tp": 2}, 4, "interleaved"),
     ("single", {"dp": 4}, 1, "1f1b"),
@@ -250,6 +255,14 @@ def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp:
         ({"training": TrainingOptions(micro_batches=3)}, "batch 8 cannot be divided into 3 micro-batches"),
         ({"sizes": Sizes(dp=3)}, "use 6 or 9"),
         ({"sizes": Sizes(pp=4), "training": INTERLEAVED}, "4 layers cannot be split over 8 pipeline stages"),
+        (
+            {"sizes": Sizes(pp=2), "training": TrainingOptions(micro_batches=2, stage_layers=(1, 2))},
+            "stage_layers has 2 stages with 3 layers in all; give 2 numbers that make 4",
+        ),
+        (
+            {"sizes": Sizes(pp=4), "training": INTERLEAVED.model_copy(update={"microbatch_group_size": 3})},
+            "microbatch_group_size 3 is not between pp 4 and 4 micro-batches",
+        ),
         ({"training": INTERLEAVED}, "for several pipeline stages; use pp 2 or more"),
         (
             {"sizes": Sizes(pp=4), "training": INTERLEAVED.model_copy(update={"micro_batches": 2})},
