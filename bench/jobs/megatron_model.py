@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spbench.bench.jobs.megatron_attention import idle_fusions, rotary, set_attention
+from spbench.bench.jobs.megatron_attention import ignore_absent_fusions, rotary, set_attention
 from spbench.bench.jobs.megatron_translation import Translation
 
 #: words of tokenizers that need no file to be known: GPT-2's, and BERT's two
@@ -150,7 +150,8 @@ def _set_bert(t: Translation, local: bool) -> None:
         if not t.given.on("--attention-backend"):
             t.problems.append("a BertModel's attention is unfused alone here; --attention-backend unfused")
     t.ignore("BertModel makes its own masks", "--no-create-attention-mask-in-dataloader")
-    idle_fusions(t, "TransformerEngine's softmax is its own" if not local else "")
+    for name in ignore_absent_fusions(t, local):
+        t.refuse("a BertModel without a single fusion", name)
     core = "of Megatron-Core's BertModel"
     t.set("model_options.pre_norm", True, note=f"norms before each half of a layer, {core}")
     t.set("model_options.embedding_norm", False, note=f"none after the embedding, {core}")
@@ -165,13 +166,10 @@ def _set_layers(t: Translation) -> None:
     activations = [name for name in ("--swiglu", "--squared-relu") if g.on(name)]
     if len(activations) > 1:
         t.problems.append(f"{' and '.join(activations)} are both given; leave one")
-    t.set("model_options.mlp", "swiglu" if g.on("--swiglu") else "gelu", "--swiglu")
-    if g.on("--squared-relu"):
-        t.refuse("an MLP of squared ReLU", "--squared-relu")
+    mlp = activations[0].removeprefix("--").replace("-", "_") if activations else "gelu"
+    t.set("model_options.mlp", mlp, *activations)
     biases = not g.on("--disable-bias-linear")
     t.set("model_options.biases", biases, "--disable-bias-linear")
-    if biases and g.on("--swiglu"):
-        t.refuse("a gated MLP with biases; --disable-bias-linear", "--swiglu")
     if biases:
         t.ignore("all linear layers have one", "--add-qkv-bias")
     elif g.on("--add-qkv-bias"):
@@ -214,7 +212,7 @@ def _set_loss(t: Translation) -> None:
             f"{how} te with {fused} runs in older versions alone; this one refuses both together"
         )
     else:
-        t.set("model_options.cross_entropy", "fused", fused, how)
+        t.set("model_options.cross_entropy", "native", fused, how)
 
 
 def _set_recomputation(t: Translation) -> None:

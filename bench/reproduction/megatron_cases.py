@@ -1,5 +1,5 @@
-"""Every case of Megatron-LM's functional tests as `spbench import` reads it: what the last rank's memory and a
-step would be, and how far that is from the golden values at hand.
+"""Every case of Megatron-LM's functional tests as `spbench import` reads it: what the last rank's memory and
+a step would be, and how far that is from the golden values at hand.
 
 A case is imported from its arguments and its environment alone, once for each kind of machine that it has
 golden values of. Nothing here is chosen by looking at these, but for the words of BERT's vocabulary
@@ -16,13 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import Scenario, document_model
 from spbench.bench.errors import UserError
 from spbench.bench.jobs.job import Job
-from spbench.bench.jobs.job_files import JobFile, read_job
+from spbench.bench.jobs.job_files import JobFile, JobFiles
+from spbench.bench.jobs.megatron import read
 from spbench.bench.published.files import published_rows
 
 #: the argument of `spbench reproduce`, and the file of what is predicted
@@ -30,7 +29,8 @@ CASES = "megatron_cases"
 _CASES_FILE = "megatron_cases.csv"
 _GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv")
 
-#: columns of megatron_cases.csv; gpu: with _2nd for the run that goes on from a checkpoint; bytes of the last rank at the first and at a later step, seconds
+#: columns of megatron_cases.csv; gpu: with _2nd for the run that goes on from a checkpoint; bytes of the last
+#: rank at the first and at a later step, seconds
 PREDICTIONS = ("case", "gpu", "peak_first", "peak_last", "allocated_last", "step_time_s", "refusal")
 #: columns of megatron_cases_errors.csv; error: predicted / measured - 1
 ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role")
@@ -41,8 +41,8 @@ _ROLES = {"bert": "inferred"}
 _GPUS = ("a100", "h100", "gb200")
 #: GPUs that a case runs on, and those of one node of GB200
 _NODE, _SMALL_NODE = 8, 4
-#: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md);
-#: 64, which its parallel sizes make; one, as its batch is one micro-batch
+#: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md
+#: has why); 64, which its parallel sizes make; one, as its batch is one micro-batch
 _MACHINES = {"gpt3_15b_8t_release": 256, "bert_release": 64, "gpt3_mcore_reruns_resume_check_grads": 1}
 #: arguments that the files which a case names stand for, by the start of its name: the words of a vocabulary.
 #: 256,000 of Nemotron-4's (arXiv 2402.16819); BERT's are inferred (scenarios/megatron_goldens.yaml)
@@ -80,7 +80,9 @@ class Case:
         small = self.gpu == "gb200" and self.case.endswith("_1node")
         gpus = _by_name(_MACHINES, self.case, _SMALL_NODE if small else _NODE)
         cluster = f"{self.gpu}-megatron-tests"
-        return read_job("megatron", [JobFile(path, self.text.encode())], gpus=gpus, cluster=cluster)
+        job = read(JobFiles([JobFile(path, self.text.encode())], gpus, cluster))
+        assert job is not None
+        return job
 
     @cached_property
     def cell(self) -> Cell | str:
@@ -106,14 +108,15 @@ def cases() -> list[Case]:
     for row in rows:
         arguments = {**json.loads(row["args"]), **_by_name(ADDED, row["case"], {})}
         content = {"ENV_VARS": json.loads(row["env"]), "MODEL_ARGS": arguments}
-        text = yaml.safe_dump(content, sort_keys=False)
+        text = json.dumps(content)  # which is YAML too
         machines = dict.fromkeys(map(machine_of, row["goldens"].split()))
         found += [Case(row["family"], row["case"], gpu, resumed, text) for gpu, resumed in machines]
     return found
 
 
 def machine_of(golden: str) -> tuple[str, bool]:
-    """The kind of machine of a golden value, A100 where its name has none, and whether the run was resumed."""
+    """The kind of machine of a golden value, A100 where its name has none, and whether the run went on from
+    a checkpoint."""
     return next((gpu for gpu in _GPUS if gpu in golden), "a100"), golden.endswith(_RESUMED)
 
 
