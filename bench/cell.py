@@ -80,7 +80,7 @@ class TrainingOptions(BaseModel):
         micro_batches: parts of a replica's batch that are run one after another.
         virtual_stages: runs of layers that a rank of the pipeline holds; several with "interleaved" alone.
         stage_layers: layers of each stage of the pipeline, pp x virtual_stages of them in the order of the
-            layers; empty: as many as the others.
+            layers; None: as many as the others.
         microbatch_group_size: of "interleaved", micro-batches that pass through a run of layers before the
             rank turns to its next; None: as many as the pipeline has ranks.
         overlap_p2p_communication: of "interleaved", send beside the computation.
@@ -98,7 +98,7 @@ class TrainingOptions(BaseModel):
     micro_batches: Repeats = 1
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     virtual_stages: Repeats = 1
-    stage_layers: tuple[NonNegativeInt, ...] = ()
+    stage_layers: list[NonNegativeInt] | None = None
     microbatch_group_size: Repeats | None = None
     overlap_p2p_communication: bool = False
     steps: Repeats = 1

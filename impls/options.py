@@ -18,8 +18,25 @@ LARGEST_OF = {"layers": 2**12}
 
 
 @dataclass(frozen=True)
+class Saving:
+    """A change of options that takes less memory.
+
+    Attributes:
+        options: the new values by name, of the options that say this.
+        words: what it does.
+    """
+
+    options: Mapping[str, Any]
+    words: str
+
+
+@dataclass(frozen=True)
 class Options:
     """What may be chosen about a strategy or a backend; this base: nothing."""
+
+    def savings(self) -> Iterator[Saving]:
+        """The changes that take less memory than these options do, the cheapest first."""
+        yield from ()
 
 
 def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

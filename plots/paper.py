@@ -95,6 +95,21 @@ def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
     legend.set_gid(str(rows))
 
 
+def save_as(figure: Figure, path: Path) -> Path:
+    """Write one file, of the type that its name ends in; returns its path.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    form = path.suffix.removeprefix(".")
+    if form not in _FORMS:
+        raise ValueError(f"{path}: a figure is written as {', '.join(f'.{name}' for name in _FORMS)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with house_style():
+        figure.savefig(path, metadata=_FORMS[form])
+    return path
+
+
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write NAME.png, NAME.svg and NAME.pdf into a folder, which is made if need be; returns their paths.
 

@@ -104,6 +104,14 @@ executor = click.option(
 variant = click.option(
     "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
 )
+changes = click.option(
+    "--set",
+    "changes",
+    type=SETTINGS,
+    multiple=True,
+    callback=_joined,
+    help="Give the chosen cells another value of a setting, such as training.backend=zero1 or sizes.tp=2.",
+)
 scenario = click.option(
     "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."
 )
@@ -137,12 +145,13 @@ def choosing_cells(command: Function) -> Function:
         cluster: tuple[str, ...],
         world_size: tuple[int, ...],
         where: tuple[tuple[str, str], ...],
+        changes: tuple[tuple[str, str], ...],
         variant: str | None,
         **arguments: Any,
     ) -> Any:
         from spbench.bench.config.select import Narrowing
 
-        chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where=where)
+        chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where=where, changes=changes)
         return command(narrowing=chosen, **arguments)
 
     options = [
@@ -157,6 +166,7 @@ def choosing_cells(command: Function) -> Function:
         many("--cluster", WORDS, "Run on these clusters instead of the scenario's."),
         many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
         many("--where", SETTINGS, "Only cells with this setting, such as training.backend=zero1."),
+        changes,
         variant,
     ]
     return functools.reduce(lambda inner, option: option(inner), reversed(options), narrowed)

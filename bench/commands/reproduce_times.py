@@ -59,10 +59,12 @@ def run_datasheets(request: Reproduction, crew: Crew, executor: Executor | None)
 
 def fit_bands(request: Reproduction) -> Output:
     """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
-    those that the other sources give. With --write they become those of the package, and README.md's."""
+    those that the other sources give; and keep the errors of memory. With --write they become those of the
+    package, and README.md's."""
     from spbench.bench.atomic_write import write_whole
     from spbench.bench.reproduction.document import write_part
     from spbench.bench.reproduction.findings import markdown
+    from spbench.bench.reproduction.memory_errors import memory_errors
     from spbench.bench.reproduction.papers import papers
     from spbench.bench.reproduction.step_errors import (
         BANDS,
@@ -74,6 +76,7 @@ def fit_bands(request: Reproduction) -> Output:
     )
     from spbench.bench.trust.bands import BANDS_FILE, packaged_model
     from spbench.bench.trust.error_model import ErrorModel
+    from spbench.bench.trust.memory_errors import MEMORY_ERRORS_FILE
 
     files = [path for name in (*papers(), DATASHEETS) if (path := request.output / f"{name}.csv").exists()]
     records, cells = counted_times(files), _cells()
@@ -89,7 +92,12 @@ def fit_bands(request: Reproduction) -> Output:
         for low, high, words in [model.band(rates, bound, model.strategies[0])]
     ]
     content = json.dumps(model.as_dict(), indent=1) + "\n"
-    written = [write_whole((PACKAGED if request.write else request.output) / BANDS_FILE, content)]
+    folder = PACKAGED if request.write else request.output
+    memory = json.dumps(memory_errors(files, cells), separators=(",", ":"))
+    written = [
+        write_whole(folder / BANDS_FILE, content),
+        write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),
+    ]
     if request.write:
         written.append(write_part(Path("README.md"), BANDS, TIMES, markdown(lines)))
         packaged_model.cache_clear()

@@ -13,6 +13,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.config.changes import changed, given
 from spbench.bench.config.choices import cell_names, check_known, names, strategy_problem
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
@@ -35,6 +36,7 @@ class Narrowing:
         rank: the rank that is played where an engine plays one alone.
         where: pairs of a setting's name and its value, as in :func:`settings_of`; of each name that is
             given, a cell has one of its values.
+        changes: likewise pairs, which the chosen cells are given instead of their own; see :func:`changed`.
     """
 
     strategies: Sequence[str] = ()
@@ -46,6 +48,7 @@ class Narrowing:
     device: Asked | None = None
     rank: int | None = None
     where: Sequence[tuple[str, str]] = ()
+    changes: Sequence[tuple[str, str]] = ()
 
 
 def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
@@ -102,7 +105,11 @@ def narrowed_cells(
         if not cells:
             sizes = " or ".join(map(str, narrowing.world_sizes))
             raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
-    return _distinct(playing_rank(_with_settings(cells, narrowing.where), narrowing.rank))
+    cells = _with_settings(cells, narrowing.where)
+    if narrowing.changes:
+        changes = given(narrowing.changes)
+        cells = [changed(cell, changes) for cell in cells]
+    return _distinct(playing_rank(cells, narrowing.rank))
 
 
 def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:

@@ -152,7 +152,7 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
 
 def composition(cell: Cell, place: Place) -> Composition:
     """Data and pipeline parallelism of a cell at that place."""
-    return Composition(place, cell.training.virtual_stages, cell.training.stage_layers)
+    return Composition(place, cell.training.virtual_stages, cell.training.stage_layers or ())
 
 
 def plan(cell: Cell) -> Plan:

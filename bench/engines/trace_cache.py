@@ -17,7 +17,8 @@ import io
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -57,6 +58,18 @@ def use() -> None:
     global _cache
     folder = cache_folder()
     _cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
+
+
+@contextmanager
+def used() -> Iterator[None]:
+    """Inside, as after :func:`use`."""
+    global _cache
+    before = _cache
+    use()
+    try:
+        yield
+    finally:
+        _cache = before
 
 
 def kept(cell: Cell, rank: int, events: bool, trace: Callable[[], Trace]) -> Trace:

@@ -10,7 +10,7 @@ no room for a segment, all wholly free segments are returned to it before an out
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -108,6 +108,16 @@ class CachingAllocator:
             self._remove_free(after)
             block = self._merge(block, after)
         self._add_free(block)
+
+    def segments(self) -> Iterator[list[tuple[int, int, bool]]]:
+        """The blocks of each segment that is reserved, in order: address, bytes, and whether it is free."""
+        for first in self._blocks.values():
+            if first.previous is None:
+                blocks, block = [], first
+                while block is not None:
+                    blocks.append((block.address, block.size, block.free))
+                    block = block.next  # type: ignore[assignment]
+                yield blocks
 
     def _take(self, size: int, small: bool) -> _Block | None:
         pool = self._free[small]

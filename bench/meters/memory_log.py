@@ -123,7 +123,7 @@ class MemoryLog:
         live = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
         if live.min(initial=0) < 0:  # where it goes beyond, it goes on from below
             raise beyond_64_bits("what is alive at once has")
-        categories, peaks = np.asarray(self._categories()), []
+        categories, peaks = np.asarray(self.categories()), []
         for start, end in pairwise(bounds):
             at = start + int(np.argmax(live[start:end]))
             until = events[: at + 1]
@@ -134,7 +134,7 @@ class MemoryLog:
             peaks.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))
         return peaks
 
-    def _categories(self) -> list[str]:
+    def categories(self) -> list[str]:
         """Of each storage: its tag; else activation if forward made it and left it alive; else temporary."""
         kept: set[int] = set()
         for name, span in self.spans():

@@ -130,6 +130,9 @@ class Backend(ABC):
     host_waits_for_transfers: ClassVar[bool] = False
     #: a frozen dataclass of what may be chosen about this backend alone
     options_type: ClassVar[type[Options]] = Options
+    #: the categories of :meth:`held` of which a rank holds its part alone; None: not by the choice of the
+    #: backend
+    shares_out: ClassVar[frozenset[str] | None] = None
     options: Options
 
     def __init__(

@@ -20,6 +20,7 @@ class DistributedDataParallel(Backend):
     """All gradients and the whole optimizer on every rank; see :class:`BucketedGradients`."""
 
     name = "ddp"
+    shares_out = frozenset()
 
     def prepare(self) -> Optimizer:
         self.buckets = BucketedGradients(self.summed(), list(self.names), self.settings.micro_batches)

@@ -83,6 +83,7 @@ class FullySharded(Backend):
     """ZeRO-3: weights are gathered for forward, freed, and gathered again for backward."""
 
     name = "zero3"
+    shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
     options_type = ShardingOptions
     options: ShardingOptions
@@ -215,4 +216,5 @@ class KeptAfterForward(FullySharded):
     """ZeRO-2: the weights stay from forward to backward."""
 
     name = "zero2"
+    shares_out = frozenset({"optimizer_state", "gradients"})
     reshard_after_forward = False

@@ -45,7 +45,7 @@ from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of
-from spbench.impls.options import Options
+from spbench.impls.options import Options, Saving
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -82,6 +82,11 @@ class MegatronOptions(Options):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
         if self.bucket_size is not None and self.bucket_size < 1:
             raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
+
+    def savings(self) -> Iterator[Saving]:
+        if not self.distributed_optimizer:
+            words = "main weights and moments are shared out among replicas"
+            yield Saving({"distributed_optimizer": True}, words)
 
     def full_at(self, around: Composition, chunk: int = 0) -> int | None:
         """Elements at which a bucket is full on this rank; None: there is one. Later stages of the pipeline

@@ -25,6 +25,7 @@ class ShardedOptimizer(DistributedDataParallel):
     """Gradients in buckets, whole on every rank; masters and moments of a shard alone."""
 
     name = "zero1"
+    shares_out = frozenset({"optimizer_state"})
 
     def prepare(self) -> Optimizer:
         sums = list(self.summed())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.discovery import looked_up, named_values
-from spbench.impls.options import set_options
+from spbench.impls.options import Saving, set_options
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
 
 
@@ -46,6 +46,14 @@ class Model(ABC):
     def variants(self) -> list[Mapping[str, Any]]:
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []
+
+    def savings(self, stages: int = 1) -> Iterator[Saving]:
+        """The changes that take less memory than these options do, the cheapest first.
+
+        Args:
+            stages: of the pipeline.
+        """
+        yield from ()
 
     def shrunk(self) -> Model:
         """The same layers in small sizes and without dropout, for verification; here the model itself."""

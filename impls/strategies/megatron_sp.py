@@ -42,7 +42,7 @@ from spbench.impls.kernels.projection import (
     weight_gradient,
 )
 from spbench.impls.layout import runs_again
-from spbench.impls.options import check_choices
+from spbench.impls.options import Saving, check_choices
 from spbench.impls.strategies.base import Site, Strategy, union
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.layers import Linear
@@ -124,6 +124,11 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
         check_choices(self, {"vocabulary": ("whole", "split")})
         if self.loss == "gathered" and self.vocabulary == "whole":
             raise ValueError("loss gathered: the logits are whole already; use it with vocabulary: split")
+
+    def savings(self) -> Iterator[Saving]:
+        if self.vocabulary == "whole":
+            yield Saving({"vocabulary": "split"}, "each rank has its rows of the vocabulary alone")
+        yield from super().savings()
 
 
 class SequenceVocabEmbedding(VocabParallelEmbedding):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_from_group, reduce_from_group
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import project
-from spbench.impls.options import Options, check_choices
+from spbench.impls.options import Options, Saving, check_choices
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
@@ -54,6 +54,10 @@ class TensorParallelOptions(Options):
 
     def __post_init__(self) -> None:
         check_choices(self, {"loss": ("parallel", "gathered")})
+
+    def savings(self) -> Iterator[Saving]:
+        if self.loss == "gathered":
+            yield Saving({"loss": "parallel"}, "the loss is computed from logits that stay split")
 
 
 class TensorParallel(Strategy):

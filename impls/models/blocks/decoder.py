@@ -24,10 +24,11 @@ from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention
+from spbench.impls.models.blocks.savings import savings
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
-from spbench.impls.options import with_options
+from spbench.impls.options import Saving, with_options
 from spbench.impls.strategies.base import Site, Strategy
 
 #: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. The epsilon of norms is large: a
@@ -122,6 +123,9 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             plain | {"heads": 3} | one,
             {"tied": True, "cross_entropy": "fused"},
         ]
+
+    def savings(self, stages: int = 1) -> Iterator[Saving]:
+        return savings(self, stages)
 
     def shrunk(self) -> Self:
         sizes = {**TINY_SIZES, "vocabulary_multiple": 1}

@@ -9,7 +9,7 @@ Z heads (this rank's), A head size, K Linformer's projected length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.kernels.projection import LIBRARIES, mark_library
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import AttentionHeads
-from spbench.impls.options import check_choices
+from spbench.impls.options import Saving, check_choices
 from spbench.impls.strategies.base import Strategy
 
 _WAYS = {
@@ -72,6 +72,11 @@ class BlockOptions(AttentionHeads):
             raise ValueError(f"Linformer is torch's own; library {self.library} has none")
         if self.linformer is not None and self.mask_shape != "keys":
             raise ValueError("Linformer attends to projected keys; its mask_shape is 'keys'")
+
+    def savings(self, stages: int = 1) -> Iterator[Saving]:
+        """See :meth:`Model.savings`."""
+        if not self.checkpointing:
+            yield Saving({"checkpointing": True}, "backward runs all blocks again")
 
 
 class EncoderAttention(nn.Module):

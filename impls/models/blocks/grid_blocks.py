@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.bias_gelu import bias_gelu
 from spbench.impls.models.model import AttentionHeads, Model
+from spbench.impls.options import Saving
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
 from spbench.impls.strategies.grid import Grid, grid_letters
 from spbench.impls.strategies.layers import full_precision
@@ -48,6 +49,10 @@ class GridModel(AttentionHeads, Model):
     losses: ClassVar[tuple[str, ...]] = ("noise",)
     targets: ClassVar[frozenset[str]] = frozenset({"noise", "loss_weights"})
     plain_options: ClassVar[Mapping[str, Any]] = {"fused_bias_gelu": False, "checkpointing": False}
+
+    def savings(self, stages: int = 1) -> Iterator[Saving]:
+        if not self.checkpointing:
+            yield Saving({"checkpointing": True}, "backward runs all blocks again")
 
     @property
     def token_channels(self) -> int:

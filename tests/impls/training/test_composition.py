@@ -256,7 +256,7 @@ def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp:
         ({"sizes": Sizes(dp=3)}, "use 6 or 9"),
         ({"sizes": Sizes(pp=4), "training": INTERLEAVED}, "4 layers cannot be split over 8 pipeline stages"),
         (
-            {"sizes": Sizes(pp=2), "training": TrainingOptions(micro_batches=2, stage_layers=(1, 2))},
+            {"sizes": Sizes(pp=2), "training": TrainingOptions(micro_batches=2, stage_layers=[1, 2])},
             "stage_layers has 2 stages with 3 layers in all; give 2 numbers that make 4",
         ),
         (

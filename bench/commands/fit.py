@@ -1,0 +1,152 @@
+"""`spbench fit`: whether a job fits its cards, what holds the memory, and what would make it fit."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spbench.bench.commands.options import (
+    SETTINGS,
+    Function,
+    Length,
+    changes,
+    jobs,
+    many,
+    path_option,
+    printed,
+    variant,
+)
+from spbench.bench.commands.output import Output
+from spbench.bench.commands.progress import message
+from spbench.impls.axes import MESH_AXES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from spbench.bench.cell import Cell
+    from spbench.bench.fit.answers import Answers
+    from spbench.bench.fit.subject import Asked
+    from spbench.bench.fit.verdict import Verdict
+    from spbench.bench.measurement import Outcome
+
+
+def _asking(command: Function) -> Function:
+    """Add the options that say what the cells are; the command gets them as ``asked``."""
+
+    @functools.wraps(command)
+    def asking(
+        cluster: str | None,
+        gpus: int | None,
+        strategy: str | None,
+        seq_len: int | None,
+        batch: int | None,
+        micro_batch: int | None,
+        changes: tuple[tuple[str, str], ...],
+        where: tuple[tuple[str, str], ...],
+        variant: str | None,
+        **others: Any,
+    ) -> Any:
+        from spbench.bench.config.changes import given
+        from spbench.bench.fit.subject import Asked
+
+        settings: dict[str, Any] = {"seq_len": seq_len, "batch": batch}
+        settings |= {f"sizes.{axis}": others.pop(axis) for axis in MESH_AXES}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        asked = Asked(cluster, gpus, strategy, settings | given(changes), micro_batch, where, variant)
+        return command(asked=asked, **others)
+
+    positive = click.IntRange(min=1)
+    options = [
+        click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file."),
+        click.option("--gpus", type=positive, help="How many; what scenario, job or sizes say if left out."),
+        click.option("--strategy", help="How a sample is divided; of a scenario, its cells of this one."),
+        click.option("--seq-len", type=Length(), help="Positions of a sequence, as 131072 or 128K."),
+        click.option("--batch", type=positive, help="Samples of the whole batch."),
+        click.option("--micro-batch", type=positive, help="Samples of a micro-batch of a replica."),
+        *(click.option(f"--{axis}", type=positive, help=f"Ranks along {axis}.") for axis in MESH_AXES),
+        changes,
+        many("--where", SETTINGS, "Of a scenario: only cells with this setting."),
+        variant,
+    ]
+    return functools.reduce(lambda inner, option: option(inner), reversed(options), asking)
+
+
+@click.command("fit")
+@click.argument("subject", nargs=-1, required=True, metavar="SCENARIO|JOB FILE...|MODEL")
+@_asking
+@click.option("--suggest", is_flag=True, help="Show single changes that take less memory, where it fits too.")
+@click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
+@path_option("--figure", "Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
+@path_option("--snapshot", "Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens.")
+@click.option("--must-fit", is_flag=True, help="Exit code 1 where it does not fit, for launchers.")
+@jobs
+@printed
+def command(
+    subject: tuple[str, ...],
+    asked: Asked,
+    suggest: bool,
+    longest: bool,
+    figure: Path | None,
+    snapshot: Path | None,
+    must_fit: bool,
+    jobs: int | None,
+) -> Output:
+    """Say whether a job fits the memory of its cards, and by how much, on which ranks and at which step.
+
+    A SCENARIO (name or file), the FILE... of a job that spbench import reads, or a MODEL (name, config.json
+    or .py file) with --cluster, --gpus and --seq-len. Where it does not fit, single changes that make it fit
+    follow, each proved by a trace.
+    """
+    from spbench.bench.commands.fit_report import report
+    from spbench.bench.errors import UserError
+    from spbench.bench.fit import runs
+    from spbench.bench.fit.answers import Answers
+    from spbench.bench.fit.proofs import largest, prove
+    from spbench.bench.fit.subject import subject as subject_of
+    from spbench.bench.fit.verdict import Verdict
+
+    asked_about = subject_of(subject, asked)
+    with Answers(runs.examine, jobs) as answers:
+        outcomes = {cell.key: (cell, outcome) for cell, outcome in _examined(asked_about.cells, answers)}
+    in_order = [outcomes[cell.key] for cell in asked_about.cells]
+    verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in in_order if outcome.measurement]
+    others = [(cell, outcome.reason) for cell, outcome in in_order if not outcome.measurement]
+    if not verdicts:
+        cell, reason = others[0]
+        raise UserError(f"{cell.key}: {reason}")
+    fullest = min(verdicts, key=lambda each: each.usable_bytes - each.needed_bytes)
+    proofs = sizes = None
+    if suggest or longest or not fullest.fits:
+        with Answers(runs.attempt, jobs) as answers:
+            if suggest or not fullest.fits:
+                proofs = prove(fullest.cell, fullest.needed_bytes, answers, message)
+            if longest:
+                message("looking for the longest length and the largest micro-batch")
+                sizes = largest(fullest.cell, answers)
+    files = _drawn(fullest, figure, snapshot)
+    code = int(must_fit and (bool(others) or not fullest.fits))
+    return report(verdicts, others, fullest, proofs, sizes, asked_about.remarks, files, code)
+
+
+def _examined(cells: Sequence[Cell], answers: Answers) -> Iterator[tuple[Cell, Outcome]]:
+    for cell, outcome in answers(cells):
+        message(f"{cell.key}: {outcome.status}")
+        if outcome.status in ("failed", "timeout"):
+            raise RuntimeError(f"{cell.key}: {outcome.reason}")
+        yield cell, outcome
+
+
+def _drawn(fullest: Verdict, figure: Path | None, snapshot: Path | None) -> list[Path]:
+    files = []
+    if figure is not None:
+        from spbench.plots.memory import draw_memory
+
+        files.append(draw_memory(fullest.anatomy, fullest.usable_bytes, str(fullest.cell.key), figure))
+    if snapshot is not None:
+        from spbench.bench.fit.snapshot import write_snapshot
+
+        files.append(write_snapshot(fullest.cell, fullest.anatomy["ranks"][0], snapshot))
+    return files

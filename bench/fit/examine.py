@@ -1,0 +1,81 @@
+"""Runs that workers make for `spbench fit`: a cell taken apart, and a change tried after a quick look."""
+
+from __future__ import annotations
+
+from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines import virtual
+from spbench.bench.engines.plan import rank_classes
+from spbench.bench.engines.step_times import add_simulated_time, can_time
+from spbench.bench.engines.traces import ClassTraces
+from spbench.bench.fit.anatomy import anatomy
+from spbench.bench.fit.answers import FIT
+from spbench.bench.measurement import Measurement, run_cell
+from spbench.bench.meters.memory_log import MemoryLog
+from spbench.bench.search.extrapolate import PeakModel
+from spbench.impls.models.model import model_preset
+
+#: a change is not traced whole where small traces say that it needs more than so much of the card
+_PLAINLY_TOO_MUCH = 1.05
+
+
+def examine(cell: Cell) -> Measurement:
+    """The measurement of a cell, timed even where it does not fit; in ``meters`` the :class:`Anatomy` of the
+    class of ranks that is closest to not fitting, with its ``ranks`` and ``stage``, or beyond it.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes.
+    """
+    traces = virtual.trace_classes(cell, events=can_time(cell))
+    found = traces.memory_measurement()
+    if traces.timed:
+        add_simulated_time(found, cell, traces.simulator()())
+    at = fullest(traces)
+    ranks = traces.classes[at]
+    found.meters = {
+        **found.meters,
+        FIT: {
+            "ranks": list(ranks.ranks),
+            "stage": ranks.stage.index if ranks.stage.count > 1 else None,
+            **anatomy(traces.traces[at].memory).as_dict(),
+        },
+    }
+    return found
+
+
+def fullest(traces: ClassTraces) -> int:
+    """The place of the class that runs out of memory, or has the largest peak, set-up included."""
+
+    def need(at: int) -> tuple[bool, int]:
+        measured = traces.by_class[at]
+        return measured.status == "oom", max(entry["peak_memory_bytes"] for entry in measured.by_class)
+
+    return max(range(len(traces.classes)), key=need)
+
+
+def attempt(cell: Cell) -> Measurement:
+    """What a search finds; of another cell as :func:`examine`, unless shallow traces of the first class of
+    ranks say that it needs plainly more than its card has: then that, oom, and no memory by class."""
+    if cell.search is not None:
+        return run_cell(cell)
+    usable = load_cluster(cell.cluster).usable_memory_bytes
+    estimate = shallow_peak(cell)
+    if usable is not None and estimate > _PLAINLY_TOO_MUCH * usable:
+        reason = f"about {estimate / 2**30:.0f} GiB by traces of few layers"
+        return Measurement("oom", reason, peak_memory_bytes=estimate, usable_memory_bytes=usable)
+    return examine(cell)
+
+
+def shallow_peak(cell: Cell) -> int:
+    """The peak of the first class of ranks, in bytes, as models of two and three layers a stage have it; of a
+    model without layers, as it is."""
+    layers = getattr(model_preset(*cell.model_arguments), "layers", None)
+
+    def trace(_: int, depth: int | None) -> MemoryLog:
+        made = cell
+        if depth is not None:
+            options = {**cell.model_options, "layers": depth * cell.sizes.pp}
+            made = cell.model_copy(update={"model_options": options})
+        return virtual.trace(made, rank_classes(made)[0].first).memory
+
+    return PeakModel(trace, [1], layers and layers // cell.sizes.pp)(1)

@@ -1,0 +1,20 @@
+"""What workers run for `spbench fit`; torch is imported there, and not where the runs are named."""
+
+from __future__ import annotations
+
+from spbench.bench.cell import Cell
+from spbench.bench.measurement import Measurement
+
+
+def examine(cell: Cell) -> Measurement:
+    """As :func:`spbench.bench.fit.examine.examine`."""
+    from spbench.bench.fit.examine import examine as run
+
+    return run(cell)
+
+
+def attempt(cell: Cell) -> Measurement:
+    """As :func:`spbench.bench.fit.examine.attempt`."""
+    from spbench.bench.fit.examine import attempt as run
+
+    return run(cell)

@@ -1,0 +1,104 @@
+"""A rank's memory as a snapshot of PyTorch's, as ``torch.cuda.memory._dump_snapshot`` writes them, for its
+viewer (https://pytorch.org/memory_viz) and for ``torch.cuda._memory_viz``."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.cell import Cell
+from spbench.bench.engines import trace_cache, virtual
+from spbench.bench.engines.step_times import can_time
+from spbench.bench.meters.allocator import CachingAllocator
+from spbench.bench.meters.memory_log import MemoryLog
+
+#: where addresses begin, as they do on a card
+_BASE = 0x7F0000000000
+
+
+def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
+    """Write the set-up and the traced steps of a rank; returns the path.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with trace_cache.used():
+        log = virtual.trace(cell, rank, events=can_time(cell)).memory
+    return write_whole(path, pickle.dumps(snapshot(log)))
+
+
+def snapshot(log: MemoryLog) -> dict[str, Any]:
+    """A log as its events and its segments at the end, the blocks as the caching allocator gives them out on
+    a card without a limit. In place of a stack trace stand a storage's kind, module and phase; ``time_us`` is
+    the number of the event."""
+    allocator, kinds = CachingAllocator(), log.categories()
+    held: dict[int, Any] = {}
+    frames: dict[int, list[dict[str, Any]]] = {}
+    storages: dict[int, int] = {}
+    events: list[dict[str, Any]] = []
+
+    def note(action: str, at: int, address: int, nbytes: int, of: list[dict[str, Any]]) -> None:
+        place = {"addr": _BASE + address, "size": nbytes, "stream": 0, "frames": of, "time_us": at}
+        events.append({"action": action, **place})
+
+    for at, event in enumerate(log.events):
+        number = abs(event) - 1
+        nbytes = log.sizes[number]
+        if event < 0 and number in held:
+            block = held.pop(number)
+            for action in ("free_requested", "free_completed"):
+                note(action, at, block.address, nbytes, frames[number])
+            del storages[block.address]
+            allocator.give_back(block)
+        elif event > 0 and nbytes:
+            reserved = allocator.reserved
+            held[number] = block = allocator.take(nbytes)
+            module = log.place_names[log.places[number]] if log.places else ""
+            step, phase = log.step_of(at), log.phase_of(at)
+            words = (kinds[number], module, f"{phase} of step {step}" if step else phase)
+            frames[number] = [{"name": word, "filename": "spbench", "line": 0} for word in words if word]
+            storages[block.address] = number
+            if allocator.reserved > reserved:
+                note("segment_alloc", at, block.address, allocator.reserved - reserved, frames[number])
+            note("alloc", at, block.address, nbytes, frames[number])
+    segments = [_segment(blocks, storages, log.sizes, frames) for blocks in allocator.segments()]
+    return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
+
+
+def _segment(
+    blocks: list[tuple[int, int, bool]],
+    storages: Mapping[int, int],
+    sizes: list[int],
+    frames: Mapping[int, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    allocated = sum(nbytes for _, nbytes, free in blocks if not free)
+    total = sum(nbytes for _, nbytes, _ in blocks)
+    shown = []
+    for address, nbytes, free in blocks:
+        asked = 0 if free else sizes[storages[address]]
+        shown.append(
+            {
+                "address": _BASE + address,
+                "size": nbytes,
+                "requested_size": asked,
+                "state": "inactive" if free else "active_allocated",
+                "frames": [] if free else frames[storages[address]],
+            }
+        )
+    return {
+        "device": 0,
+        "address": _BASE + blocks[0][0],
+        "total_size": total,
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": sum(each["requested_size"] for each in shown),
+        "stream": 0,
+        "segment_type": "large" if total > 2 * 2**20 else "small",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": shown,
+    }

@@ -1,0 +1,190 @@
+"""What `spbench fit` is asked about: cells of a scenario, of a job's files, or of a model with sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.config.changes import changed
+from spbench.bench.config.choices import names
+from spbench.bench.config.expand import Problem, expand
+from spbench.bench.config.scenario import PACKAGE, load_scenario
+from spbench.bench.config.select import Narrowing, narrowed_cells
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.jobs.job_files import read_job
+from spbench.bench.model_files import CONFIG, names_a_file
+from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
+from spbench.impls.axes import MESH_AXES
+from spbench.impls.loose_files import SUFFIX as PYTHON
+
+#: of a model with sizes: as most programs train large ones; Adam makes its moments in the first step
+_TRAINING = {"backend": "ddp", "moments": "later", "steps": 2}
+_PRECISION = "bf16"
+#: a mapping with this key is a scenario
+_OF_SCENARIOS = "groups"
+#: fields of a Hugging Face config.json, of which other JSON files of jobs have none
+_OF_CONFIGS = ("model_type", "architectures")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of the cells.
+
+    Attributes:
+        settings: that the cells are given, by dotted name.
+        micro_batch: samples of one; the number of micro-batches follows.
+        where, variant: as of :class:`Narrowing`, for scenarios alone.
+    """
+
+    cluster: str | None = None
+    gpus: int | None = None
+    strategy: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    micro_batch: int | None = None
+    where: Sequence[tuple[str, str]] = ()
+    variant: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Cells to be examined, on virtual ranks, and remarks on how they were made, one a line."""
+
+    cells: list[Cell]
+    remarks: Sequence[str] = ()
+
+
+def subject(words: Sequence[str], asked: Asked) -> Subject:
+    """The cells that words stand for: the name or file of a scenario, files of a job, or a model.
+
+    Raises:
+        UserError: they stand for nothing, something is missing or cannot be, or a card has no limit.
+    """
+    (first, *others) = words
+    settings = dict(asked.settings)
+    remarks: Sequence[str] = ()
+    if not others and _is_scenario(first):
+        cells = _of_scenario(first, asked)
+    elif not others and _is_model(first):
+        _refuse_narrowing(first, asked)
+        cells, remarks, settings = _of_model(first, asked)
+    elif missing := [word for word in words if not Path(word).is_file()]:
+        known = [*packaged(PACKAGE), *names("model")]
+        raise UserError(f"{missing[0]!r} is no scenario, model or file{suggestion(missing[0], known)}")
+    else:
+        _refuse_narrowing(first, asked)
+        job = read_job(None, [Path(word) for word in words], gpus=asked.gpus, cluster=asked.cluster)
+        cells, remarks = [job.cell()], job.remarks
+        if asked.strategy is not None:
+            settings["strategy"] = asked.strategy
+    cells = [changed(cell, settings) if settings else cell for cell in cells]
+    return Subject([_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells], remarks)
+
+
+def _is_scenario(word: str) -> bool:
+    if word in packaged(PACKAGE):
+        return True
+    path = Path(word).expanduser()
+    if path.suffix not in SUFFIXES or not path.is_file():
+        return False
+    try:
+        return _OF_SCENARIOS in read_yaml(path)
+    except UserError:  # perhaps a job's file, whose reader will say what is wrong
+        return False
+
+
+def _is_model(word: str) -> bool:
+    if word in names("model") or PYTHON in word:
+        return True
+    path = Path(word).expanduser()
+    if (path / CONFIG).is_file():
+        return True
+    if not names_a_file(word) or not path.is_file():
+        return False
+    text = path.read_text(errors="replace")
+    return path.suffix == ".json" and any(f'"{name}"' in text for name in _OF_CONFIGS)
+
+
+def _of_scenario(name: str, asked: Asked) -> list[Cell]:
+    narrowing = Narrowing(
+        strategies=() if asked.strategy is None else (asked.strategy,),
+        clusters=() if asked.cluster is None else (asked.cluster,),
+        engines=("virtual",),
+        world_sizes=() if asked.gpus is None else (asked.gpus,),
+        variant=asked.variant,
+        where=asked.where,
+    )
+    return narrowed_cells(load_scenario(name), narrowing)
+
+
+def _refuse_narrowing(name: str, asked: Asked) -> None:
+    for flag, value in (("--where", asked.where), ("--variant", asked.variant)):
+        if value:
+            raise UserError(f"{flag} chooses among cells of a scenario, which {name} is not; leave it out")
+
+
+def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str, Any]]:
+    """The cell of a model, what was taken for granted, and the settings that are still to be made."""
+    settings = {**asked.settings}
+    for flag, value in (("--cluster", asked.cluster), ("--seq-len", settings.get("seq_len"))):
+        if value is None:
+            raise UserError(f"{model} is a model: give {flag} too")
+    sizes = {axis: settings.pop(f"sizes.{axis}") for axis in MESH_AXES if f"sizes.{axis}" in settings}
+    around = 1
+    for axis, ranks in sizes.items():
+        if not isinstance(ranks, int) or ranks < 1:
+            raise UserError(f"--set sizes.{axis}: must be a whole number of ranks, not {ranks!r}")
+        around *= ranks
+    gpus = around if asked.gpus is None else asked.gpus
+    if gpus % around or ("dp" in sizes and gpus != around):
+        given = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
+        raise UserError(f"--gpus {gpus}: not the ranks of {given}; leave one of them out")
+    sizes.setdefault("dp", gpus // around)
+    group: dict[str, Any] = {
+        "model": model,
+        "strategy": asked.strategy or settings.pop("strategy", "single"),
+        "cluster": asked.cluster,
+        "precision": _PRECISION,
+        "sizes": sizes,
+        "batch": settings.pop("batch", (asked.micro_batch or 1) * sizes["dp"]),
+        "seq_len": settings.pop("seq_len"),
+        "training": dict(_TRAINING),
+    }
+    try:
+        (cell,) = expand({}, [group], {}, "", Path())
+    except Problem as problem:
+        raise UserError(f"{model}: {str(problem).removeprefix('groups[0].')}") from problem
+    taken = {
+        "precision": cell.precision,
+        "batch": cell.batch,
+        "strategy": cell.strategy,
+        "training.backend": cell.training.backend,
+    }
+    said = {*asked.settings, *(["strategy"] if asked.strategy else [])}
+    left = [f"{name} {value}" for name, value in taken.items() if name not in said]
+    remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
+    return [cell], remarks, settings
+
+
+def _with_micro_batch(cell: Cell, samples: int | None) -> Cell:
+    if samples is None or cell.batch is None:
+        return cell
+    parts, rest = divmod(cell.batch, cell.sizes.dp * samples)
+    if rest:
+        raise UserError(
+            f"--micro-batch {samples}: batch {cell.batch} over {cell.sizes.dp} replicas is no whole number "
+            f"of them; use --batch {cell.sizes.dp * samples * max(1, parts)}"
+        )
+    return changed(cell, {"training.micro_batches": parts})
+
+
+def _checked(cell: Cell) -> Cell:
+    if cell.search is not None:
+        flag = f"--{cell.search.quantity.replace('_', '-')}"
+        raise UserError(f"{cell.key} searches for its {cell.search.quantity}: give one, {flag} N")
+    if load_cluster(cell.cluster).usable_memory_bytes is None:
+        raise UserError(f"cluster {cell.cluster} has no memory limit: name one that has by --cluster")
+    return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})

@@ -1,0 +1,187 @@
+"""`spbench fit`: its answer, its exit codes, and suggestions that hold when they are run by hand."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.cuda._memory_viz as viewer
+
+from spbench.bench.cell import Cell
+from spbench.bench.config.changes import changed, given
+from spbench.bench.engines.virtual import VirtualEngine
+from tests.bench.commands.conftest import Run
+
+#: needs some 50 MiB at 1,024 positions, and 190 at 4,096
+TINY = ("causal-transformer-tiny", "--gpus", "2", "--batch", "8", "--set", "model_options.layers=6")
+Card = Callable[[int], str]
+
+
+def shorter(card: str) -> tuple[str, ...]:
+    return (*TINY, "--cluster", card, "--seq-len", "1K")
+
+
+def longer(card: str) -> tuple[str, ...]:
+    return (*TINY, "--cluster", card, "--seq-len", "4K")
+
+
+def test_the_first_line_says_yes_and_by_how_much(fit: Run, card: Card) -> None:
+    code, out, _ = fit(*shorter(card(100)), "--must-fit")
+    assert code == 0
+    assert "not said, so taken: precision bf16, strategy single, training.backend ddp; --set" in out
+    first = out.splitlines()[0]
+    assert first.startswith("fits: yes, 0.0")
+    assert first.endswith(" GiB of 0.0977 to spare on the fullest, ranks 0-1 (step 2, backward, in Decoder)")
+    assert re.search(r"\| activations +\| blocks\.\*\.mlp +\| +12 \|", out)
+    assert "NCCL's buffers, not known" in out
+    assert "beside real machines: peak of 45 measured steps of the backend ddp" in out
+
+
+def test_what_is_printed_for_programs(fit: Run, card: Card) -> None:
+    code, out, _ = fit(*shorter(card(100)), "--format", "json")
+    content = json.loads(out)
+    assert code == 0
+    assert {"fits", "cells", "detail", "suggestions", "largest", "errors", "not_modelled"} <= content.keys()
+    (line,), detail = content["cells"], content["detail"]
+    assert content["fits"] is line["fits"] is True
+    assert line["usable_bytes"] == 100 * 2**20 == line["spare_bytes"] + line["needed_bytes"]
+    assert line["peak_memory_bytes"] <= line["needed_bytes"] <= line["reserved_memory_bytes"]
+    assert (
+        sum(detail["held"].values()) == sum(p["bytes"] for p in detail["parts"]) == line["peak_memory_bytes"]
+    )
+    assert [entry["step"] for entry in detail["by_class"]] == [0, 1, 2]
+    assert max(entry["peak_memory_bytes"] for entry in detail["by_class"]) == line["peak_memory_bytes"]
+    assert (line["ranks"], line["step"], line["phase"]) == ("0-1", 2, "backward")
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_job_that_does_not_fit_gets_changes_that_hold(
+    fit: Run, card: Card, every: bool, request: pytest.FixtureRequest
+) -> None:
+    if not every:
+        request.getfixturevalue("few_changes")
+    cluster = card(100)
+    code, out, _ = fit(*longer(cluster), "--must-fit", "--format", "json")
+    assert code == 1
+    content = json.loads(out)
+    assert content["fits"] is False
+    found = content["suggestions"]["found"]
+    sets = [each["set"] for each in found]
+    assert "model_options.recompute=full" in sets
+    assert "training.micro_batches=4" in sets
+    assert [each["other_job"] for each in found] == sorted(each["other_job"] for each in found)
+    for each in found if every else found[:1]:  # to the byte, asked again and measured by itself
+        again = json.loads(fit(*longer(cluster), "--set", each["set"], "--must-fit", "--format", "json")[1])
+        assert again["cells"][0]["needed_bytes"] == each["needed_bytes"]
+        pairs = [tuple(pair.split("=")) for pair in each["set"].split(",")]
+        assert measured(cluster, dict(given(pairs))) == each["peak_memory_bytes"]
+
+
+def measured(cluster: str, settings: dict[str, Any]) -> int | None:
+    cell = Cell(
+        model="causal-transformer-tiny",
+        strategy="single",
+        sizes={"dp": 2},
+        batch=8,
+        seq_len=4096,
+        cluster=cluster,
+        precision="bf16",
+        training={"backend": "ddp", "moments": "later", "steps": 2},
+        model_options={"layers": 6},
+    )
+    return VirtualEngine().measure(changed(cell, settings)).peak_memory_bytes
+
+
+def test_the_table_has_the_change_as_it_is_typed(fit: Run, card: Card, few_changes: None) -> None:
+    code, out, _ = fit(*longer(card(100)))
+    assert code == 0
+    assert out.splitlines()[0].startswith("fits: no, 0.18")
+    assert "Single changes that make it fit" in out
+    assert "| (as it is) " in out
+    assert "| model_options.recompute=full " in out
+
+
+def test_where_nothing_helps_the_nearest_is_named(fit: Run, card: Card, few_changes: None) -> None:
+    code, out, _ = fit(*longer(card(4)), "--must-fit")
+    assert code == 1
+    assert "single changes would make it fit; the nearest, --set " in out
+
+
+@pytest.mark.slow
+def test_the_largest_sizes_that_fit(fit: Run, card: Card) -> None:
+    cluster = card(100)
+    _, out, _ = fit(*shorter(cluster), "--longest", "--format", "json")
+    found = json.loads(out)["largest"]
+    assert found["batch"] == 2 * found["micro_batch"]
+    for size, fits in ((found["seq_len"], True), (found["seq_len"] + 1, False)):
+        shown = json.loads(fit(*shorter(cluster)[:-2], "--seq-len", str(size), "--format", "json")[1])
+        assert shown["fits"] is fits
+
+
+def test_a_figure_and_a_snapshot(fit: Run, card: Card) -> None:
+    code, out, _ = fit(
+        *shorter(card(100)), "--figure", "new/m.png", "--snapshot", "m.pickle", "--format", "json"
+    )
+    assert code == 0
+    assert Path("new/m.png").read_bytes().startswith(b"\x89PNG")
+    content = pickle.loads(Path("m.pickle").read_bytes())
+    reserved = sum(segment["total_size"] for segment in content["segments"])
+    assert reserved == json.loads(out)["cells"][0]["reserved_memory_bytes"]
+    assert "segments: " in viewer.segsum(content)  # which checks that sizes add up
+    viewer.trace_plot(content)
+
+
+SEVERAL = """
+title: Several
+defaults: {model: causal-transformer-tiny, batch: 4, engine: distributed, cluster: CARD}
+groups:
+  - {strategy: ulysses, sizes: {sp: 2}, seq_len: [64, 4096]}
+  - {strategy: ulysses, sizes: {sp: 5}, seq_len: 60}
+"""
+
+
+def test_several_cells_have_a_line_each(fit: Run, card: Card, few_changes: None) -> None:
+    Path("several.yaml").write_text(SEVERAL.replace("CARD", card(20)))
+    code, out, _ = fit("several.yaml", "--must-fit", "--format", "csv")
+    assert code == 1
+    assert [line.split(",")[1] for line in out.splitlines()[1:]] == ["True", "False", ""]
+    assert fit("several.yaml", "--must-fit", "--where", "seq_len=64")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("llama3-80b",), "'llama3-80b' is no scenario, model or file; did you mean 'llama3-8b'?"),
+        (("llama3-8b",), "llama3-8b is a model: give --cluster too"),
+        (("llama3-8b", "--cluster", "dgx-h100"), "llama3-8b is a model: give --seq-len too"),
+        (("llama3-8b", "--cluster", "h100", "--seq-len", "8K"), "llama3-8b: cluster: unknown cluster 'h100'"),
+        (("llama3-8b", "--cluster", "local", "--seq-len", "8K"), "cluster local has no memory limit"),
+        (("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K", "--tp", "2"), "does not use the axis tp"),
+        (
+            ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K", "--gpus", "6", "--dp", "4"),
+            "--gpus 6: not the ranks of dp 4",
+        ),
+        (
+            ("llama3-8b", "--variant", "x", "--cluster", "dgx-h100"),
+            "--variant chooses among cells of a scenario",
+        ),
+        (("max_seqlen",), "searches for its seq_len: give one, --seq-len N"),
+        (
+            ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K", "--batch", "7", "--micro-batch", "2"),
+            "--micro-batch 2: batch 7 over 1 replicas is no whole number of them",
+        ),
+        (
+            ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K", "--set", "batch=8,batch=4"),
+            "given twice",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(fit: Run, words: tuple[str, ...], problem: str) -> None:
+    code, out, err = fit(*words)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert problem in err
