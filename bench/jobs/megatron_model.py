@@ -11,11 +11,15 @@ _WORDS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordP
 _TIKTOKEN_WORDS = 2**17
 
 
+#: presets by the weights of their layers; a job has the name of the one that it is closest to
+_PRESETS = {"gpt3-345m": 3e8, "gpt3-7b": 6.4e9, "gpt3-175b": 1.7e11}
+
+
 def set_model(t: Translation, *, bert: bool, cluster: str | None) -> None:
     """Set the model and its options."""
     t.set(
         "model",
-        "bert-large" if bert else "gpt3-345m",
+        "bert-large" if bert else _preset(t),
         note=f"{model_name(bert)}, all of whose sizes are below",
     )
     for name in ("--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--micro-batch-size"):
@@ -37,6 +41,11 @@ def set_model(t: Translation, *, bert: bool, cluster: str | None) -> None:
 def model_name(bert: bool) -> str:
     """Megatron-Core's name of the model."""
     return "BertModel" if bert else "GPTModel"
+
+
+def _preset(t: Translation) -> str:
+    weights = 12 * (layers_of(t) or 1) * (t.given.number("--hidden-size") or 1) ** 2
+    return min(_PRESETS, key=lambda name: max(weights / _PRESETS[name], _PRESETS[name] / max(1, weights)))
 
 
 def layers_of(t: Translation) -> int | None:
@@ -99,6 +108,8 @@ def _set_vocabulary(t: Translation, bert: bool) -> None:
         return
     if words is not None:
         t.set("model_options.vocabulary", words, "--vocab-size", "--tokenizer-type")
+        if kind == "NullTokenizer":
+            t.remarks.append("older versions add a word to the --vocab-size of a NullTokenizer")
     elif kind in _WORDS:
         t.set("model_options.vocabulary", _WORDS[kind], "--tokenizer-type", note=f"words of {kind}")
         if bert:

@@ -20,7 +20,6 @@ from spbench.bench.jobs.megatron_arguments import known_arguments
 from spbench.bench.reproduction.megatron_cases import cases
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/megatron.md").read_text()
 
 SIZES = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 "
@@ -211,14 +210,6 @@ def test_a_case_of_the_scenario_of_goldens_is_imported_as_it_was_written_by_hand
         assert case.cell.model_options[name] == value, name
     assert case.cell.training.model_dump() == wanted.training.model_dump()
     assert (case.cell.sizes, case.cell.mesh) == (wanted.sizes, wanted.mesh)
-
-
-def test_the_page_has_every_mapped_argument_and_no_other() -> None:
-    """docs/megatron.md, where a row's first column has the arguments."""
-    told = set(re.findall(r"`(--[\w-]+)", "\n".join(re.findall(r"^\| (.*?) \|", PAGE, re.MULTILINE))))
-    mapped = {known.name for known in known_arguments().values() if known.outcome == "mapped"}
-    assert mapped - told == set()
-    assert told <= known_arguments().keys()
 
 
 def test_the_arguments_of_the_table_are_each_there_once() -> None:
