@@ -53,6 +53,26 @@ class Setting:
     source: str
 
 
+#: in the order in which a reader wants them
+_ORDER = (
+    *("model", "strategy", "strategy_options", "sizes", "mesh", "batch", "seq_len", "precision", "cluster"),
+    *("model_options", "training"),
+)
+
+
+def ordered(settings: Sequence[Setting]) -> list[Setting]:
+    """Settings in the order of a scenario."""
+    return sorted(settings, key=lambda setting: _place(setting.path))
+
+
+def _place(path: str) -> tuple[int, int]:
+    key = path.split(".")[0]
+    order = _ORDER.index(key)
+    within = ("dp", "pp", "cp", "sp", "tp", "backend", "micro_batches")
+    last = path.split(".")[-1]
+    return order, within.index(last) if last in within else len(within)
+
+
 @dataclass(frozen=True)
 class Job:
     """What the files of a job say.
@@ -140,7 +160,7 @@ class Job:
         body = [*_lines(self.content(), "", sources)]
         for number, (text, comment) in enumerate(body):
             line = ("  - " if number == 0 else "    ") + text
-            lines.append(f"{line.ljust(_COMMENT_COLUMN)}# {comment}" if comment else line)
+            lines.append(f"{f'{line} '.ljust(_COMMENT_COLUMN)}# {comment}" if comment else line)
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
     def _heading(self) -> Iterator[str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spbench.bench.jobs.job import Argument, Job
+from spbench.bench.jobs.job import Argument, Job, ordered
 from spbench.bench.jobs.job_files import JobFile, JobFiles
 from spbench.bench.jobs.launch import Launch, launched
 from spbench.bench.jobs.megatron_arguments import parse, program
@@ -75,25 +75,10 @@ def read(files: JobFiles) -> Job | None:
         program=program(),
         title=files.title,
         arguments=arguments,
-        settings=sorted(t.settings, key=lambda setting: _place(setting.path)),
+        settings=ordered(t.settings),
         problems=[*given.problems, *t.problems, *problems],
         remarks=t.remarks,
     )
-
-
-#: in the order in which a reader wants them
-_ORDER = (
-    *("model", "strategy", "strategy_options", "sizes", "mesh", "batch", "seq_len", "precision", "cluster"),
-    *("model_options", "training"),
-)
-
-
-def _place(path: str) -> tuple[int, int]:
-    key = path.split(".")[0]
-    order = _ORDER.index(key)
-    within = ("dp", "pp", "cp", "sp", "tp", "backend", "micro_batches")
-    last = path.split(".")[-1]
-    return order, within.index(last) if last in within else len(within)
 
 
 def _variables(t: Translation) -> Iterator[Argument]:

@@ -6,11 +6,14 @@ from math import prod
 
 from spbench.bench.jobs.megatron_model import layers_of, length_of
 from spbench.bench.jobs.megatron_translation import Translation
+from spbench.impls.options import LARGEST_OF
 
-#: layers of the first and of the last rank of the pipeline
-_EDGE_LAYERS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-#: the embedding and the loss take the place of a layer
-_COUNTED_EDGES = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+_PIPELINE_SPLITS = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 #: of interleaved schedules alone
 _INTERLEAVED = (
     "--overlap-p2p-communication-warmup-flush",
@@ -141,63 +144,69 @@ def set_batch(t: Translation, replicas: int | None) -> None:
 
 
 def set_schedule(t: Translation) -> None:
-    """Set which layers are on which stage of the pipeline, and how it runs."""
+    """Set how the pipeline runs."""
     g = t.given
-    ranks = g.number("--pipeline-model-parallel-size") or 1
+    stages, layers = g.number("--pipeline-model-parallel-size") or 1, layers_of(t) or 0
     each, virtual = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
-    edges = [int(g.on(name)) for name in _COUNTED_EDGES]
-    layers = (layers_of(t) or 0) + sum(edges)
+    counted = layers + g.on(_PIPELINE_SPLITS[2]) + g.on(_PIPELINE_SPLITS[3])
     chunks, name = g.number(virtual) or 1, virtual
     if (of_each := g.number(each)) is not None:
         name = each
-        if g.on(virtual) or any(map(g.on, _EDGE_LAYERS)):
-            t.problems.append(f"{each} is given beside another split of layers; leave one")
-        if of_each < 1 or layers % (ranks * of_each):
-            t.problems.append(f"{layers} layers are no multiple of {ranks} ranks x {t.spelled(each)}")
+        if g.on(virtual):
+            t.problems.append(f"{each} and {virtual} are both given; leave one")
+        if of_each < 1 or counted % (stages * of_each):
+            t.problems.append(f"--num-layers {layers} is no multiple of {stages} stages x {t.spelled(each)}")
             return
-        chunks = layers // (ranks * of_each)
-    if chunks > 1 and ranks == 1:
+        chunks = counted // (stages * of_each)
+    if chunks > 1 and stages == 1:
         t.problems.append(f"{t.spelled(name)} needs --pipeline-model-parallel-size of 2 or more")
-    stages = _stage_layers(t, layers, ranks, max(1, chunks), edges)
-    if stages is None:
+    parts = stages * max(1, chunks)
+    if parts > 1 and parts > min(counted, LARGEST_OF["layers"]):
+        t.problems.append(f"{counted} layers are fewer than {parts} stages or parts of these")
         return
-    if len({*stages}) > 1:
-        t.set("training.stage_layers", stages, *_EDGE_LAYERS, *_COUNTED_EDGES)
-    t.ignore("stages are as they are without it", *_EDGE_LAYERS, *_COUNTED_EDGES)
-    if chunks <= 1:
-        t.ignore("a rank has one run of layers", each, virtual, *_INTERLEAVED)
+    _set_stages(t, layers, stages, max(1, chunks))
+    if chunks > 1:
+        t.set("training.schedule", "interleaved", name)
+        t.set("training.virtual_stages", chunks, name)
+        waits, group = "--no-overlap-p2p-communication", "--microbatch-group-size-per-virtual-pipeline-stage"
+        t.set("training.overlap_p2p_communication", not g.on(waits), waits)
+        if (size := g.number(group)) is not None:
+            t.set("training.microbatch_group_size", size, group)
+        moved = "transfers of the warm-up and of the flush, below the peak; their time is not modelled"
+        t.ignore(moved, "--overlap-p2p-communication-warmup-flush")
         return
-    alone = "--no-overlap-p2p-communication"
-    t.set("training.schedule", "interleaved", name)
-    t.set("training.virtual_stages", chunks, name)
-    t.set("training.overlap_p2p_communication", not g.on(alone), alone)
-    group = "--microbatch-group-size-per-virtual-pipeline-stage"
-    if (size := g.number(group)) is not None:
-        t.set("training.microbatch_group_size", size, group)
-    t.ignore("moves transfers of warm-up and flush, where memory is below its peak", _INTERLEAVED[0])
+    t.ignore("a rank has one run of layers", each, virtual, *_INTERLEAVED)
 
 
-def _stage_layers(t: Translation, layers: int, ranks: int, chunks: int, edges: list[int]) -> list[int] | None:
-    """The layers of each stage, in the order of the layers (get_num_layers_to_build of Megatron-Core's
-    transformer/transformer_block.py); ``edges``: embedding and loss, where they count as a layer. None: it
-    cannot be."""
-    first, last = map(t.given.number, _EDGE_LAYERS)
-    inner = [count for count in (first, last) if count is not None]
-    others = ranks - len(inner)
-    rest = layers - sum(inner)
-    if others < 0 or rest < 0 or (rest % others if others else rest):
-        t.problems.append(f"{rest} layers cannot be shared out evenly to {others} ranks of the pipeline")
-        return None
-    by_rank = [rest // others if others else 0] * ranks
-    by_rank[0] = first if first is not None else by_rank[0]
-    by_rank[-1] = last if last is not None else by_rank[-1]
-    if uneven := next((count for count in by_rank if count % chunks), None):
-        t.problems.append(f"{uneven} layers of a rank are no multiple of its {chunks} virtual stages")
-        return None
-    stages = [count // chunks for _ in range(chunks) for count in by_rank]
-    stages[0] -= edges[0]
-    stages[-1] -= edges[1]
-    return stages
+def _set_stages(t: Translation, layers: int, stages: int, chunks: int) -> None:
+    """Set how many layers each stage has, as get_num_layers_to_build of Megatron-Core does."""
+    g = t.given
+    first, last = (g.number(name) for name in _PIPELINE_SPLITS[:2])
+    embedding, loss = (g.on(name) for name in _PIPELINE_SPLITS[2:])
+    if stages == 1:
+        t.ignore("there is one stage", *_PIPELINE_SPLITS)
+        return
+    if (embedding or loss) and (first is not None or last is not None):
+        t.problems.append(f"{_PIPELINE_SPLITS[2 if embedding else 3]} and a number of layers are both given")
+        return
+    between = [*range(first is not None, stages - (last is not None))]
+    left = layers + embedding + loss - (first or 0) - (last or 0)
+    if left < 0 or (left % len(between) if between else left):
+        t.problems.append(f"{left} layers cannot be split evenly over {len(between)} stages")
+        return
+    of_rank = [left // len(between) if between else 0] * stages
+    for rank, given in ((0, first), (stages - 1, last)):
+        of_rank[rank] = of_rank[rank] if given is None else given
+    if any(n % chunks for n in of_rank):
+        t.problems.append(f"stages of {of_rank} layers cannot be split into {chunks} parts each")
+        return
+    sizes = [n // chunks for n in of_rank] * chunks
+    sizes[0] -= embedding
+    sizes[-1] -= loss
+    if len({*sizes}) > 1:
+        t.set("training.stage_layers", sizes, *_PIPELINE_SPLITS)
+    else:
+        t.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
 
 
 def set_optimizer(t: Translation) -> None:

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism by torch's ``fully_shard``, a unit for each block and one for the rest.
+"""Fully sharded data parallelism by torch's ``fully_shard``, in units: each block, and the rest of the model.
 
 (Zhao et al., arXiv 2304.11277; Rajbhandari et al., arXiv 1910.02054.) Each rank holds 1/N of every
 parameter, in float32 where the precision has masters, with gradients and moments likewise. A unit's weights
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.meta_device import materialize
-from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.layout import Unsupported
 from spbench.impls.options import Options, check_choices
 from spbench.impls.traffic import Traffic
 
@@ -38,6 +40,21 @@ if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is import
 
 # no output of a model is written in place
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+
+
+def units_of(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
+    """The modules whose weights are gathered apart from the rest.
+
+    Raises:
+        Unsupported: the word embedding is asked for, and the model has none that it uses for nothing else.
+    """
+    blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
+    if options.wrap == "embedding":
+        embedding = getattr(module, "embedding", None)
+        if not isinstance(embedding, nn.Module) or getattr(module, "tied", None) is not None:
+            raise Unsupported("the model has no word embedding apart from its head", "use wrap: blocks")
+        return [embedding, *blocks]
+    return [] if options.wrap == "whole" else blocks
 
 
 def cut_dim(shape: torch.Size, size: int) -> int:
@@ -60,20 +77,39 @@ class ShardingOptions(Options):
     Attributes:
         initialize: where the weights are before they are sharded: on the "meta" device, without memory, or
             all of them on the "device".
+        wrap: what is gathered at once: each of the "blocks", and the rest; "embedding": these, and the word
+            embedding apart, as torchtitan does; "whole": everything.
+        reshard_rest: whether the rest is freed after forward where blocks are; torchtitan keeps it.
+        reduce_dtype: of gradients while they are summed over ranks: that of the weights, or "fp32".
+        state_dtype: of what the optimizer holds, and its gradients: "fp32" where the precision has masters,
+            or that of the weights.
         forward_prefetch, backward_prefetch: of how many further blocks, when a block begins its forward or
             backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
             ``FSDPModule``). 0: as torch does by itself.
 
     Raises:
-        ValueError: a number is negative.
+        ValueError: a number is negative, or a word is none of these.
     """
 
     initialize: Literal["meta", "device"] = "meta"
+    wrap: Literal["blocks", "embedding", "whole"] = "blocks"
+    reshard_rest: bool = True
+    reduce_dtype: Literal["weights", "fp32"] = "weights"
+    state_dtype: Literal["fp32", "weights"] = "fp32"
     forward_prefetch: int = 0
     backward_prefetch: int = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, {"initialize": ("meta", "device")})
+        widths = ("weights", "fp32")
+        check_choices(
+            self,
+            {
+                "initialize": ("meta", "device"),
+                "wrap": ("blocks", "embedding", "whole"),
+                "reduce_dtype": widths,
+                "state_dtype": widths,
+            },
+        )
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
@@ -89,6 +125,16 @@ class FullySharded(Backend):
     options: ShardingOptions
     #: whether to free the weights between forward and backward
     reshard_after_forward: ClassVar[bool] = True
+
+    @classmethod
+    def gradient_dtype(cls, precision: Precision, options: ShardingOptions) -> torch.dtype:
+        weights = precision.parameters
+        return weights if options.reduce_dtype == "weights" else torch.promote_types(weights, torch.float32)
+
+    @classmethod
+    def reshards(cls, rest: bool, options: ShardingOptions) -> bool:
+        """Whether a unit's weights, or those of the rest, are freed after forward."""
+        return cls.reshard_after_forward and (options.reshard_rest or not rest)
 
     @classmethod
     def starts_on_meta(cls, options: ShardingOptions) -> bool:
@@ -113,27 +159,30 @@ class FullySharded(Backend):
         return self.make_optimizer(list(self.weights.values()), masters=False, shard_groups=groups)
 
     def _wrap(self) -> None:
-        """Shard each block, then what is left of the module."""
+        """Shard each unit, then what is left of the module."""
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        if self.precision.master:
+        if self.precision.master and self.options.state_dtype == "fp32":
             for p in self.module.parameters():
                 p.data = p.data.float()
-        dtype = self.precision.parameters
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
-        blocks = [*getattr(self.module, "blocks", nn.ModuleDict()).values()]
-        for unit in [*blocks, self.module]:
+        reduced = self.gradient_dtype(self.precision, self.options)
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.precision.parameters, reduce_dtype=reduced, cast_forward_inputs=False
+        )
+        units = units_of(self.module, self.options)
+        for unit in [*units, self.module]:
             fully_shard(
                 unit,
                 mesh=next(iter(self.meshes.values())),
-                reshard_after_forward=self.reshard_after_forward,
+                reshard_after_forward=self.reshards(unit is self.module, self.options),
                 mp_policy=policy,
                 shard_placement_fn=self._placement,
             )
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)
-        self._prefetch(blocks)
+        embedding = getattr(self.module, "embedding", None)
+        self._prefetch([unit for unit in units if unit is not embedding])  # type: ignore[misc]
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
         """Have each block, and the rest of the module around them, gather the weights of the next ones."""
@@ -198,16 +247,20 @@ class FullySharded(Backend):
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
-        parameters = list(step.build().parameters())
+        options, module = step.options, step.build()
+        assert isinstance(options, ShardingOptions)
+        parameters = list(module.parameters())
+        rest = {*parameters}.difference(*(unit.parameters() for unit in units_of(module, options)))
+        width = cls.gradient_dtype(step.precision, options).itemsize
         for summed in step.summed:
-            size = summed.size
+            axes, count = summed.group_axes, step.micro_batches
             mine = [p for p in parameters if step.strategy.partial_axes(p) == summed.axes]
-            elements = sum(padded_elements(p.shape, size) for p in mine)
-            payload, count = elements * step.element_bytes, step.micro_batches
-            yield Traffic("forward", "weights", "all_gather", count, payload, summed.group_axes)
-            if cls.reshard_after_forward:
-                yield Traffic("backward", "weights again", "all_gather", count, payload, summed.group_axes)
-            yield Traffic("backward", "gradients", "reduce_scatter", count, payload, summed.group_axes)
+            sent = Counter({p: padded_elements(p.shape, summed.size) for p in mine})
+            payload = sent.total() * step.element_bytes
+            yield Traffic("forward", "weights", "all_gather", count, payload, axes)
+            again = sum(n for p, n in sent.items() if cls.reshards(p in rest, options)) * step.element_bytes
+            yield Traffic("backward", "weights again", "all_gather", count, again, axes)
+            yield Traffic("backward", "gradients", "reduce_scatter", count, sent.total() * width, axes)
             if step.precision.loss_scale:
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)
 

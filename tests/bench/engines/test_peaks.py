@@ -6,11 +6,12 @@ can live at the peak: Gloo sums what it reduce-scatters in a copy of it, which v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spbench.bench.cell import Cell
@@ -34,9 +35,22 @@ DEFAULT_MODELS = {
     "ulysses": "causal-transformer-tiny",
     "megatron_sp": "causal-transformer-tiny",
 }
+#: options of torch's fully_shard
+SHARDING: dict[str, dict[str, Any]] = {
+    "torchtitan": {
+        "wrap": "embedding",
+        "reshard_rest": False,
+        "reduce_dtype": "fp32",
+        "state_dtype": "weights",
+    },
+    "whole": {"wrap": "whole"},
+    "device": {"initialize": "device"},
+}
 
 
-def combination(strategy: str, model: str, backend: str, n: int, **options: Any) -> Cell:
+def combination(
+    strategy: str, model: str, backend: str, n: int, training: Mapping[str, Any] = {}, **options: Any
+) -> Cell:
     sizes = dict.fromkeys(strategies()[strategy].axes, n)
     settings: dict[str, Any] = {
         "model": model,
@@ -45,7 +59,7 @@ def combination(strategy: str, model: str, backend: str, n: int, **options: Any)
         "batch": 4,
         "seq_len": LENGTHS.get(model, 48),
         "precision": "bf16",
-        "training": {"backend": backend},
+        "training": {"backend": backend, **training},
         "model_options": options,
     }
     return Cell.model_validate(settings)
@@ -70,6 +84,9 @@ def combinations() -> Iterator[Any]:
         cell = combination("lasp", "tnl-tiny", backend, 2)
         default = backend in ("fsdp_flat", "megatron", "zero3")
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
+    for name, training in SHARDING.items():
+        cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
+        yield pytest.param(cell, id=name, marks=[] if name == "torchtitan" else pytest.mark.slow)
     for name, training in PIPELINES.items():
         yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
     for strategy, backend in (("tensor_parallel", "legacy_ddp"), ("ulysses", "zero3")):
@@ -112,16 +129,17 @@ def pipeline(training: dict[str, Any]) -> Cell:
 _reduce_scatter = collectives._reduce_scatter_into
 
 
-def as_gloo_does(part: Tensor, whole: Tensor, **how: Any) -> Any:
-    """A reduce-scatter with memory for a copy of ``whole``."""
-    _copy = torch.empty_like(whole)
-    return _reduce_scatter(part, whole, **how)
+def as_gloo_does(output: Tensor, input: Tensor, **how: Any) -> Any:
+    """A reduce-scatter with memory for a copy of what is given."""
+    _copy = torch.empty_like(input)
+    return _reduce_scatter(output, input, **how)
 
 
 @pytest.mark.parametrize("cell", [*combinations()])
 def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they send is the same, too, and what the closed forms say."""
     monkeypatch.setattr(collectives, "_reduce_scatter_into", as_gloo_does)
+    monkeypatch.setattr(dist, _reduce_scatter.__name__, as_gloo_does)  # which torch's fully_shard calls
     virtually = [seen(virtual.trace(cell, rank)) for rank in range(cell.sizes.world)]
     peaks = [found.peak for found in virtually]
     lowest = [10**18] * len(peaks)

@@ -1,0 +1,78 @@
+"""How a DeepSpeed or accelerate job shards weights, gradients and optimizer."""
+
+from __future__ import annotations
+
+from spbench.bench.jobs.deepspeed_files import DeepSpeedFiles
+from spbench.bench.jobs.keys import Keys
+
+_ZERO = "zero_optimization"
+_STRATEGY = "accelerate.fsdp_config.fsdp_sharding_strategy"
+
+
+def set_sharding(k: Keys, found: DeepSpeedFiles) -> None:
+    """Set the backend: a stage of ZeRO, or FSDP where accelerate is told so."""
+    for name in (f"{_ZERO}.offload_optimizer.device", f"{_ZERO}.offload_param.device"):
+        beside = f"accelerate.deepspeed_config.{name.split('.')[1]}_device"
+        for each in (name, beside):
+            if k.value(each) not in ("none", None):
+                k.refuse("keeping weights, gradients or optimizer on the host", each)
+    kind = k.value("accelerate.distributed_type")
+    k.took("which files count", "accelerate.distributed_type")
+    if kind == "FSDP" or (kind is None and "fsdp_config" in found.given.get("accelerate", {})):
+        if "deepspeed" in found.given:
+            k.problems.append("accelerate.distributed_type is FSDP beside a configuration of DeepSpeed")
+        _set_fsdp(k)
+    else:
+        _set_zero(k)
+
+
+def _set_fsdp(k: Keys) -> None:
+    fsdp = "accelerate.fsdp_config"
+    version, freed = k.value(f"{fsdp}.fsdp_version"), f"{fsdp}.fsdp_reshard_after_forward"
+    of = {"FULL_SHARD": "zero3", 1: "zero3", "SHARD_GRAD_OP": "zero2", 2: "zero2", None: "zero3"}
+    value, name = k.value(_STRATEGY), _STRATEGY
+    if version == 2 or value is None:
+        value, name = ("FULL_SHARD" if k.value(freed) in (True, None) else "SHARD_GRAD_OP"), freed
+    if value not in of:
+        k.refuse("weights that are whole, or sharded over a part of the replicas", name)
+    k.set("training.backend", of.get(value, "zero3"), name, note="fully_shard")
+    k.ignore(f"of the other version of FSDP than {version}", _STRATEGY, freed)
+    k.took(f"FSDP {version}", f"{fsdp}.fsdp_version")
+    wraps = f"{fsdp}.fsdp_auto_wrap_policy"
+    if k.value(wraps) != "TRANSFORMER_BASED_WRAP":
+        k.refuse("units of FSDP that are no layers", wraps)
+    k.ignore("a unit for each layer", wraps)
+
+
+def _set_zero(k: Keys) -> None:
+    stage, name = k.chosen("accelerate.deepspeed_config.zero_stage", f"{_ZERO}.stage")
+    buckets = [f"{_ZERO}.{each}" for each in ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm")]
+    fetched = [f"{_ZERO}.stage3_prefetch_bucket_size", f"{_ZERO}.stage3_max_live_parameters"]
+    if stage not in (1, 2, 3):
+        k.refuse("DeepSpeed's own data parallelism, without ZeRO" if stage == 0 else "a stage of ZeRO", name)
+        return
+    if stage == 1:
+        k.set("training.backend", "megatron", name, note="weights and gradients whole, in one buffer each,")
+        k.set("training.distributed_optimizer", True, name, note="masters and moments in parts")
+        k.set("training.accumulate_allreduce_grads_in_fp32", False, name, note="gradients as the weights")
+        k.set("training.gradient_accumulation_fusion", False, note="no product adds to a gradient")
+        k.approximate("gradients are summed after backward in buffers of Megatron-Core's sizes")
+    else:
+        k.set("training.backend", f"zero{stage}", name, note="torch's fully_shard, a layer a unit")
+    if stage == 2:
+        k.approximate(
+            "weights are gathered in forward, not after the optimizer's step; the sums of bytes differ"
+        )
+    size = k.value(buckets[0])
+    if stage < 3 and size != "auto":
+        overlapped = k.value(buckets[2]) is True
+        gib = size * 2 * (2 if overlapped else 1) / 2**30
+        k.approximate(
+            f"DeepSpeed's buckets of reduce_bucket_size, {gib:.2f} GiB more, are not held",
+            *buckets,
+        )
+    if stage == 3:
+        k.approximate(
+            "a layer's weights are gathered at once, not those of the next prefetch bucket", *fetched
+        )
+    k.ignore(f"of another stage of ZeRO than {stage}, or as large as the job makes them", *buckets, *fetched)

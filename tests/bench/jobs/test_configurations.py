@@ -1,0 +1,290 @@
+"""Jobs of torchtitan, DeepSpeed and Megatron-Bridge: every key accounted for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.jobs import bridge, deepspeed, torchtitan
+from spbench.bench.jobs.job import Job
+from spbench.bench.jobs.job_files import JobFile, JobFiles, read_job
+
+INPUTS = Path(__file__).parent / "inputs"
+#: called without the search for kinds of jobs, which takes longer than they
+READERS = {"torchtitan": torchtitan.read, "deepspeed": deepspeed.read, "bridge": bridge.read}
+JOBS = {
+    "8B": ("torchtitan", ["llama3_8b.toml"]),
+    "70B": ("torchtitan", ["llama3_70b.toml"]),
+    "2024": ("torchtitan", ["llama3_8b_2024.toml"]),
+    "ZeRO-1": ("deepspeed", ["zero1.json", "config.json", "trainer.yaml"]),
+    "ZeRO-2": ("deepspeed", ["zero2.json", "config.json", "trainer.yaml"]),
+    "ZeRO-3": ("deepspeed", ["zero3.json", "accelerate.yaml", "config.json", "long.yaml"]),
+    "sizes": ("bridge", ["bridge_8b.yaml"]),
+    "config.json": ("bridge", ["bridge_override.yaml", "config.json"]),
+}
+GPUS = {"70B": 64, "sizes": 16}
+
+
+def read(
+    kind: str,
+    names: Sequence[str],
+    changed: dict[str, tuple[str, str]] | None = None,
+    gpus: int | None = None,
+) -> Job:
+    """The job of input files, in some of which a text is another one."""
+    files = []
+    for name in names:
+        text = (INPUTS / name).read_text()
+        old, new = (changed or {}).get(name, ("", ""))
+        assert old in text
+        files.append(JobFile(INPUTS / name, (text.replace(old, new, 1) if old else text).encode()))
+    return job_of(kind, files, gpus)
+
+
+def job_of(kind: str, files: Sequence[JobFile], gpus: int | None) -> Job:
+    job = READERS[kind](JobFiles(files, gpus, "dgx-h100"))
+    if job is None:
+        raise UserError(f"no job of {kind}")
+    return job
+
+
+def settings(job: Job) -> dict[str, Any]:
+    assert job.refusal() == ""
+    return {setting.path: setting.value for setting in job.settings}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_key_has_an_outcome_and_the_scenario_is_a_cell(name: str) -> None:
+    kind, files = JOBS[name]
+    job = read(kind, files, gpus=GPUS.get(name, 8))
+    assert job.arguments
+    assert not job.of("unknown") + job.of("refused")
+    assert all(argument.detail for argument in job.arguments)
+    assert job.cell().sizes.world == GPUS.get(name, 8)
+    assert "\ngroups:\n" in job.scenario_text()
+
+
+def test_presets_of_torchtitan() -> None:
+    small, large = (settings(read("torchtitan", [f"llama3_{n}.toml"], gpus=64)) for n in ("8b", "70b"))
+    assert (small["batch"], small["model_options.recompute"]) == (64, "operators")
+    assert "model_options.recompute_early_stop" not in small
+    assert (small["training.wrap"], small["training.reduce_dtype"]) == ("embedding", "fp32")
+    assert (large["strategy"], large["strategy_options.loss"]) == ("megatron_sp", "parallel")
+    assert (large["sizes.dp"], large["sizes.tp"], large["batch"]) == (8, 8, 64)
+    with pytest.raises(UserError, match=r"model.converters = \[\"float8\"\]: .*eight bits"):
+        read("torchtitan", ["llama3_405b.toml"], gpus=128).cell()
+    whole = read("torchtitan", ["llama3_405b.toml"], {"llama3_405b.toml": ('["float8"]', "[]")}, gpus=128)
+    assert settings(whole)["model"] == "llama3-405b"
+    assert any("Inductor" in remark for remark in whole.remarks)
+
+
+def test_the_version_of_torchtitan_is_told_by_its_keys() -> None:
+    old = read("torchtitan", ["llama3_8b_2024.toml"], gpus=8)
+    assert "December 2024" in old.program
+    assert settings(old)["model_options.recompute_early_stop"] is True
+    assert settings(old)["model_options.rms_norm"] == "plain"
+    assert "0.2.2" in read("torchtitan", ["llama3_8b.toml"], gpus=8).program
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "context_parallel_degree = 1",
+            "context_parallel_degree = 2",
+            {"strategy": "all_gather_kv", "sizes.sp": 2},
+        ),
+        (
+            "tensor_parallel_degree = 1",
+            "tensor_parallel_degree = 2",
+            {"strategy": "megatron_sp", "sizes.dp": 4},
+        ),
+        (
+            'selective_ac_option = "op"',
+            'selective_ac_option = "2"',
+            {"model_options.recompute_method": "interval"},
+        ),
+        ('mode = "selective"', 'mode = "none"', {"model": "llama3-8b"}),
+        (
+            "local_batch_size = 1",
+            "local_batch_size = 1\nglobal_batch_size = 32",
+            {"training.micro_batches": 4},
+        ),
+    ],
+)
+def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dict[str, Any]) -> None:
+    made = settings(read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8))
+    assert made | expected == made
+    assert ("model_options.recompute" in made) == ("none" not in new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (
+            "pipeline_parallel_degree = 1",
+            "pipeline_parallel_degree = 2",
+            "pipeline_parallel_degree = 2: a pipeline",
+        ),
+        ("replicate_degree = 1", "replicate_degree = 2", "sharded over a part of the replicas"),
+        ("shard_degree = -1", "shard_degree = 3", "8 GPUs are not the degrees' product"),
+        ("seq_len = 8192", 'seq_len = "8K"', "training.seq_len: 8K is not a whole number"),
+        (
+            "seq_len = 8192",
+            "seq_length = 8192",
+            r"no argument training.seq_length \(did you mean training.seq_len\?\)",
+        ),
+        ("local_batch_size = 1", "local_batch_size = 0", "local_batch_size: 0 is less than 1"),
+        (
+            "local_batch_size = 1",
+            "global_batch_size = 12",
+            "12 is no multiple of training.local_batch_size 8",
+        ),
+        ('"8B"', '"8B_flex"', "model.flavor = 8B_flex: another flavor"),
+        ('"AdamW"', '"Muon"', "another optimizer than Adam"),
+        ('"op"', '"ops"', "neither 'op' nor a number"),
+        ("seq_len = 8192", "seq_len = 8192\nseq_len = 1", "no TOML: Cannot overwrite a value"),
+        ("seq_len = 8192", "seq_len = 8192\nenable_cpu_offload = true", "on the host: not modelled"),
+    ],
+)
+def test_what_torchtitan_cannot_be_here_is_said(old: str, new: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8).cell()
+
+
+def test_stages_of_zero() -> None:
+    one, two, three = (settings(read(*JOBS[f"ZeRO-{n}"], gpus=8)) for n in (1, 2, 3))
+    assert (one["training.backend"], one["training.distributed_optimizer"]) == ("megatron", True)
+    assert (two["training.backend"], two["batch"], two["training.micro_batches"]) == ("zero2", 128, 8)
+    assert (two["model_options.recompute_early_stop"], two["seq_len"]) == (True, 4096)
+    assert (three["training.backend"], three["strategy"], three["sizes.sp"]) == ("zero3", "ulysses", 8)
+    assert "model_options.recompute_early_stop" not in three
+    assert three["model_options.separate_projections"] is True
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        (
+            "zero1.json",
+            '"gradient_clipping"',
+            '"train_batch_size": 100, "gradient_clipping"',
+            "100 is not micro-batch 2",
+        ),
+        ("zero1.json", '"stage": 1', '"stage": 0', "without ZeRO"),
+        ("zero1.json", '"stage": 1', '"stage": 1, "offload_optimizer": {"device": "cpu"}', "on the host"),
+        ("zero1.json", '"stage": 1', '"stage": 1, "stage": 2', "'stage' is given twice"),
+        ("zero1.json", '"stage": 1', '"stages": 1', r"did you mean zero_optimization.stage\?"),
+        ("zero1.json", "{", "[", "no JSON"),
+        ("zero1.json", '"AdamW"', '"Lion"', "optimizer.type = Lion: another optimizer"),
+        ("trainer.yaml", "max_length: 4096", "", "how long sequences are is not said"),
+        (
+            "trainer.yaml",
+            "_train_batch_size: 2",
+            "_train_batch_size: 3",
+            "per_device_train_batch_size = 3 differ",
+        ),
+        ("trainer.yaml", "flash_attention_2", "flex_attention", "this implementation of attention"),
+        ("config.json", '"llama"', '"mamba"', "model_type"),
+    ],
+)
+def test_what_deepspeed_cannot_be_here_is_said(file: str, old: str, new: str, problem: str) -> None:
+    if file == "config.json":
+        job = read("deepspeed", ["zero1.json", "trainer.yaml"], gpus=8)
+        assert "which model it is is not said" in job.refusal()
+        return
+    with pytest.raises(UserError, match=problem):
+        read(*JOBS["ZeRO-1"], {file: (old, new)}, gpus=8).cell()
+
+
+def test_bridge_is_what_megatron_lm_would_be() -> None:
+    made = settings(read(*JOBS["sizes"], gpus=16))
+    assert (made["strategy"], made["sizes.tp"], made["sizes.sp"]) == ("megatron_sp+ring_attention", 2, 2)
+    assert (made["model_options.cross_entropy"], made["model_options.mlp"]) == ("in_place", "swiglu")
+    beside = settings(read(*JOBS["config.json"], gpus=8))
+    assert (beside["model_options.layers"], beside["model_options.rotary_base"]) == (32, 500_000)
+    assert (beside["sizes.pp"], beside["model_options.recompute"]) == (2, "full")
+    with pytest.raises(UserError, match="--hidden-size is missing"):
+        read("bridge", ["bridge_override.yaml"], gpus=8).cell()
+    fp8 = {"bridge_8b.yaml": ("bf16_mixed", "bf16_with_fp8_mixed")}
+    with pytest.raises(UserError, match="mixed_precision = bf16_with_fp8_mixed: this recipe"):
+        read(*JOBS["sizes"], fp8, gpus=16).cell()
+
+
+def mutated(content: bytes, random: random.Random) -> bytes:
+    """A file with one mistake."""
+    lines = content.split(b"\n")
+    place = random.randrange(len(lines))
+    line = lines[place]
+    words = [
+        b"-1",
+        b"0",
+        b"10000000000000000000000",
+        b'"8K"',
+        b"null",
+        b"1e400",
+        b"[[",
+        b"\xff",
+        b"true",
+        b"\x07",
+    ]
+    kind = random.randrange(6)
+    if kind == 0:
+        lines.insert(place, line)
+    elif kind == 1:
+        lines[place] = line.replace(b"e", b"", 1)
+    elif kind == 2:
+        head, mark, _ = line.replace(b"=", b":").partition(b":")
+        lines[place] = head + (b" = " if b"=" in line else mark + b" ") + random.choice(words)
+    elif kind == 3:
+        del lines[place]
+    elif kind == 4:
+        lines[place] = line + random.choice(words)
+    else:
+        lines[place] = line[: random.randrange(len(line) + 1)]
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_mistake_is_one_line_or_another_job(name: str) -> None:
+    """Never a traceback; and what is still a job says so of every key."""
+    kind, names = JOBS[name]
+    dice = random.Random(7)
+    for _ in range(25):
+        files = [JobFile(INPUTS / each, (INPUTS / each).read_bytes()) for each in names]
+        place = dice.randrange(len(files))
+        if files[place].path.name == "config.json":
+            continue
+        files[place] = JobFile(files[place].path, mutated(files[place].content, dice))
+        job, problem = attempted(kind, files, GPUS.get(name, 8))
+        if job is None:
+            assert problem.isprintable()
+        else:
+            assert job.scenario_text().count("\n") > 10
+            assert all(argument.detail or argument.outcome == "unknown" for argument in job.arguments)
+
+
+def attempted(kind: str, files: Sequence[JobFile], gpus: int) -> tuple[Job | None, str]:
+    """The job, or why there is none."""
+    try:
+        job = job_of(kind, files, gpus)
+        job.cell()
+    except UserError as error:
+        return None, str(error)
+    return job, ""
+
+
+def test_a_kind_is_told_by_the_files() -> None:
+    paths = [INPUTS / name for name in JOBS["ZeRO-2"][1]]
+    assert read_job("deepspeed", paths, gpus=8, cluster="dgx-h100").kind == "deepspeed"
+    with pytest.raises(UserError, match="no job of torchtitan"):
+        read_job("torchtitan", paths)
+    with pytest.raises(UserError, match="not one of the files of a DeepSpeed job"):
+        read_job("deepspeed", [*paths, INPUTS / "llama3_8b.toml"])
+    with pytest.raises(UserError, match="a second configuration of DeepSpeed"):
+        read_job("deepspeed", [*paths, INPUTS / "zero1.json"])

@@ -1,0 +1,49 @@
+"""The options of torch's fully_shard: each trains as one device does and sends what its closed form says.
+Their memory is compared with that of real ranks in tests/bench/engines/test_peaks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.impls.backends.fully_shard import FullySharded
+from spbench.impls.layout import Unsupported
+from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
+
+#: as torchtitan has them, if its training.dtype is bfloat16
+TORCHTITAN = {"wrap": "embedding", "reshard_rest": False, "reduce_dtype": "fp32", "state_dtype": "weights"}
+
+
+def asked(options: dict[str, Any], **changes: Any) -> Cell:
+    settings = {"model": "causal-transformer-tiny", "sizes": {"dp": 2, "sp": 2}, **changes}
+    training = {"backend": "zero3", "micro_batches": 2, **options}
+    return cell("zero3", "ulysses", **settings, training=training)
+
+
+@pytest.mark.parametrize("options", [{"wrap": "whole"}, TORCHTITAN], ids=["whole", "torchtitan"])
+def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
+    # in float64 sums in float32 are sums in float64
+    assert_right(pool, asked(options), FullySharded)
+    assert_sends_its_closed_form(pool, asked(options, precision="bf16"))
+
+
+def test_what_each_option_changes() -> None:
+    def peak(**options: Any) -> Any:
+        wide = {"hidden": 192, "inner": 512, "vocabulary": 2048, "layers": 4}
+        return virtual.trace(asked(options, precision="bf16", model_options=wide)).memory.peak()
+
+    plain = peak()
+    assert peak(wrap="whole").nbytes > plain.nbytes
+    assert peak(reduce_dtype="fp32").nbytes > plain.nbytes
+    narrow = peak(state_dtype="weights")
+    for category in ("parameters", "optimizer_state"):
+        assert narrow.held[category] == pytest.approx(plain.held[category] / 2, rel=0.01)
+
+
+def test_a_tied_embedding_is_no_unit() -> None:
+    with pytest.raises(Unsupported, match="no word embedding apart from its head; use wrap: blocks"):
+        virtual.trace(asked({"wrap": "embedding"}, model_options={"tied": True}))
