@@ -120,7 +120,7 @@ class Place:
         mesh: the device mesh with the process groups; None for a rank that is only planned with, and for a
             single device.
         flattened: axes, as "dp_sp" in the order of MESH_AXES, of the groups that :meth:`group` made over
-            several of them and :meth:`subgroup` over a part of one, by the name of the group.
+            several of them and :meth:`subgroup` over a part of their ranks, by the name of the group.
         subgroups: what :meth:`subgroup` has made, by its arguments.
     """
 
@@ -128,7 +128,9 @@ class Place:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     flattened: dict[str, str] = field(default_factory=dict, compare=False)
-    subgroups: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict, compare=False)
+    subgroups: dict[tuple[tuple[str, ...], int, bool], dist.ProcessGroup] = field(
+        default_factory=dict, compare=False
+    )
 
     @classmethod
     def on(cls, mesh: DeviceMesh) -> Place:
@@ -180,32 +182,37 @@ class Place:
             return self.mesh.get_group(several[0])
         return self.submesh(*several).get_group()
 
-    def subgroup(self, axis: str, size: int) -> dist.ProcessGroup | None:
-        """The process group of this rank's run of consecutive ranks along an axis, which consists of runs of
-        ``size``; None where that is this rank alone, and without a device mesh. It is made at the first call,
-        which only the ranks of the run need to make.
+    def subgroup(self, *axes: str, size: int, across: bool = False) -> dist.ProcessGroup | None:
+        """The process group of this rank's run of consecutive ranks of :meth:`group`, which consists of runs
+        of ``size``; with ``across`` that of the ranks which have this one's place in each run. None where
+        that is this rank alone, and without a device mesh. It is made at the first call, which only the ranks
+        of the subgroup need to make.
 
         Raises:
-            ValueError: ``size`` does not divide the ranks along the axis.
+            ValueError: ``size`` does not divide the ranks along the axes.
         """
-        if self.size(axis) % size:
-            raise ValueError(f"{self.size(axis)} ranks along {axis} cannot be divided into runs of {size}")
-        if self.mesh is None or size == 1:
+        whole = self.size(*axes)
+        if whole % size:
+            along = ", ".join(axes)
+            raise ValueError(f"{whole} ranks along {along} cannot be divided into runs of {size}")
+        if self.mesh is None or size == (whole if across else 1):
             return None
-        if size == self.size(axis):
-            return self.group(axis)
-        if (axis, size) not in self.subgroups:
-            self.subgroups[axis, size] = self._new_subgroup(axis, size)
-        return self.subgroups[axis, size]
+        if size == (1 if across else whole):
+            return self.group(*axes)
+        key = (axes, size, across)
+        if key not in self.subgroups:
+            self.subgroups[key] = self._new_subgroup(axes, size, across)
+        return self.subgroups[key]
 
-    def _new_subgroup(self, axis: str, size: int) -> dist.ProcessGroup:
+    def _new_subgroup(self, axes: Sequence[str], size: int, across: bool) -> dist.ProcessGroup:
         import torch.distributed as dist
 
-        along = dist.get_process_group_ranks(self.group(axis))
-        first = self.rank(axis) // size * size
+        along, number = dist.get_process_group_ranks(self.group(*axes)), self.rank(*axes)
+        first = number // size * size
+        ranks = along[number % size :: size] if across else along[first : first + size]
         # a pipeline stage without such a parameter does not ask
-        group = dist.new_group(along[first : first + size], use_local_synchronization=True)
-        self.flattened[group.group_name] = axis
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        self.flattened[group.group_name] = group_name(axes, self.sizes)
         return group
 
     def submesh(self, *axes: str) -> DeviceMesh:

@@ -34,7 +34,7 @@ class Traffic:
     """A closed-form entry: ``count`` collectives of ``payload_bytes`` each in one phase of a step.
 
     ``phase`` is forward, backward, gradient_sync or optimizer; ``purpose`` is for the reader. ``axes`` are
-    those of the mesh over whose ranks it goes: all of them together, or ``run`` consecutive ones each
+    those of the mesh over whose ranks it goes: all of them together, or ``run`` of them each
     (:meth:`Place.subgroup`).
     """
 

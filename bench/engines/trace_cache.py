@@ -192,7 +192,10 @@ def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
 
 
 def _program(rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Program:
-    groups = [Group(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"])) for g in rest["groups"]]
+    groups = [
+        Group(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"]), tuple(g["steps"]))
+        for g in rest["groups"]
+    ]
     return Program(
         **{name.removeprefix(_PROGRAM): x for name, x in arrays.items() if name.startswith(_PROGRAM)},
         mesh=tuple(rest["mesh"]),

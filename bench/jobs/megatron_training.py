@@ -247,8 +247,9 @@ def set_optimizer(t: Translation) -> None:
     padded = "--ddp-pad-buckets-for-high-nccl-busbw"
     if g.on(padded):
         t.set("training.pad_buckets_for_high_nccl_busbw", True, padded)
-    if (g.number("--num-distributed-optimizer-instances") or 1) != 1:
-        t.refuse("several instances of the optimizer", "--num-distributed-optimizer-instances")
+    instances = "--num-distributed-optimizer-instances"
+    if (g.number(instances) or 1) != 1:
+        t.set("training.num_distributed_optimizer_instances", g.number(instances), instances)
     t.refuse("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     t.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
     t.refuse("gathering weights within the optimizer's step", "--overlap-param-gather-with-optimizer-step")

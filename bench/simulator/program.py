@@ -42,11 +42,13 @@ class Group:
             from the start of the run.
         runs: for each of these axes, the length of the runs of coordinates into which it is cut, each a group
             of this kind; empty where no axis is cut.
+        steps: for each of these axes, the distance of its members; empty where all have neighbours.
     """
 
     axes: tuple[int, ...]
     places: tuple[tuple[int, ...], ...]
     runs: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, ranks: Sequence[int], mesh: Mesh) -> Group:
@@ -54,8 +56,11 @@ class Group:
         coords = [coordinates(rank, mesh) for rank in ranks]
         axes = tuple(i for i in range(len(mesh)) if len({c[i] for c in coords}) > 1)
         runs = tuple(_run([c[i] for c in coords], mesh[i]) for i in axes)
-        places = tuple(tuple(c[i] % run for i, run in zip(axes, runs, strict=True)) for c in coords)
-        return cls(axes, places, runs if any(mesh[i] > n for i, n in zip(axes, runs, strict=True)) else ())
+        steps = tuple(_step([c[i] for c in coords], mesh[i]) for i in axes)
+        along = list(zip(axes, runs, steps, strict=True))
+        places = tuple(tuple(c[i] % run // step * step for i, run, step in along) for c in coords)
+        cut = any(mesh[i] > run for i, run, _ in along)
+        return cls(axes, places, runs if cut else (), steps if max(steps, default=1) > 1 else ())
 
     def members(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
         """Global ranks of the group of this kind that a rank belongs to."""
@@ -66,8 +71,9 @@ class Group:
         coords = list(np.unravel_index(ranks[:, None], mesh))
         places = np.array(self.places, dtype=np.int64).reshape(len(self.places), len(self.axes))
         runs = self.runs or [mesh[axis] for axis in self.axes]
-        for axis, run, along in zip(self.axes, runs, places.T, strict=True):
-            coords[axis] = coords[axis] // run * run + along[None]
+        steps = self.steps or [1] * len(self.axes)
+        for axis, run, step, along in zip(self.axes, runs, steps, places.T, strict=True):
+            coords[axis] = coords[axis] // run * run + coords[axis] % step + along[None]
         members = np.ravel_multi_index(tuple(coords), mesh)
         return np.broadcast_to(members, (len(ranks), len(self.places)))
 
@@ -78,6 +84,14 @@ def _run(along: Sequence[int], size: int) -> int:
     first, length = min(along), len(set(along))
     consecutive = max(along) - first + 1 == length
     return length if consecutive and first % length == 0 and size % length == 0 else size
+
+
+def _step(along: Sequence[int], size: int) -> int:
+    """The distance of a group's coordinates along an axis of ``size``, if groups of that distance fill the
+    axis; else 1."""
+    first, second = sorted({*along})[:2]
+    step = second - first
+    return step if {*along} == {*range(first, size, step)} and first < step and size % step == 0 else 1
 
 
 def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:

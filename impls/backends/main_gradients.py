@@ -37,6 +37,7 @@ class GradientBucket:
         parameters: in the order in which they lie.
         gradients, weights: its elements of the buffers [n]; ``weights`` is None where these are not sharded.
         own: where the part that this rank holds starts and ends in the bucket.
+        instances: the ranks that hold the same part; None: no other does.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class GradientBucket:
         gradients: Tensor,
         weights: Tensor | None,
         group: dist.ProcessGroup | None,
+        instances: dist.ProcessGroup | None = None,
     ):
         self.parameters = parameters
         self.gradients, self.weights, self.group = gradients, weights, group
+        self.instances = instances
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         start, end = layout.shard(rank, size) if weights is not None else (layout.start, layout.end)
         self.own = start - layout.start, end - layout.start
@@ -78,6 +81,10 @@ class GradientBucket:
         else:
             all_reduce(self.gradients, self.group)
 
+    def sum_over_instances(self) -> None:
+        """After :meth:`reduce` and :meth:`wait`: add up the sums of this rank's part."""
+        all_reduce(self.gradients[slice(*self.own)], self.instances)
+
     def gather(self, *, overlapped: bool) -> None:
         """Gather the weights of all ranks' parts, in place; ``overlapped`` as in :meth:`reduce`."""
         if self.group is not None and self.weights is not None:
@@ -95,11 +102,12 @@ class GradientBuffer:
     weights too, which then are views of one contiguous buffer.
 
     Args:
-        group: the ranks; None: one alone.
+        group: the ranks; None: one alone. Those that share each bucket, where they are sharded.
         dtype: of the gradients.
         alone: parameters that have a bucket of their own in a sharded buffer.
         full_at: see :func:`laid_out`.
         sharding: None: nothing is sharded.
+        instances: the ranks of other such groups that hold the same parts; None: there is one group.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class GradientBuffer:
         alone: set[nn.Parameter],
         full_at: int | None,
         sharding: Sharding | None,
+        instances: dist.ProcessGroup | None = None,
     ):
         layouts = laid_out(
             [p.numel() for p in parameters], [p in alone for p in parameters], full_at, sharding
@@ -118,7 +127,8 @@ class GradientBuffer:
         some = parameters[0]
         self.weights = None if sharding is None else some.detach().new_zeros(elements)
         self.gradients = some.detach().new_zeros(elements, dtype=dtype)
-        self.buckets = [self._bucket(layout, parameters, group) for layout in layouts]
+        groups = group, instances
+        self.buckets = [self._bucket(layout, parameters, groups) for layout in layouts]
         #: the main gradient of each parameter, a view of its shape
         self.views = {
             p: bucket.of(bucket.gradients, p, slice(0, p.numel())).view_as(p)
@@ -129,12 +139,15 @@ class GradientBuffer:
             self._take_weights()
 
     def _bucket(
-        self, layout: BucketLayout, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
     ) -> GradientBucket:
         elements = slice(layout.start, layout.end)
         weights = None if self.weights is None else self.weights[elements]
         members = [parameters[i] for i in layout.members]
-        return GradientBucket(layout, members, self.gradients[elements], weights, group)
+        return GradientBucket(layout, members, self.gradients[elements], weights, *groups)
 
     def _take_weights(self) -> None:
         """Move the weights into the buffer."""
@@ -206,6 +219,7 @@ class MainGradients:
             if not self.overlapped:
                 bucket.reduce(overlapped=False)
             bucket.wait()
+            bucket.sum_over_instances()
 
     def _arrived(self, p: nn.Parameter) -> None:
         if p.grad is not None and (not p.grad_added_to_main_grad or p in self.added_anyway):  # type: ignore[attr-defined]

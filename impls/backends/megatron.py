@@ -10,6 +10,7 @@ gradients. In float32 and float64 everything is in that precision, and the optim
 place.
 
 Options and the flags of Megatron-LM's that they are: ``distributed_optimizer``, --use-distributed-optimizer;
+``num_distributed_optimizer_instances``, --num-distributed-optimizer-instances;
 ``overlap_grad_reduce``, --overlap-grad-reduce; ``overlap_param_gather``, --overlap-param-gather;
 ``gradient_accumulation_fusion: false``, --no-gradient-accumulation-fusion; ``bucket_size``,
 --ddp-bucket-size; ``pad_buckets_for_high_nccl_busbw``, --ddp-pad-buckets-for-high-nccl-busbw;
@@ -19,7 +20,9 @@ with --fp16 unless --accumulate-allreduce-grads-in-fp32 is given.
 As there, the host waits for its device where it reads the gradients' norm before the update, and after each
 exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
 
-What differs: gradients are neither clipped nor checked for NaN, which keeps no memory and takes a pass over
+What differs: with several instances of the optimizer, sums over instances begin after the last backward,
+where Megatron-Core has them follow each bucket's reduce-scatter on a stream of its own;
+gradients are neither clipped nor checked for NaN, which keeps no memory and takes a pass over
 them. A parameter whose gradient is summed over further axes (norms under sequence parallelism, over tp) is in
 a buffer of its own for that group, while Megatron-Core sums over dp in the one buffer and over tp after that.
 Buckets are sent early from the first step on, where Megatron-Core learns in a first step which gradients
@@ -40,64 +43,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
-from spbench.impls.backends.buffer_layout import Sharding, laid_out
+from spbench.impls.backends.buffer_layout import laid_out
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
+from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.weight_gathering import GatheredInForward
-from spbench.impls.composition import Composition, by_partial_axes, chunks_of
-from spbench.impls.options import Options, Saving
+from spbench.impls.composition import by_partial_axes, chunks_of
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
-
-#: elements of a bucket by default: at least so many, and so many a replica
-LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA = 40_000_000, 1_000_000
-
-
-@dataclass(frozen=True)
-class MegatronOptions(Options):
-    """What may be chosen about :class:`Megatron`; :mod:`spbench.impls.backends.megatron` has Megatron-LM's
-    flags.
-
-    Attributes:
-        distributed_optimizer: share main weights and moments out among the ranks of a group.
-        overlap_grad_reduce: sum gradients bucket by bucket in the last micro-batch's backward.
-        overlap_param_gather: gather updated weights bucket by bucket in the next step's forward.
-        gradient_accumulation_fusion: linear layers add gradients to the main gradients themselves.
-        bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
-            Megatron-Core's.
-        pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
-        accumulate_allreduce_grads_in_fp32: main gradients are float32; else they are as the weights.
-    """
-
-    distributed_optimizer: bool = False
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    gradient_accumulation_fusion: bool = True
-    bucket_size: int | None = None
-    pad_buckets_for_high_nccl_busbw: bool = False
-    accumulate_allreduce_grads_in_fp32: bool = True
-
-    def __post_init__(self) -> None:
-        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
-            raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
-        if self.bucket_size is not None and self.bucket_size < 1:
-            raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
-
-    def savings(self) -> Iterator[Saving]:
-        if not self.distributed_optimizer:
-            words = "main weights and moments are shared out among replicas"
-            yield Saving({"distributed_optimizer": True}, words)
-
-    def full_at(self, around: Composition, chunk: int = 0) -> int | None:
-        """Elements at which a bucket is full on this rank; None: there is one. Later stages of the pipeline
-        and later chunks of a rank have one, for their sums are not on the critical path."""
-        if not self.overlap_grad_reduce or not around.stage.first or chunk:
-            return None
-        return self.bucket_size or max(LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA * around.replicas)
-
-    def sharding(self, ranks: int) -> Sharding | None:
-        """How a buffer is shared out over so many ranks; None: it is not."""
-        return Sharding(ranks, self.pad_buckets_for_high_nccl_busbw) if self.distributed_optimizer else None
 
 
 @dataclass(frozen=True)
@@ -133,12 +86,16 @@ class Megatron(Backend):
     options: MegatronOptions
 
     def prepare(self) -> Optimizer:
-        sums = list(self.summed())  # all groups first, in an order that all ranks have
+        # all groups first, in an order that all ranks have
+        sums = [
+            (self._groups(axes), parameters)
+            for axes, parameters in by_partial_axes(self.names, self.strategy).items()
+        ]
         chunks = chunks_of(self.module)
         self.buffers = [
-            self._buffer(group, mine, number)
+            self._buffer(groups, mine, number)
             for number, chunk in enumerate(chunks)
-            for group, parameters in sums
+            for groups, parameters in sums
             if (mine := _of(chunk, parameters))
         ]
         tied = self.around.tied(self.module)
@@ -168,11 +125,25 @@ class Megatron(Backend):
             shard_groups=groups if self.options.distributed_optimizer else (),
         )
 
+    def _groups(self, axes: Sequence[str]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The ranks that share a buffer of these parameters or sum it, and those of other instances of the
+        optimizer that hold the same part."""
+        whole, place = self.around.gradient_group(axes), self.around.place
+        if self.options.num_distributed_optimizer_instances == 1:
+            return whole, None
+        each = self.options.sharing(place.size("dp", *axes))
+        group = place.subgroup("dp", *axes, size=each)
+        return group, place.subgroup("dp", *axes, size=each, across=True)
+
     def _buffer(
-        self, group: dist.ProcessGroup | None, parameters: Sequence[nn.Parameter], chunk: int
+        self,
+        groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
+        parameters: Sequence[nn.Parameter],
+        chunk: int,
     ) -> GradientBuffer:
-        tied = self.around.tied(self.module)
-        sharding = self.options.sharding(1 if group is None else group.size())
+        tied, (group, instances) = self.around.tied(self.module), groups
+        size = 1 if group is None else group.size()
+        sharding = self.options.sharding(size * self.options.num_distributed_optimizer_instances)
         return GradientBuffer(
             group,
             parameters,
@@ -180,6 +151,7 @@ class Megatron(Backend):
             set() if tied is None else {tied},
             self.options.full_at(self.around, chunk),
             sharding,
+            instances,
         )
 
     def _main_weight(self, bucket: GradientBucket, p: nn.Parameter) -> _MainWeight:
@@ -244,13 +216,16 @@ class Megatron(Backend):
             if not options.distributed_optimizer:
                 yield Traffic(phase, "main gradients", "all_reduce", 1, summed.elements * width, axes)
                 continue
-            elements = lengths[summed.axes]
-            yield Traffic(phase, "main gradients", "reduce_scatter", 1, elements * width, axes)
-            payload = elements * step.element_bytes
+            elements, each = lengths[summed.axes], options.sharing(summed.size)
+            summed_bytes, gathered_bytes = elements * width, elements * step.element_bytes
+            yield Traffic(phase, "main gradients", "reduce_scatter", 1, summed_bytes, axes, each)
+            if each < summed.size:
+                part, instances = summed_bytes // each, summed.size // each
+                yield Traffic("gradient_sync", "over instances", "all_reduce", 1, part, axes, instances)
             gathered = "forward" if options.overlap_param_gather else "optimizer"
-            yield Traffic(gathered, "updated weights", "all_gather", 1, payload, axes)
+            yield Traffic(gathered, "updated weights", "all_gather", 1, gathered_bytes, axes, each)
             if step.precision.loss_scale:
-                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes)
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes, each)
 
 
 def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> Counter[tuple[str, ...]]:

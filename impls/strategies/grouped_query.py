@@ -88,7 +88,7 @@ class ColumnParallelGroupedQuery(GroupedQueryLinear):
     ):
         (axis,), replicas = tp.axes, tp.replicas(kv_heads)
         super().__init__(in_features, head_size, heads // tp.size, kv_heads * replicas // tp.size, bias=bias)
-        self.tp, self.replica_group = tp, tp.place.subgroup(axis, replicas)
+        self.tp, self.replica_group = tp, tp.place.subgroup(axis, size=replicas)
         whole = Shard(axis, 0, tp.rank, tp.size)
         shared = SharedGroupShard(axis, 0, tp.rank, tp.size, replicas, 2 * head_size)
         for parameter in self.parameters():

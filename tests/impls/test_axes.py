@@ -118,8 +118,8 @@ def sum_over_a_run(mesh: DeviceMesh, axis: str, size: int, asking: int) -> tuple
     """The sum of global ranks over runs along an axis, of which only ranks below ``asking`` ask for one."""
     place, x = Place.on(mesh), torch.tensor(dist.get_rank())
     if dist.get_rank() < asking:
-        group = place.subgroup(axis, size)
-        assert group is place.subgroup(axis, size)
+        group = place.subgroup(axis, size=size)
+        assert group is place.subgroup(axis, size=size)
         if group is not None:
             dist.all_reduce(x, group=group)
     dist.barrier()  # a rank that leaves closes the connections that others still make
@@ -143,6 +143,21 @@ def test_runs_along_an_axis(
     assert [[*noted.values()] for _, noted in found] == [[axis] if part else []] * 4
 
 
+def sum_across_runs(mesh: DeviceMesh, *axes: str) -> tuple[int, dict[str, str]]:
+    place, x = Place.on(mesh), torch.tensor(dist.get_rank())
+    dist.all_reduce(x, group=place.subgroup(*axes, size=2, across=True))
+    dist.barrier()
+    return int(x), place.flattened
+
+
+def test_the_same_place_in_each_run(pool: RankPool) -> None:
+    assert [total for total, _ in pool.run({"dp": 4}, sum_across_runs, "dp")] == [2, 4, 2, 4]
+    found = pool.run({"dp": 2, "sp": 2}, sum_across_runs, "dp", "sp")
+    assert [total for total, _ in found] == [2, 4, 2, 4]
+    assert {*found[0][1].values()} == {"dp_sp"}
+    assert Place({"dp": 4}).subgroup("dp", size=2, across=True) is None
+
+
 def test_a_run_is_made_by_its_ranks_alone(pool: RankPool) -> None:
     """As a pipeline stage may have parameters that others have not."""
     assert [total for total, _ in pool.run({"tp": 4}, sum_over_a_run, "tp", 2, 2)] == [1, 1, 2, 3]
@@ -150,5 +165,5 @@ def test_a_run_is_made_by_its_ranks_alone(pool: RankPool) -> None:
 
 def test_runs_divide_the_axis() -> None:
     with pytest.raises(ValueError, match="6 ranks along tp cannot be divided into runs of 4"):
-        Place({"tp": 6}).subgroup("tp", 4)
-    assert Place({"tp": 6}).subgroup("tp", 3) is None
+        Place({"tp": 6}).subgroup("tp", size=4)
+    assert Place({"tp": 6}).subgroup("tp", size=3) is None

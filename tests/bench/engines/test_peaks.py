@@ -84,6 +84,8 @@ def combinations() -> Iterator[Any]:
         cell = combination("lasp", "tnl-tiny", backend, 2)
         default = backend in ("fsdp_flat", "megatron", "zero3")
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
+    instances = {"distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
+    yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances")
     for name, training in SHARDING.items():
         cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
         yield pytest.param(cell, id=name, marks=[] if name == "torchtitan" else pytest.mark.slow)

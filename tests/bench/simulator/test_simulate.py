@@ -30,6 +30,8 @@ def test_a_group_is_translated_to_other_ranks() -> None:
         group = Group.of(ranks, mesh)
         assert group.members(ranks[0], mesh) == tuple(ranks)
     assert Group.of([0, 4, 8], mesh).members(17, mesh) == (13, 17, 21)
+    strided = Group.of([1, 3, 5], (6,))
+    assert [strided.members(rank, (6,)) for rank in (3, 4)] == [(1, 3, 5), (0, 2, 4)]
     assert Group.of([0, 8], mesh).members(13, mesh) == (13, 21)  # first and last stage, of other peers
 
 

@@ -22,6 +22,14 @@ class GradientsNotSummed(Megatron):
             super().synchronize()
 
 
+class InstancesNotSummed(Megatron):
+    """Each instance of the optimizer updates with the sums over its own ranks."""
+
+    def synchronize(self) -> None:
+        with mock.patch.object(GradientBucket, "sum_over_instances"):
+            super().synchronize()
+
+
 class LastMicroBatchAlone(Megatron):
     """A gradient takes the place of those of earlier micro-batches."""
 

@@ -1,4 +1,4 @@
-"""The backend ``megatron`` with its options: values, planted faults, closed form, layout, bytes held."""
+"""The backend ``megatron`` with its options: values, planted faults, closed form, bytes held."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from spbench.bench.engines.virtual import VirtualEngine, only_plain_traces
 from spbench.bench.meters.allocator import GRANULE
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.backends.backend import Backend
-from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
-from spbench.impls.backends.megatron import Megatron, MegatronOptions
+from spbench.impls.backends.megatron import Megatron
+from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import PRECISIONS
-from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
 from tests.bench.verification import megatron_faults as faults
@@ -40,6 +40,7 @@ SHARDED = {"distributed_optimizer": True}
 #: buckets of a few hundred elements, so that the tiny models have several
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 700}
 GATHERED_LATE = {**SHARDED, **BUCKETS, "overlap_param_gather": True}
+INSTANCES = {**GATHERED_LATE, "num_distributed_optimizer_instances": 2}
 
 
 def megatron(
@@ -54,10 +55,12 @@ def megatron(
 VALUES = [
     ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE),
     ("single", {"dp": 2, "pp": 2}, GATHERED_LATE),
+    ("single", {"dp": 4}, INSTANCES),
     *(
         slow(*value)
         for value in (
             ("lasp", {"dp": 2, "sp": 2}, SHARDED),
+            ("lasp", {"dp": 2, "sp": 2}, {**SHARDED, "num_distributed_optimizer_instances": 2}),
             ("lasp", {"sp": 2, "dp": 2}, BUCKETS),
             ("tensor_parallel", {"dp": 2, "tp": 2}, GATHERED_LATE),
             ("megatron_sp", {"dp": 2, "tp": 2}, GATHERED_LATE),
@@ -82,6 +85,7 @@ def test_gradients_and_updates_are_those_of_one_device(
     [
         (faults.GradientsNotSummed, "single", {"dp": 2}, {}, "gradient 0"),
         (faults.GradientsNotSummed, "lasp", {"dp": 2, "sp": 2}, SHARDED, "gradient 0"),
+        (faults.InstancesNotSummed, "lasp", {"dp": 2, "sp": 2}, INSTANCES, "gradient 0"),
         (faults.LastMicroBatchAlone, "single", {"dp": 2}, {}, "gradient 0"),
         (faults.SentBeforeTheLastMicroBatch, "single", {"dp": 2}, BUCKETS, "gradient 0"),
         (faults.UpdatedFromTheNextElement, "single", {"dp": 2}, SHARDED, "weight 0"),
@@ -102,7 +106,8 @@ def test_planted_faults_are_seen(
 @pytest.mark.parametrize(
     ("strategy", "sizes", "options", "precision"),
     [
-        ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE, "bf16"),
+        ("lasp", {"dp": 2, "sp": 2}, INSTANCES, "bf16"),
+        slow("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE, "bf16"),
         slow("lasp", {"sp": 2, "dp": 2}, SHARDED, "fp16"),
         slow("lasp", {"dp": 3}, SHARDED, "fp32"),
         slow("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16"),
@@ -119,7 +124,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
 ON_EIGHT: dict[str, Any] = {"sizes": {"dp": 8}, "batch": 8, "precision": "bf16"}
 
 
-@pytest.mark.parametrize(("options", "state"), [({}, 12.0), (SHARDED, 12 / 8)])
+@pytest.mark.parametrize(("options", "state"), [({}, 12.0), (SHARDED, 12 / 8), (INSTANCES, 12 / 4)])
 def test_bytes_a_parameter(options: dict[str, Any], state: float) -> None:
     """18 bytes a parameter, or 6 + 12/N, without the moments until the first step's update."""
     for moments, share in (("kept", 1.0), ("later", 1 / 3)):
@@ -140,33 +145,6 @@ def test_hidden_communication_of_an_overlapped_step() -> None:
     plain, overlapped = (VirtualEngine().measure(each) for each in asked)
     assert plain.breakdown["hidden_communication_s"] == 0
     assert overlapped.breakdown["hidden_communication_s"] > 0
-
-
-# -- layout -----------------------------------------------------------------------------------------------
-
-
-def test_an_unsharded_buffer_has_no_padding() -> None:
-    assert laid_out([100, 30, 50], [False] * 3, None, None) == [BucketLayout(0, 180, (2, 1, 0), (0, 50, 80))]
-    buckets = laid_out([100, 30, 50], [False] * 3, 60, None)
-    assert [(b.start, b.end, b.members) for b in buckets] == [(0, 80, (2, 1)), (80, 180, (0,))]
-
-
-def test_a_sharded_buffer_is_padded() -> None:
-    """Starts of parameters to multiples of 64 elements, ends of buckets to those of the ranks and of 128."""
-    [bucket] = laid_out([100, 30, 50], [False] * 3, None, Sharding(3))
-    assert (bucket.starts, bucket.end) == ((0, 64, 128), 384)
-    assert bucket.shard(1, 3) == (128, 256)
-    assert laid_out([100], [False], None, Sharding(8, high_bandwidth=True))[0].end == 2**16
-
-
-def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
-    """At the buffer's end on the first stage, at its beginning on the last, and cut alike."""
-    for elements, alone in (([500, 30], [True, False]), ([30, 500], [False, True])):
-        buckets = laid_out(elements, alone, None, Sharding(4))
-        assert [b.members for b in buckets] == [(1,), (0,)]
-        tied = buckets[1 - alone.index(True)]
-        assert (tied.end - tied.start, tied.starts[0] - tied.start) == (512, 0)
-    assert len(laid_out([500, 30], [True, False], None, None)) == 1
 
 
 # -- fused accumulation -----------------------------------------------------------------------------------
@@ -243,6 +221,10 @@ def test_options_that_cannot_be() -> None:
         MegatronOptions(overlap_param_gather=True)
     with pytest.raises(ValueError, match="bucket_size is a number of elements from 1 on, not 0"):
         MegatronOptions(bucket_size=0)
+    with pytest.raises(ValueError, match="num_distributed_optimizer_instances needs distributed_optimizer"):
+        MegatronOptions(num_distributed_optimizer_instances=2)
+    with pytest.raises(Unsupported, match="2 instances of the optimizer cannot share 3 ranks"):
+        virtual.trace(megatron("single", 2, INSTANCES, sizes={"dp": 3}))
 
 
 # -- in pipelines -----------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""The options of the backend ``megatron``; :mod:`spbench.impls.backends.megatron` has Megatron-LM's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spbench.impls.backends.buffer_layout import Sharding
+from spbench.impls.composition import Composition
+from spbench.impls.layout import Unsupported
+from spbench.impls.options import Options, Saving
+
+#: elements of a bucket by default: at least so many, and so many a replica
+LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA = 40_000_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class MegatronOptions(Options):
+    """What may be chosen about :class:`Megatron`.
+
+    Attributes:
+        distributed_optimizer: share main weights and moments out among the ranks of a group.
+        num_distributed_optimizer_instances: how many runs of the group's ranks share them out, each all of
+            them. Gradients are reduce-scattered within a run, and then summed over the runs.
+        overlap_grad_reduce: sum gradients bucket by bucket in the last micro-batch's backward.
+        overlap_param_gather: gather updated weights bucket by bucket in the next step's forward.
+        gradient_accumulation_fusion: linear layers add gradients to the main gradients themselves.
+        bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
+            Megatron-Core's.
+        pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
+        accumulate_allreduce_grads_in_fp32: main gradients are float32; else they are as the weights.
+    """
+
+    distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    gradient_accumulation_fusion: bool = True
+    bucket_size: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = True
+
+    def __post_init__(self) -> None:
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
+        if self.num_distributed_optimizer_instances > 1 and not self.distributed_optimizer:
+            raise ValueError("num_distributed_optimizer_instances needs distributed_optimizer")
+        if self.bucket_size is not None and self.bucket_size < 1:
+            raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
+
+    def savings(self) -> Iterator[Saving]:
+        if not self.distributed_optimizer:
+            words = "main weights and moments are shared out among replicas"
+            yield Saving({"distributed_optimizer": True}, words)
+
+    def full_at(self, around: Composition, chunk: int = 0) -> int | None:
+        """Elements at which a bucket is full on this rank; None: there is one. Later stages of the pipeline
+        and later chunks of a rank have one, for their sums are not on the critical path."""
+        if not self.overlap_grad_reduce or not around.stage.first or chunk:
+            return None
+        return self.bucket_size or max(LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA * around.replicas)
+
+    def sharing(self, ranks: int) -> int:
+        """Of so many ranks that gradients are summed over, those that share a buffer out.
+
+        Raises:
+            Unsupported: the instances of the optimizer do not divide them.
+        """
+        instances = self.num_distributed_optimizer_instances
+        if ranks % instances:
+            raise Unsupported(
+                f"{instances} instances of the optimizer cannot share {ranks} ranks",
+                f"set num_distributed_optimizer_instances to a divisor of {ranks}",
+            )
+        return ranks // instances
+
+    def sharding(self, ranks: int) -> Sharding | None:
+        """How a buffer whose gradients are summed over so many ranks is shared out; None: it is not."""
+        padded = self.pad_buckets_for_high_nccl_busbw
+        return Sharding(self.sharing(ranks), padded) if self.distributed_optimizer else None
