@@ -14,6 +14,8 @@ from spbench.bench.fit.verdict import Verdict, gib, moment_text
 from spbench.bench.trust.bands import shown_band, with_band
 from spbench.bench.trust.memory_errors import PEAK, RESERVED, past_errors
 
+#: a part of the peak below which a kind is not worth a word
+_SMALL = 0.002
 #: what no number here has in it
 NOT_MODELLED = (
     "NCCL's buffers",
@@ -120,7 +122,9 @@ def _detail(verdict: Verdict) -> Iterator[Table | str]:
         }
         for part in anatomy["parts"]
     ]
-    held = ", ".join(f"{name.replace('_', ' ')} {gib(n)}" for name, n in anatomy["held"].items())
+    held = ", ".join(
+        f"{name.replace('_', ' ')} {gib(n)}" for name, n in anatomy["held"].items() if n > _SMALL * peak
+    )
     yield f"allocated then: {gib(peak)} GiB: {held}"
     yield Table(f"What holds the peak ({moment_text(anatomy['moment'])})", lines)
     yield memory_table({verdict.cell.key: verdict.measurement})

@@ -69,13 +69,18 @@ def attempt(cell: Cell) -> Measurement:
 def shallow_peak(cell: Cell) -> int:
     """The peak of the first class of ranks, in bytes, as models of two and three layers a stage have it; of a
     model without layers, as it is."""
-    layers = getattr(model_preset(*cell.model_arguments), "layers", None)
+    model = model_preset(*cell.model_arguments)
+    layers = getattr(model, "layers", None)
+    # a stage is whole runs of layers that are computed again together, of which more and more are alike
+    unit = cell.sizes.pp * getattr(model, "recompute_layers", 1)
+    if layers is not None and (layers % unit or getattr(model, "recompute_method", "") == "block"):
+        unit = cell.sizes.pp
 
     def trace(_: int, depth: int | None) -> MemoryLog:
         made = cell
         if depth is not None:
-            options = {**cell.model_options, "layers": depth * cell.sizes.pp}
+            options = {**cell.model_options, "layers": depth * unit}
             made = cell.model_copy(update={"model_options": options})
         return virtual.trace(made, rank_classes(made)[0].first).memory
 
-    return PeakModel(trace, [1], layers and layers // cell.sizes.pp)(1)
+    return PeakModel(trace, [1], layers and layers // unit)(1)

@@ -65,7 +65,8 @@ class Verdict:
         if self.fits:
             return f"fits: yes, {gib(max(0, spare))} GiB of {usable} to spare on the fullest, {self.where}"
         setup = "the steps fit, set-up does not: " if self.setup_alone else ""
-        return f"fits: no, {setup}{gib(self.needed_bytes)} GiB of {usable} are needed on {self.where}"
+        needed = f"{gib(self.needed_bytes)} of {usable} GiB are needed on {self.where}"
+        return f"fits: no, {setup}{gib(max(0, -spare))} GiB are missing, {needed}"
 
     def nvidia_smi(self) -> dict[str, Any]:
         """What nvidia-smi would show on the fullest ranks: ``reserved_bytes`` by PyTorch, ``context_bytes``

@@ -30,7 +30,7 @@ from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.meta_device import materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.layout import Unsupported
-from spbench.impls.options import Options, check_choices
+from spbench.impls.options import Options, Saving, check_choices
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
@@ -113,6 +113,17 @@ class ShardingOptions(Options):
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
+
+    def savings(self) -> Iterator[Saving]:
+        for name, less, words in (
+            ("initialize", "meta", "set-up never holds the whole model"),
+            ("wrap", "blocks", "one block is gathered at a time"),
+            ("reshard_rest", True, "embedding and head are freed after forward too"),
+            ("reduce_dtype", "weights", "gradients are summed in the dtype of the weights"),
+            ("state_dtype", "weights", "the optimizer holds the dtype of the weights, no float32"),
+        ):
+            if getattr(self, name) not in (less, "embedding"):
+                yield Saving({name: less}, words)
 
 
 class FullySharded(Backend):

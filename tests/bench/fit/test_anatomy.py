@@ -1,0 +1,105 @@
+"""A log taken apart: when it is largest, what holds it then, and the smallest card on which it fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines.virtual import trace
+from spbench.bench.fit.anatomy import anatomy, least_usable
+from spbench.bench.fit.examine import shallow_peak
+from spbench.bench.fit.snapshot import snapshot
+from spbench.bench.fit.verdict import gib, moment_text, ranks_text
+from spbench.bench.meters.allocator import replay
+from spbench.bench.meters.memory_log import MemoryLog
+
+MIB = 2**20
+
+#: 100 MiB of weights in set-up; a step of two micro-batches, the second of which needs more
+LOG = MemoryLog(
+    sizes=[100 * MIB, 40 * MIB, 20 * MIB, 60 * MIB, 30 * MIB],
+    events=[1, 2, 3, -3, -2, 4, 5, -5, -4],
+    marks=[("forward", 1), ("backward", 2), ("forward", 5), ("backward", 6)],
+    tags={0: "parameters"},
+    ends=[9],
+    places=[0, 1, 2, 1, 2],
+    place_names=["", "blocks.*.mlp", "head"],
+)
+
+
+def test_the_largest_moment_is_named_and_taken_apart() -> None:
+    found = anatomy(LOG)
+    moment = found.moment
+    assert (moment.step, moment.phase, moment.micro_batch, moment.micro_batches) == (1, "backward", 2, 2)
+    assert moment.module == "head"
+    assert moment_text(found.as_dict()["moment"]) == "step 1, backward 2 of 2, in head"
+    assert found.peak_memory_bytes == 190 * MIB == sum(found.held.values())
+    assert found.held == {"parameters": 100 * MIB, "activations": 60 * MIB, "temporaries": 30 * MIB}
+    assert found.parts == [
+        {"kind": "parameters", "module": "", "bytes": 100 * MIB, "tensors": 1},
+        {"kind": "activations", "module": "blocks.*.mlp", "bytes": 60 * MIB, "tensors": 1},
+        {"kind": "temporaries", "module": "head", "bytes": 30 * MIB, "tensors": 1},
+    ]
+    assert found.phases == [("set-up", 0), ("forward", 1), ("backward", 2), ("forward", 5), ("backward", 6)]
+    totals = [
+        sum(values) for values in zip(*(v for k, v in found.curve.items() if k != "event"), strict=True)
+    ]
+    assert max(totals) == found.peak_memory_bytes
+
+
+def test_the_smallest_card_may_need_more_than_is_given_out_at_once() -> None:
+    # a hole of 60 MiB that 61 do not fit, so that a segment more is needed until the hole's is given back
+    log = MemoryLog([40 * MIB, 60 * MIB, 5 * MIB, 61 * MIB], [1, 2, -1, 3, -2, 4], [("forward", 0)])
+    least = least_usable(log, 101 * MIB, 200 * MIB)
+    assert replay(log.sizes, log.events, least).out_of_memory is None
+    assert replay(log.sizes, log.events, least - 4 * MIB).out_of_memory is not None
+
+
+def test_a_snapshot_has_the_events_and_the_segments_at_the_end() -> None:
+    log = MemoryLog([3 * MIB, 1000], [1, 2, -2], [("forward", 0)], {0: "parameters"})
+    found = snapshot(log)
+    (events,) = found["device_traces"]
+    assert [event["action"] for event in events] == [
+        *("segment_alloc", "alloc", "segment_alloc", "alloc", "free_requested", "free_completed")
+    ]
+    large, small = found["segments"]
+    assert (large["total_size"], large["allocated_size"], large["segment_type"]) == (
+        20 * MIB,
+        3 * MIB,
+        "large",
+    )
+    assert [block["state"] for block in large["blocks"]] == ["active_allocated", "inactive"]
+    assert (small["total_size"], small["allocated_size"], small["segment_type"]) == (2 * MIB, 0, "small")
+    assert [frame["name"] for frame in events[1]["frames"]] == ["parameters", "forward of step 1"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2, 3], "ranks 0-3"),
+        ([4, 5, 0, 1], "ranks 0-1, 4-5"),
+        ([*range(0, 64, 8)], "ranks 0, 8, ..., 56"),
+    ],
+)
+def test_ranks_in_words(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_gib_have_as_many_digits_as_are_read() -> None:
+    assert [gib(n * 2**30) for n in (79.65, 7.654, 0.5, 0.0977)] == ["79.7", "7.65", "0.5", "0.0977"]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full", "recompute_layers": 2}, {"recompute": "full"}])
+def test_few_layers_tell_about_the_peak_of_many(options: dict[str, Any]) -> None:
+    cell = Cell(
+        model="causal-transformer-tiny",
+        strategy="single",
+        batch=2,
+        seq_len=512,
+        model_options={"layers": 8, **options},
+    )
+    peak = trace(cell).memory.peak().nbytes
+    assert shallow_peak(cell) == pytest.approx(peak, rel=0.02)
