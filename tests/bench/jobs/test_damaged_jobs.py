@@ -1,125 +1,76 @@
-"""Damaged launch scripts and test configurations: one line each, or a scenario; never a traceback.
-
-SPBENCH_FUZZ is how many of each kind are tried; a few by default, so that the default tests stay quick.
-"""
+"""Files of jobs with a mistake: one line says what, or another job is what they are."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Any
+import random
+from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from spbench.bench.config.expand import expand
 from spbench.bench.errors import UserError
-from spbench.bench.jobs.job_files import JobFile, read_job
-from spbench.bench.jobs.megatron_arguments import known_arguments
-from spbench.bench.jobs.shell import unknown_in
-from spbench.bench.yaml_files import parse_yaml
-
-EXAMPLES = int(os.environ.get("SPBENCH_FUZZ", "25"))
-
-SCRIPT = """#!/bin/bash
-#SBATCH --nodes=2
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-GPUS=8
-WORLD_SIZE=$(($GPUS*${NNODES:-2}))
-MODEL=(
-    --num-layers 4 --hidden-size 256   # small
-    --num-attention-heads 8 --seq-length 128 --max-position-embeddings "128"
-)
-MORE="--bf16 --micro-batch-size 1 --global-batch-size 16 --swiglu --disable-bias-linear"
-torchrun --nproc_per_node $GPUS --nnodes=2 pretrain_gpt.py ${MODEL[@]} $MORE \\
-    --tensor-model-parallel-size 2 --sequence-parallel --save "$OUT" --lr 1e-4
-"""
-TEST = """ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1}
-MODEL_ARGS:
-  --num-layers: 4
-  --hidden-size: 256
-  --num-attention-heads: 8
-  --seq-length: 128
-  --max-position-embeddings: 128
-  --micro-batch-size: 4
-  --pipeline-model-parallel-size: 2
-  --bf16: true
-  --save: ${OUT}
-TEST_TYPE: regular
-"""
-NASTY = [
-    *("0", "-1", "1", "3", "4k", "1e3", "1_0", "9" * 30, "inf", "nan", "true", "''", "é", "\x00", "2**40"),
-    *("$", "${", "$(", "`", "'", '"', "(", ")", "\\", "&&", ";", "|", "#", "<<EOF", "${A:-${B}}", "$((1/0))"),
-    *("--", "--x", "--bf16", "--num-experts 4", "--hidden-size 64", "if true; then", "done", "ARGS+=(--x)"),
-]
-WORDS = [*NASTY, *sorted(known_arguments())]
+from spbench.bench.jobs.job import Job
+from spbench.bench.jobs.job_files import JobFile
+from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of
 
 
-def check(content: bytes, name: str) -> None:
-    """Either a scenario, which is read again as the same cell, or one line."""
-    files = [JobFile(Path(name), content)]
-    try:
-        job = read_job("megatron", files, gpus=16, cluster="dgx-a100")
-        text = job.scenario_text()
-    except UserError as error:
-        told = str(error)
+def mutated(content: bytes, random: random.Random) -> bytes:
+    """A file with one mistake."""
+    lines = content.split(b"\n")
+    place = random.randrange(len(lines))
+    line = lines[place]
+    words = [
+        b"-1",
+        b"0",
+        b"10000000000000000000000",
+        b'"8K"',
+        b"null",
+        b"1e400",
+        b"[[",
+        b"\xff",
+        b"true",
+        b"\x07",
+    ]
+    kind = random.randrange(6)
+    if kind == 0:
+        lines.insert(place, line)
+    elif kind == 1:
+        lines[place] = line.replace(b"e", b"", 1)
+    elif kind == 2:
+        head, mark, _ = line.replace(b"=", b":").partition(b":")
+        lines[place] = head + (b" = " if b"=" in line else mark + b" ") + random.choice(words)
+    elif kind == 3:
+        del lines[place]
+    elif kind == 4:
+        lines[place] = line + random.choice(words)
     else:
-        told = ""
-    if told:
-        assert "\n" not in told
-        assert not unknown_in(told), "a mark is shown"
-        return
-    (group,) = parse_yaml(Path("job.yaml"), text.encode())["groups"]
-    (cell,) = expand({}, [group], {}, "", Path())
-    assert cell == job.cell()
-    assert cell.sizes.world == 16
-    assert all(argument.outcome in ("mapped", "no effect") for argument in job.arguments)
+        lines[place] = line[: random.randrange(len(line) + 1)]
+    return b"\n".join(lines)
 
 
-@st.composite
-def damaged(draw: Any, text: str) -> bytes:
-    """The text with words or lines left out, put in, doubled or exchanged, or a byte changed."""
-    for _ in range(draw(st.integers(1, 3))):
-        lines = text.split("\n")
-        at = draw(st.integers(0, len(lines) - 1))
-        words = lines[at].split(" ")
-        word = draw(st.integers(0, len(words) - 1))
-        match draw(st.integers(0, 5)):
-            case 0:
-                del words[word]
-            case 1:
-                words.insert(word, draw(st.sampled_from(WORDS)))
-            case 2:
-                words[word] = draw(st.sampled_from(WORDS))
-            case 3:
-                words.append(words[word])
-            case 4:
-                words = [*words, "\n", *draw(st.sampled_from(lines)).split(" ")]
-            case 5:
-                words = []
-        lines[at] = " ".join(words)
-        text = "\n".join(lines)
-    content = text.encode()
-    if draw(st.integers(0, 9)) == 0:
-        at = draw(st.integers(0, len(content) - 1))
-        content = content[:at] + bytes([draw(st.integers(0, 255))]) + content[at + 1 :]
-    return content
+@pytest.mark.parametrize("name", JOBS)
+def test_a_mistake_is_one_line_or_another_job(name: str) -> None:
+    """Never a traceback; and what is still a job says so of every key."""
+    kind, names = JOBS[name]
+    dice = random.Random(7)
+    for _ in range(25):
+        files = [JobFile(INPUTS / each, (INPUTS / each).read_bytes()) for each in names]
+        place = dice.randrange(len(files))
+        if files[place].path.name == "config.json":
+            continue
+        files[place] = JobFile(files[place].path, mutated(files[place].content, dice))
+        job, problem = attempted(kind, files, GPUS.get(name, 8))
+        if job is None:
+            assert problem.isprintable()
+        else:
+            assert job.scenario_text().count("\n") > 10
+            assert all(argument.detail or argument.outcome == "unknown" for argument in job.arguments)
 
 
-@pytest.mark.parametrize(("text", "name"), [(SCRIPT, "train.sh"), (TEST, "config.yaml")])
-def test_as_they_are_they_are_scenarios(text: str, name: str) -> None:
-    job = read_job("megatron", [JobFile(Path(name), text.encode())], gpus=16, cluster="dgx-a100")
-    assert job.cell().sizes.world == 16
-
-
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=damaged(SCRIPT))
-def test_a_damaged_script(content: bytes) -> None:
-    check(content, "train.sh")
-
-
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=damaged(TEST))
-def test_a_damaged_test(content: bytes) -> None:
-    check(content, "config.yaml")
+def attempted(kind: str, files: Sequence[JobFile], gpus: int) -> tuple[Job | None, str]:
+    """The job, or why there is none."""
+    try:
+        job = job_of(kind, files, gpus)
+        job.cell()
+    except UserError as error:
+        return None, str(error)
+    return job, ""
