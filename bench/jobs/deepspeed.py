@@ -145,13 +145,8 @@ class DeepSpeedJob:
         shards = "accelerate.parallelism_config.parallelism_config_dp_shard_size"
         if k.value(shards) not in (None, gpus // sp):
             k.problems.append(f"{shards} is {k.value(shards)}, but {gpus} GPUs / {sp} are {gpus // sp}")
-        k.set(
-            "sizes.dp",
-            gpus // sp,
-            processes,
-            shards,
-            note=f"{gpus} GPUs / {sp}" if sp > 1 else f"{gpus} GPUs",
-        )
+        given = [name for name in (processes, shards) if name in k.given]
+        k.set("sizes.dp", gpus // sp, *given, note=f"{gpus} GPUs / {sp}" if sp > 1 else f"{gpus} GPUs")
         return gpus // sp
 
     def _batch(self, replicas: int) -> None:

@@ -36,6 +36,10 @@ class JobFile:
         return UserError(f"{self.path}: {problem}")
 
 
+class OneFileRead(UserError):
+    """Several files are given to a kind of job that is one file."""
+
+
 @dataclass(frozen=True)
 class JobFiles:
     """What an importer is given.
@@ -57,9 +61,9 @@ class JobFiles:
         return " ".join(file.path.name for file in self.files)
 
     def the_file(self) -> JobFile:
-        """The only file; UserError if there are several."""
+        """The only file; :class:`OneFileRead` if there are several."""
         if len(self.files) != 1:
-            raise UserError(f"{self.title}: one file is read, but {len(self.files)} are given")
+            raise OneFileRead(f"{self.title}: one file is read, but {len(self.files)} are given")
         return self.files[0]
 
     def machine_problems(self, gpus: int | None) -> list[str]:
@@ -101,7 +105,16 @@ def read_job(
         raise UserError("no file of a job is given")
     given = JobFiles([_read(file) for file in files], gpus, cluster, environment or {})
     kinds = JOBS.names() if kind is None else [kind]
-    found: dict[str, Job] = {name: job for name in kinds if (job := JOBS.load(name)(given)) is not None}
+    found: dict[str, Job] = {}
+    for name in kinds:
+        try:
+            job = JOBS.load(name)(given)
+        except OneFileRead:
+            if kind is not None:
+                raise
+            continue  # so the files are of another kind
+        if job is not None:
+            found[name] = job
     if len(found) != 1:
         known = f"known kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(found)}: say which" if found else f"no job of {kind or 'any kind'}"

@@ -1,8 +1,7 @@
-"""Jobs of torchtitan: its TOML files, of Llama 3."""
+"""Jobs of torchtitan, of Llama 3: its TOML, and its configurations in Python where they are plain values."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from functools import cache
 from math import prod
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.jobs.job import Job, ordered
-from spbench.bench.jobs.job_files import JobFile, JobFiles
+from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys
+from spbench.bench.jobs.torchtitan_files import content_of
 from spbench.bench.yaml_files import read_yaml
 
-#: of which a TOML file of torchtitan has some
-_SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
 #: by model.flavor of llama3
 _PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
 #: by context_parallel_rotate_method; with the strategy's own options
@@ -35,25 +33,13 @@ def _versions() -> Mapping[str, tuple[str, Mapping[str, Key]]]:
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of torchtitan; None where there are several files, or the file is no TOML with its sections.
+    """A job of torchtitan; None where there are several files, or the file is none of its configurations.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file is damaged, or what it has is no plain values.
     """
-    if len(files.files) != 1 or files.files[0].path.suffix != ".toml":
-        return None
-    content = _parsed(files.files[0])
-    if len(_SECTIONS & {name for name, section in content.items() if isinstance(section, dict)}) < 2:
-        return None
-    return TorchtitanJob(content, files).job()
-
-
-def _parsed(file: JobFile) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.text)
-    except (ValueError, RecursionError) as error:
-        line = " ".join(str(error).split())
-        raise file.wrong(f"no TOML: {line[:150] or 'nested too deep'}") from error
+    content = content_of(files.files[0]) if len(files.files) == 1 else None
+    return None if content is None else TorchtitanJob(content, files).job()
 
 
 class TorchtitanJob:

@@ -126,6 +126,9 @@ class Backend(ABC):
     counts_backwards: ClassVar[bool] = True
     #: whether a pipeline stage's output is freed when it has been sent
     frees_sent_outputs: ClassVar[bool] = False
+    #: whether a pipeline stage keeps the last hidden states that it received, and their gradient, until it
+    #: runs others
+    keeps_stage_inputs: ClassVar[bool] = False
     #: whether the host waits for its device after each exchange between stages of a pipeline
     host_waits_for_transfers: ClassVar[bool] = False
     #: a frozen dataclass of what may be chosen about this backend alone

@@ -81,6 +81,7 @@ class Megatron(Backend):
 
     name = "megatron"
     frees_sent_outputs = True
+    keeps_stage_inputs = True  # set_input_tensor of its core/transformer/transformer_block.py
     host_waits_for_transfers = True
     options_type = MegatronOptions
     options: MegatronOptions

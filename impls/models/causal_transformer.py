@@ -44,9 +44,9 @@ class CausalTransformerModel(DecoderModel):
         dropout: of the embedding, and of what is added to the hidden states.
         attention_dropout: of attention's probabilities.
         attention: its kernel, one of :data:`KERNELS`.
-        loader_mask: hold a boolean mask [B, 1, L, L] while forward runs, as Megatron-LM's data loader makes
-            one (unless --no-create-attention-mask-in-dataloader), though no kernel of a causal model reads
-            it.
+        loader_mask: hold a boolean mask [B, 1, L, L] while forward of the first or the last pipeline stage
+            runs, as Megatron-LM's data loader makes one (unless --no-create-attention-mask-in-dataloader),
+            though no kernel of a causal model reads it.
     """
 
     norm: str = "rms"  # type: ignore[misc]  # options here, constants of other decoders

@@ -65,7 +65,9 @@ class _Step:
         self.gradients: dict[int, _Arriving] = {}
         #: a gradient that is being sent
         self.sending: list[dist.Work] = []
-        # both live until the next one, as in Megatron-Core's loop
+        # each lives until the next one, as in Megatron-Core's loop; of inputs those that were waited for when
+        # they were asked for
+        self.x: Tensor | None = None
         self.y: Tensor | None = None
         self.d_x: Tensor | None = None
 
@@ -74,8 +76,11 @@ class _Step:
         turn = self.turns.forwards[number]
         stage, inputs = self._at(turn)
         with self.phase("forward"):
+            _, posted = self.inputs.get(number, (None, None))
             x = stage.whole(inputs, _arrived(self.inputs, number))
             x = None if x is None else x.requires_grad_()
+            if stage.keeps_input and x is not None and posted is None:
+                self.x = x
             y = stage.forward(inputs, x)
         self.held[turn.chunk].append((x, y))
         if stage.stage.last:

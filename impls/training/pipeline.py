@@ -34,6 +34,7 @@ class StageRun:
         dtype: of ``hidden``.
         frees_sent: whether to free the values of an output when it has been sent: backward needs its graph
             alone (deallocate_pipeline_outputs of Megatron-Core's pipeline_parallel/schedules.py).
+        keeps_input: see :attr:`Backend.keeps_stage_inputs`.
         host_waits: see :attr:`Backend.host_waits_for_transfers`.
     """
 
@@ -45,13 +46,17 @@ class StageRun:
         dtype: torch.dtype,
         *,
         frees_sent: bool,
+        keeps_input: bool = False,
         host_waits: bool = False,
     ):
         self.module, self.stage, self.strategy = module, stage, strategy
         self.dtype, self.frees_sent, self.host_waits = dtype, frees_sent, host_waits
+        self.keeps_input = keeps_input
+        self.input: Tensor | None = None
 
     def forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
         """The scalar loss on the last stage, else ``hidden``; x: ``hidden`` of the stage before."""
+        self.input = x if self.keeps_input else None
         outputs = self.module(inputs) if x is None else self.module(inputs, x)
         result: Tensor = outputs["loss" if self.stage.last else "hidden"]
         return result

@@ -111,6 +111,7 @@ class Training:
                     strategy,
                     precision.parameters,
                     frees_sent=cls.frees_sent_outputs,
+                    keeps_input=cls.keeps_stage_inputs,
                     host_waits=cls.host_waits_for_transfers,
                 )
                 for each, stage in zip(chunks_of(module), around.stages, strict=True)

@@ -58,7 +58,8 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
         # held until forward has ended, as what a data loader has made
-        mask = _loader_mask(inputs["tokens"], self.seq_len) if self.model.loader_mask else None
+        loaded = self.model.loader_mask and (self.stage.first or self.stage.last)
+        mask = _loader_mask(inputs["tokens"], self.seq_len) if loaded else None
         x = self._embedded(inputs["tokens"]) if hidden is None else hidden
         del hidden
         places = self._places_like(x)

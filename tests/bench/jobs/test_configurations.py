@@ -2,60 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.jobs import bridge, deepspeed, torchtitan
 from spbench.bench.jobs.job import Job
-from spbench.bench.jobs.job_files import JobFile, JobFiles, read_job
-
-INPUTS = Path(__file__).parent / "inputs"
-#: called without the search for kinds of jobs, which takes longer than they
-READERS = {"torchtitan": torchtitan.read, "deepspeed": deepspeed.read, "bridge": bridge.read}
-JOBS = {
-    "8B": ("torchtitan", ["llama3_8b.toml"]),
-    "70B": ("torchtitan", ["llama3_70b.toml"]),
-    "2024": ("torchtitan", ["llama3_8b_2024.toml"]),
-    "ZeRO-1": ("deepspeed", ["zero1.json", "config.json", "trainer.yaml"]),
-    "ZeRO-2": ("deepspeed", ["zero2.json", "config.json", "trainer.yaml"]),
-    "ZeRO-3": ("deepspeed", ["zero3.json", "accelerate.yaml", "config.json", "long.yaml"]),
-    "sizes": ("bridge", ["bridge_8b.yaml"]),
-    "config.json": ("bridge", ["bridge_override.yaml", "config.json"]),
-}
-GPUS = {"70B": 64, "sizes": 16}
-
-
-def read(
-    kind: str,
-    names: Sequence[str],
-    changed: dict[str, tuple[str, str]] | None = None,
-    gpus: int | None = None,
-) -> Job:
-    """The job of input files, in some of which a text is another one."""
-    files = []
-    for name in names:
-        text = (INPUTS / name).read_text()
-        old, new = (changed or {}).get(name, ("", ""))
-        assert old in text
-        files.append(JobFile(INPUTS / name, (text.replace(old, new, 1) if old else text).encode()))
-    return job_of(kind, files, gpus)
-
-
-def job_of(kind: str, files: Sequence[JobFile], gpus: int | None) -> Job:
-    job = READERS[kind](JobFiles(files, gpus, "dgx-h100"))
-    if job is None:
-        raise UserError(f"no job of {kind}")
-    return job
-
-
-def settings(job: Job) -> dict[str, Any]:
-    assert job.refusal() == ""
-    return {setting.path: setting.value for setting in job.settings}
+from spbench.bench.jobs.job_files import JobFile, read_job
+from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of, read, settings
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -89,6 +44,42 @@ def test_the_version_of_torchtitan_is_told_by_its_keys() -> None:
     assert settings(old)["model_options.recompute_early_stop"] is True
     assert settings(old)["model_options.rms_norm"] == "plain"
     assert "0.2.2" in read("torchtitan", ["llama3_8b.toml"], gpus=8).program
+
+
+IN_PYTHON = """
+def llama3_70b() -> Trainer.Config:
+    return Trainer.Config(
+        model_spec=model_registry("70B"),
+        optimizer=OptimizersContainer.Config(lr=1.5e-4),
+        training=TrainingConfig(local_batch_size=8, seq_len=4 * 2048, steps=1000),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
+        parallelism=ParallelismConfig(tensor_parallel_degree=8),
+        activation_checkpoint=ActivationCheckpointConfig(mode="full"),
+    )
+"""
+
+
+def in_python(text: str) -> Job:
+    return job_of("torchtitan", [JobFile(Path("config_registry.py"), text.encode())], 64)
+
+
+def test_a_configuration_in_python_is_read_and_not_run() -> None:
+    assert settings(in_python(IN_PYTHON)) == settings(read("torchtitan", ["llama3_70b.toml"], gpus=64))
+    for old, new, problem in (
+        ("local_batch_size=8", "local_batch_size=BATCH", r"line 6: BATCH is no plain value"),
+        ("steps=1000", "**more", "line 6: keywords that are written out"),
+        ("mode=", '"none", mode=', "has arguments without a keyword"),
+        (
+            "    optimizer=",
+            "    loss=ChunkedLossWrapper.Config(chunks=8),\n        optimizer=",
+            "no argument loss.chunks",
+        ),
+        ("return Trainer.Config(", "return Trainer.Config((", "no Python"),
+        ("\ndef", "\ndef other():\n    return Trainer.Config()\n\ndef", "several functions"),
+    ):
+        assert old in IN_PYTHON
+        with pytest.raises(UserError, match=problem):
+            in_python(IN_PYTHON.replace(old, new, 1)).cell()
 
 
 @pytest.mark.parametrize(
@@ -216,72 +207,9 @@ def test_bridge_is_what_megatron_lm_would_be() -> None:
         read(*JOBS["sizes"], fp8, gpus=16).cell()
 
 
-def mutated(content: bytes, random: random.Random) -> bytes:
-    """A file with one mistake."""
-    lines = content.split(b"\n")
-    place = random.randrange(len(lines))
-    line = lines[place]
-    words = [
-        b"-1",
-        b"0",
-        b"10000000000000000000000",
-        b'"8K"',
-        b"null",
-        b"1e400",
-        b"[[",
-        b"\xff",
-        b"true",
-        b"\x07",
-    ]
-    kind = random.randrange(6)
-    if kind == 0:
-        lines.insert(place, line)
-    elif kind == 1:
-        lines[place] = line.replace(b"e", b"", 1)
-    elif kind == 2:
-        head, mark, _ = line.replace(b"=", b":").partition(b":")
-        lines[place] = head + (b" = " if b"=" in line else mark + b" ") + random.choice(words)
-    elif kind == 3:
-        del lines[place]
-    elif kind == 4:
-        lines[place] = line + random.choice(words)
-    else:
-        lines[place] = line[: random.randrange(len(line) + 1)]
-    return b"\n".join(lines)
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_a_mistake_is_one_line_or_another_job(name: str) -> None:
-    """Never a traceback; and what is still a job says so of every key."""
-    kind, names = JOBS[name]
-    dice = random.Random(7)
-    for _ in range(25):
-        files = [JobFile(INPUTS / each, (INPUTS / each).read_bytes()) for each in names]
-        place = dice.randrange(len(files))
-        if files[place].path.name == "config.json":
-            continue
-        files[place] = JobFile(files[place].path, mutated(files[place].content, dice))
-        job, problem = attempted(kind, files, GPUS.get(name, 8))
-        if job is None:
-            assert problem.isprintable()
-        else:
-            assert job.scenario_text().count("\n") > 10
-            assert all(argument.detail or argument.outcome == "unknown" for argument in job.arguments)
-
-
-def attempted(kind: str, files: Sequence[JobFile], gpus: int) -> tuple[Job | None, str]:
-    """The job, or why there is none."""
-    try:
-        job = job_of(kind, files, gpus)
-        job.cell()
-    except UserError as error:
-        return None, str(error)
-    return job, ""
-
-
 def test_a_kind_is_told_by_the_files() -> None:
     paths = [INPUTS / name for name in JOBS["ZeRO-2"][1]]
-    assert read_job("deepspeed", paths, gpus=8, cluster="dgx-h100").kind == "deepspeed"
+    assert read_job(None, paths, gpus=8, cluster="dgx-h100").kind == "deepspeed"
     with pytest.raises(UserError, match="no job of torchtitan"):
         read_job("torchtitan", paths)
     with pytest.raises(UserError, match="not one of the files of a DeepSpeed job"):

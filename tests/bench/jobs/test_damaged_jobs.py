@@ -1,0 +1,76 @@
+"""Files of jobs with a mistake: one line says what, or another job is what they are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.jobs.job import Job
+from spbench.bench.jobs.job_files import JobFile
+from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of
+
+
+def mutated(content: bytes, random: random.Random) -> bytes:
+    """A file with one mistake."""
+    lines = content.split(b"\n")
+    place = random.randrange(len(lines))
+    line = lines[place]
+    words = [
+        b"-1",
+        b"0",
+        b"10000000000000000000000",
+        b'"8K"',
+        b"null",
+        b"1e400",
+        b"[[",
+        b"\xff",
+        b"true",
+        b"\x07",
+    ]
+    kind = random.randrange(6)
+    if kind == 0:
+        lines.insert(place, line)
+    elif kind == 1:
+        lines[place] = line.replace(b"e", b"", 1)
+    elif kind == 2:
+        head, mark, _ = line.replace(b"=", b":").partition(b":")
+        lines[place] = head + (b" = " if b"=" in line else mark + b" ") + random.choice(words)
+    elif kind == 3:
+        del lines[place]
+    elif kind == 4:
+        lines[place] = line + random.choice(words)
+    else:
+        lines[place] = line[: random.randrange(len(line) + 1)]
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_mistake_is_one_line_or_another_job(name: str) -> None:
+    """Never a traceback; and what is still a job says so of every key."""
+    kind, names = JOBS[name]
+    dice = random.Random(7)
+    for _ in range(25):
+        files = [JobFile(INPUTS / each, (INPUTS / each).read_bytes()) for each in names]
+        place = dice.randrange(len(files))
+        if files[place].path.name == "config.json":
+            continue
+        files[place] = JobFile(files[place].path, mutated(files[place].content, dice))
+        job, problem = attempted(kind, files, GPUS.get(name, 8))
+        if job is None:
+            assert problem.isprintable()
+        else:
+            assert job.scenario_text().count("\n") > 10
+            assert all(argument.detail or argument.outcome == "unknown" for argument in job.arguments)
+
+
+def attempted(kind: str, files: Sequence[JobFile], gpus: int) -> tuple[Job | None, str]:
+    """The job, or why there is none."""
+    try:
+        job = job_of(kind, files, gpus)
+        job.cell()
+    except UserError as error:
+        return None, str(error)
+    return job, ""
