@@ -157,6 +157,8 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "--hidden-size?); --allow-unknown leaves it out"),
         ("--hidden 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hidden (did you mean "
          "--hidden-size?); --allow-unknown leaves it out"),
+        ("--our-$NAME", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --our-$NAME; --allow-unknown "
+         "leaves it out"),
         ("--overlap-param-gather", "--overlap-param-gather needs --use-distributed-optimizer; "
          "--overlap-param-gather needs --overlap-grad-reduce"),
         ("--tokenizer-type HuggingFaceTokenizer",
