@@ -75,7 +75,7 @@ def _asking(command: Function) -> Function:
 
 
 @click.command("fit")
-@click.argument("subject", nargs=-1, required=True, metavar="SCENARIO|JOB FILE...|MODEL")
+@click.argument("subject", nargs=-1, required=True, metavar="SUBJECT...")
 @_asking
 @click.option("--suggest", is_flag=True, help="Show single changes that take less memory, where it fits too.")
 @click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
@@ -96,9 +96,9 @@ def command(
 ) -> Output:
     """Say whether a job fits the memory of its cards, and by how much, on which ranks and at which step.
 
-    A SCENARIO (name or file), the FILE... of a job that spbench import reads, or a MODEL (name, config.json
-    or .py file) with --cluster, --gpus and --seq-len. Where it does not fit, single changes that make it fit
-    follow, each proved by a trace.
+    SUBJECT... is a scenario (name or file), the files of a job that spbench import reads, or a model (name,
+    config.json or .py file) with --cluster, --gpus and --seq-len. Where it does not fit, single changes that
+    make it fit follow, each proved by a trace.
     """
     from spbench.bench.commands.fit_report import report
     from spbench.bench.errors import UserError

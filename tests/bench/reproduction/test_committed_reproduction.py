@@ -1,5 +1,6 @@
 """What `spbench reproduce` committed: the documents, and the published numbers and roles in its files."""
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from spbench.bench.reproduction.findings import Findings, markdown
 from spbench.bench.reproduction.order_of_splits import orders_by_scenario
 from spbench.bench.reproduction.papers import papers, scenarios_of
 from spbench.bench.trust.bands import packaged_model
+from spbench.bench.trust.memory_errors import MEMORY_ERRORS_FILE, packaged_errors
 from spbench.bench.yaml_files import packaged
 
 ROOT = Path(__file__).parents[3]
@@ -85,8 +87,12 @@ def test_the_committed_bands_are_what_the_committed_files_give(
     monkeypatch.chdir(ROOT)
     asked = {"all_variants": False, "jobs": None, "executor": None, "fresh": False, "write": False}
     found = Reproduction(paper="bands", output=Path("results", "reproduction"), **asked)
-    monkeypatch.setattr("spbench.bench.atomic_write.write_whole", lambda path, content: path)
+    written: dict[str, str] = {}
+    monkeypatch.setattr(
+        "spbench.bench.atomic_write.write_whole", lambda path, content: written.update({path.name: content})
+    )
     output = fit_bands(found)
+    assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
     assert output.content["model"] == packaged_model().as_dict()
     assert markdown(output.records) in (ROOT / "README.md").read_text()
 
