@@ -8,11 +8,10 @@ import click
 
 from spbench.bench.commands.options import path_option, printed
 from spbench.bench.commands.output import Output, Table
-from spbench.bench.jobs import JOBS
 
 
 @click.command("import")
-@click.argument("kind", metavar=f"[{'|'.join(JOBS.names())}]")
+@click.argument("kind", metavar="KIND")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
 @click.option("--gpus", type=click.IntRange(min=1), help="That the job runs on; what it says if left out.")
 @click.option("--cluster", metavar="NAME", help="That it runs on: its name (see spbench list) or file.")
@@ -30,6 +29,8 @@ def command(
     output: Path | None,
 ) -> Output:
     """Write a scenario from the launch script or the configuration FILE... of a training program.
+
+    The KIND is the program's (spbench list jobs).
 
     Every argument is mapped to a setting, known to change nothing that is counted, or refused by name.
     Nothing in the files is run. The comment beside each line is the argument that it came from.

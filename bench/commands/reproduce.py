@@ -18,6 +18,7 @@ import click
 from spbench.bench.commands.execution import Ran, draw_figure, draw_records, opened_executor, run_cells
 from spbench.bench.commands.options import executor, fresh, jobs, path_option, printed
 from spbench.bench.commands.output import Output, Table
+from spbench.bench.commands.reproduce_cases import run_cases
 from spbench.bench.commands.reproduce_times import fit_bands, run_datasheets
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class Reproduction:
 def command(output: Path | None, **asked: Any) -> Iterator[Output]:
     """Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all), each published number beside
     ours; `strategies` makes the rows and traces of the strategies' pages, `datasheets` times of datasheets
-    alone, and `bands` fits the intervals of simulated times to all of these results.
+    alone, `bands` fits the intervals of simulated times to these results, and `megatron_cases` predicts
+    what each of Megatron-LM's functional tests needs, as it is imported.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -82,12 +84,13 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
     :func:`check_same_code` refuses."""
     from spbench.bench.measurement import run_cell
     from spbench.bench.reproduction.document import check_documents
+    from spbench.bench.reproduction.megatron_cases import CASES
     from spbench.bench.reproduction.papers import scenarios_of
     from spbench.bench.reproduction.step_errors import BANDS, DATASHEETS
     from spbench.bench.reproduction.strategy_traces import STRATEGIES
     from spbench.bench.workers.worker import Crew
 
-    papers = [] if request.paper in (STRATEGIES, DATASHEETS, BANDS) else scenarios_of(request.paper)
+    papers = [] if request.paper in (STRATEGIES, DATASHEETS, BANDS, CASES) else scenarios_of(request.paper)
     for paper, scenarios in papers if request.write else ():
         check_documents(paper.name, [s.name for s in scenarios])
     with Crew(run_cell) as crew, opened_executor(request.executor) as executor:
@@ -97,6 +100,8 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
             yield _run_strategies(request, crew, executor)
         if request.paper in (DATASHEETS, "all"):
             yield run_datasheets(request, crew, executor)
+        if request.paper in (CASES, "all"):
+            yield run_cases(request, crew, executor)
     if request.paper in (BANDS, "all"):
         yield fit_bands(request)
 

@@ -16,7 +16,9 @@ from spbench.bench.search.extrapolate import PeakModel
 from spbench.impls.models.model import model_preset
 
 #: a change is not traced whole where small traces say that it needs more than so much of the card
-_PLAINLY_TOO_MUCH = 1.05
+_PLAINLY_TOO_MUCH = 1.1
+#: layers of a stage by which it is checked what fewer say, and how near they must come
+_CHECKED, _NEAR = 4, 0.01
 
 
 def examine(cell: Cell) -> Measurement:
@@ -60,27 +62,28 @@ def attempt(cell: Cell) -> Measurement:
         return run_cell(cell)
     usable = load_cluster(cell.cluster).usable_memory_bytes
     estimate = shallow_peak(cell)
-    if usable is not None and estimate > _PLAINLY_TOO_MUCH * usable:
+    if usable is not None and estimate is not None and estimate > _PLAINLY_TOO_MUCH * usable:
         reason = f"about {estimate / 2**30:.0f} GiB by traces of few layers"
         return Measurement("oom", reason, peak_memory_bytes=estimate, usable_memory_bytes=usable)
     return examine(cell)
 
 
-def shallow_peak(cell: Cell) -> int:
-    """The peak of the first class of ranks, in bytes, as models of two and three layers a stage have it; of a
-    model without layers, as it is."""
+def shallow_peak(cell: Cell) -> int | None:
+    """The peak of the first class of ranks, in bytes, as stages of two and three layers have it; None: that
+    tells nothing, for the peak of four layers is another than they say, or there are no more layers."""
     model = model_preset(*cell.model_arguments)
-    layers = getattr(model, "layers", None)
     # a stage is whole runs of layers that are computed again together, of which more and more are alike
     unit = cell.sizes.pp * getattr(model, "recompute_layers", 1)
-    if layers is not None and (layers % unit or getattr(model, "recompute_method", "") == "block"):
-        unit = cell.sizes.pp
+    layers = getattr(model, "layers", 0) // unit
+    if layers <= _CHECKED:
+        return None
 
     def trace(_: int, depth: int | None) -> MemoryLog:
-        made = cell
-        if depth is not None:
-            options = {**cell.model_options, "layers": depth * unit}
-            made = cell.model_copy(update={"model_options": options})
+        options = {**cell.model_options, "layers": (depth or 1) * unit}
+        made = cell.model_copy(update={"model_options": options})
         return virtual.trace(made, rank_classes(made)[0].first).memory
 
-    return PeakModel(trace, [1], layers and layers // unit)(1)
+    checked = trace(1, _CHECKED).peak().nbytes
+    if abs(PeakModel(trace, [1], _CHECKED)(1) / checked - 1) > _NEAR:
+        return None
+    return PeakModel(trace, [1], layers)(1)

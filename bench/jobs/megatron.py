@@ -35,6 +35,8 @@ _IDLE_VARIABLES = {
     r"MASTER_(ADDR|PORT)|(LOCAL_|NODE_)?RANK|LOCAL_WORLD_SIZE|CUDA_VISIBLE_DEVICES": "where processes are",
     r"WORLD_SIZE": "how many processes there are",
 }
+#: variables that settings come from
+_MAPPED_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG",)
 #: variables of libraries, of which one that is not above may have an effect
 _OF_LIBRARIES = re.compile(r"(NVTE|CUBLAS|CUDNN|CUDA|TORCH|PYTORCH|MEGATRON|TE)_.*")
 
@@ -84,6 +86,9 @@ def _variables(t: Translation) -> Iterator[Argument]:
     for name, value in t.environment.items():
         if name in t.made_of:
             yield Argument(name, shown(value), "mapped", "; ".join(t.made_of[name]))
+            continue
+        if name in _MAPPED_VARIABLES:
+            yield Argument(name, shown(value), "mapped", "not before the arguments are right")
             continue
         reason = next((why for pattern, why in _IDLE_VARIABLES.items() if re.fullmatch(pattern, name)), None)
         if reason is None and _OF_LIBRARIES.fullmatch(name):

@@ -167,9 +167,9 @@ def parse(words: Sequence[str]) -> GivenArguments:
         known = known_arguments().get(name)
         while not equals and rest and not rest[0].startswith("--") and _takes_more(known, len(values)):
             values.append(rest.pop(0))
-        given = Given(name, known, values)
+        given = Given(shown(name), known, values)
         arguments.problems += _problems(given, equals)
-        key = known.name if known else name
+        key = known.name if known else given.name
         before = arguments.by_name.pop(key, None)
         counts = known is not None and known.outcome != "no effect"
         if before and counts and str(before) != str(given):

@@ -6,7 +6,11 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError
 from spbench.bench.jobs.megatron_translation import Translation
 
-_FUSIONS = ("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion")
+#: switches that leave out a fusion
+_FUSIONS = (
+    *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
+    *("--no-bias-dropout-fusion", "--no-rope-fusion"),
+)
 #: generations of cards by what is in their names, as NVIDIA numbers what they can do
 _CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
     "H100": 9,
@@ -52,7 +56,7 @@ def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
     t.ignore("attention is not FlashAttention", "--flash-attention-version")
     mask = "--no-create-attention-mask-in-dataloader"
     t.set("model_options.loader_mask", not g.on(mask), mask)
-    idle_fusions(t, "" if local else "TransformerEngine's softmax is its own")
+    _set_fusions(t, local)
 
 
 def _choose_attention(t: Translation, cluster: str) -> None:
@@ -82,19 +86,28 @@ def _choose_attention(t: Translation, cluster: str) -> None:
     )
 
 
-def idle_fusions(t: Translation, softmax: str) -> None:
-    """Say which fusions there are none of, that could be left out."""
-    if softmax:
-        t.ignore(softmax, "--no-masked-softmax-fusion")
-    if t.given.on("--swiglu") or t.given.on("--squared-relu") or t.given.on("--disable-bias-linear"):
+def ignore_absent_fusions(t: Translation, local: bool) -> list[str]:
+    """Say which fusions there are none of, that could be left out; returns those that are left out."""
+    if not local:
+        t.ignore("TransformerEngine's softmax is its own", "--no-masked-softmax-fusion")
+    if any(map(t.given.on, ("--swiglu", "--squared-relu", "--disable-bias-linear"))):
         t.ignore("there is no GELU with a bias", "--no-bias-gelu-fusion")
     if not t.given.on("--swiglu"):
         t.ignore("there is no SwiGLU", "--no-bias-swiglu-fusion")
     if not rotary(t):
         t.ignore("there is no RoPE", "--no-rope-fusion")
-    for name in (*_FUSIONS, "--no-bias-dropout-fusion", "--no-rope-fusion"):
-        if name not in t.idle:
-            t.refuse("a single fusion that is left out", name)
+    return [name for name in _FUSIONS if t.given.on(name) and name not in t.idle]
+
+
+def _set_fusions(t: Translation, local: bool) -> None:
+    left_out = ignore_absent_fusions(t, local)
+    if left_out:
+        fusions = [name.removeprefix("--no-").removesuffix("-fusion").replace("-", "_") for name in left_out]
+        t.set("model_options.unfused", fusions, *left_out)
+    precise = ("--attention-softmax-in-fp32", "--apply-query-key-layer-scaling")
+    if "--no-masked-softmax-fusion" in left_out and not any(map(t.given.on, precise)):
+        missing = f"an unfused softmax in half precision; {precise[0]}"
+        t.refuse(missing, "--no-masked-softmax-fusion")
 
 
 def rotary(t: Translation) -> bool:

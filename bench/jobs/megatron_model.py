@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spbench.bench.jobs.megatron_attention import idle_fusions, rotary, set_attention
+from spbench.bench.jobs.megatron_attention import ignore_absent_fusions, rotary, set_attention
 from spbench.bench.jobs.megatron_translation import Translation
 
 #: words of tokenizers that need no file to be known: GPT-2's, and BERT's two
@@ -11,11 +11,15 @@ _WORDS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordP
 _TIKTOKEN_WORDS = 2**17
 
 
+#: presets by the weights of their layers; a job has the name of the one that it is closest to
+_PRESETS = {"gpt3-345m": 3e8, "gpt3-7b": 6.4e9, "gpt3-175b": 1.7e11}
+
+
 def set_model(t: Translation, *, bert: bool, cluster: str | None) -> None:
     """Set the model and its options."""
     t.set(
         "model",
-        "bert-large" if bert else "gpt3-345m",
+        "bert-large" if bert else _preset(t),
         note=f"{model_name(bert)}, all of whose sizes are below",
     )
     for name in ("--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--micro-batch-size"):
@@ -37,6 +41,11 @@ def set_model(t: Translation, *, bert: bool, cluster: str | None) -> None:
 def model_name(bert: bool) -> str:
     """Megatron-Core's name of the model."""
     return "BertModel" if bert else "GPTModel"
+
+
+def _preset(t: Translation) -> str:
+    weights = 12 * (layers_of(t) or 1) * (t.given.number("--hidden-size") or 1) ** 2
+    return min(_PRESETS, key=lambda name: max(weights / _PRESETS[name], _PRESETS[name] / max(1, weights)))
 
 
 def layers_of(t: Translation) -> int | None:
@@ -99,6 +108,8 @@ def _set_vocabulary(t: Translation, bert: bool) -> None:
         return
     if words is not None:
         t.set("model_options.vocabulary", words, "--vocab-size", "--tokenizer-type")
+        if kind == "NullTokenizer":
+            t.remarks.append("older versions add a word to the --vocab-size of a NullTokenizer")
     elif kind in _WORDS:
         t.set("model_options.vocabulary", _WORDS[kind], "--tokenizer-type", note=f"words of {kind}")
         if bert:
@@ -150,7 +161,8 @@ def _set_bert(t: Translation, local: bool) -> None:
         if not t.given.on("--attention-backend"):
             t.problems.append("a BertModel's attention is unfused alone here; --attention-backend unfused")
     t.ignore("BertModel makes its own masks", "--no-create-attention-mask-in-dataloader")
-    idle_fusions(t, "TransformerEngine's softmax is its own" if not local else "")
+    for name in ignore_absent_fusions(t, local):
+        t.refuse("a BertModel without a single fusion", name)
     core = "of Megatron-Core's BertModel"
     t.set("model_options.pre_norm", True, note=f"norms before each half of a layer, {core}")
     t.set("model_options.embedding_norm", False, note=f"none after the embedding, {core}")
@@ -165,13 +177,10 @@ def _set_layers(t: Translation) -> None:
     activations = [name for name in ("--swiglu", "--squared-relu") if g.on(name)]
     if len(activations) > 1:
         t.problems.append(f"{' and '.join(activations)} are both given; leave one")
-    t.set("model_options.mlp", "swiglu" if g.on("--swiglu") else "gelu", "--swiglu")
-    if g.on("--squared-relu"):
-        t.refuse("an MLP of squared ReLU", "--squared-relu")
+    mlp = activations[0].removeprefix("--").replace("-", "_") if activations else "gelu"
+    t.set("model_options.mlp", mlp, *activations)
     biases = not g.on("--disable-bias-linear")
     t.set("model_options.biases", biases, "--disable-bias-linear")
-    if biases and g.on("--swiglu"):
-        t.refuse("a gated MLP with biases; --disable-bias-linear", "--swiglu")
     if biases:
         t.ignore("all linear layers have one", "--add-qkv-bias")
     elif g.on("--add-qkv-bias"):
@@ -214,7 +223,7 @@ def _set_loss(t: Translation) -> None:
             f"{how} te with {fused} runs in older versions alone; this one refuses both together"
         )
     else:
-        t.set("model_options.cross_entropy", "fused", fused, how)
+        t.set("model_options.cross_entropy", "native", fused, how)
 
 
 def _set_recomputation(t: Translation) -> None:

@@ -101,6 +101,14 @@ def _context(t: Translation) -> str:
 def set_batch(t: Translation, replicas: int | None) -> None:
     """Set batch, length and precision."""
     g = t.given
+    length = length_of(t)
+    if length is None:
+        t.problems.append("--seq-length is missing")
+    t.set("seq_len", length, "--seq-length", "--encoder-seq-length")
+    if g.on("--bf16") and g.on("--fp16"):
+        t.problems.append("--bf16 and --fp16 are both given; leave one")
+    precision = "bf16" if g.on("--bf16") else "fp16" if g.on("--fp16") else "fp32"
+    t.set("precision", precision, "--bf16", "--fp16")
     micro = g.number("--micro-batch-size")
     schedule, whole = g.text("--step-batch-size-schedule"), g.number("--global-batch-size")
     name = "--global-batch-size"
@@ -127,14 +135,6 @@ def set_batch(t: Translation, replicas: int | None) -> None:
         t.ignore("they do not divide", name, "--micro-batch-size")
         return
     t.set("batch", whole, name, *(("--micro-batch-size",) if note else ()), note=note)
-    length = length_of(t)
-    if length is None:
-        t.problems.append("--seq-length is missing")
-    t.set("seq_len", length, "--seq-length", "--encoder-seq-length")
-    if g.on("--bf16") and g.on("--fp16"):
-        t.problems.append("--bf16 and --fp16 are both given; leave one")
-    precision = "bf16" if g.on("--bf16") else "fp16" if g.on("--fp16") else "fp32"
-    t.set("precision", precision, "--bf16", "--fp16")
     t.set(
         "training.micro_batches",
         whole // (micro * replicas),
@@ -278,4 +278,5 @@ def _set_moments(t: Translation) -> None:
         t.set("training.cublas_workspace", ":4096:8", "--deterministic-mode")
     t.ignore("slower kernels, whose times are not modelled", "--deterministic-mode")
     t.set("training.moments", "later", note="a first step, before Adam has made its moments,")
-    t.set("training.steps", 2, note="and one after it")
+    one = t.given.text("--train-iters") == "1"
+    t.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")

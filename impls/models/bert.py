@@ -40,6 +40,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         max_positions: rows of the table of learned positions; None: as many as a sequence has.
         embedding_norm: normalise the sum of embeddings, as BERT does and Megatron-LM's BERT does not.
         fused_cross_entropy: use the kernel that keeps and allocates less.
+        binary_head: whether there are token types and a head for the order of sentences (Megatron-LM's flag).
     """
 
     vocabulary: int = 30522
@@ -48,6 +49,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
     max_positions: int | None = None
     embedding_norm: bool = True
     fused_cross_entropy: bool = True
+    binary_head: bool = True
 
     # the padding mask stays whole: every query needs to know of every key
     sequence_dims: ClassVar[Mapping[str, int | None]] = {
@@ -61,7 +63,6 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         "order_weights": None,
     }
     unbatched: ClassVar[frozenset[str]] = frozenset({"positions"})
-    losses: ClassVar[tuple[str, ...]] = ("mlm", "order")
     plain_options: ClassVar[Mapping[str, Any]] = {
         "softmax": "plain",
         "bias_dropout_add": "plain",
@@ -70,6 +71,10 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         "checkpointing": False,
         "library": "torch",
     }
+
+    @property
+    def losses(self) -> tuple[str, ...]:  # type: ignore[override]  # as the options are
+        return ("mlm", "order") if self.binary_head else ("mlm",)
 
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
@@ -102,7 +107,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
             "loss_weights": weights,
             "padding": padding,
             "order_labels": torch.randint(2, (batch,), generator=generator),
-            "order_weights": torch.full((batch,), 1 / batch),
+            **({"order_weights": torch.full((batch,), 1 / batch)} if self.binary_head else {}),
         }
 
     def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[dict[str, Tensor]]:
@@ -137,12 +142,12 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         split = layers * (12 * h * h + 7 * h)  # matrices and the biases of those that open a block
         elements = split + layers * (2 * h + 4 * h)  # biases that close a block, two layer norms
         if stage.first:
-            elements += ((self.max_positions or seq_len) + self.token_types) * h + (
-                2 * h if self.embedding_norm else 0
-            )
+            tables = (self.max_positions or seq_len) + (self.token_types if self.binary_head else 0)
+            elements += tables * h + (2 * h if self.embedding_norm else 0)
         vocabulary = (rows * h if stage.first or stage.last else 0) + (rows if stage.last else 0)
         if stage.last:
-            elements += (h * h + h + 2 * h) + (h * h + h) + (2 * h + 2)  # MLM, pooler, sentence order
+            elements += h * h + h + 2 * h  # MLM
+            elements += (h * h + h) + (2 * h + 2) if self.binary_head else 0  # pooler, sentence order
             elements += 2 * h if self.pre_norm else 0
         return {
             "elements": elements + vocabulary,
@@ -157,7 +162,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
             return {"x": x, "padding": self.inputs(batch, seq_len, generator)["padding"]}
 
         dims = {"x": 1, "padding": None}
-        losses = {"loss": None, "mlm_loss": None, "order_loss": None}
+        losses = {"loss": None} | {f"{name}_loss": None for name in self.losses}
         outputs = losses | {"hidden": 1, "token_loss": 1}
         return {
             "attention": ModelPart(
@@ -184,11 +189,13 @@ class Embeddings(nn.Module):
                 "set max_positions",
             )
         self.positions = nn.Embedding(rows, model.hidden)
-        self.types = nn.Embedding(model.token_types, model.hidden)
+        self.types = nn.Embedding(model.token_types, model.hidden) if model.binary_head else None
         self.norm: nn.Module = LayerNorm(model.hidden) if model.embedding_norm else nn.Identity()
 
     def forward(self, tokens: Tensor, token_types: Tensor, positions: Tensor) -> Tensor:
-        x = self.words(tokens) + self.positions(positions) + self.types(token_types)
+        x = self.words(tokens) + self.positions(positions)
+        if self.types is not None:
+            x = x + self.types(token_types)
         return self.random.dropout(self.norm(x), self.p, self.axes)
 
 
@@ -234,8 +241,9 @@ class Bert(nn.Module):
         if stage.last:
             self.norm: nn.Module = LayerNorm(model.hidden) if model.pre_norm else nn.Identity()
             self.head = MaskedLanguageHead(model, strategy)
-            self.pooler = Linear(model.hidden, model.hidden)
-            self.order = Linear(model.hidden, 2)
+            if model.binary_head:
+                self.pooler = Linear(model.hidden, model.hidden)
+                self.order = Linear(model.hidden, 2)
 
     @property
     def tied(self) -> Tensor:
@@ -262,6 +270,9 @@ class Bert(nn.Module):
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = self.norm(x)
         token_loss = self.head(x, inputs["labels"], self.tied)
+        if not self.model.binary_head:
+            of_tokens = (token_loss * inputs["loss_weights"]).sum()
+            return {"loss": of_tokens, "mlm_loss": of_tokens, "token_loss": token_loss}
         first, share = self.strategy.first_token(x)
         order = self.order(torch.tanh(self.pooler(first))).to(token_loss.dtype)
         order_loss = F.cross_entropy(order, inputs["order_labels"], reduction="none")

@@ -99,7 +99,7 @@ def test_few_layers_tell_about_the_peak_of_many(options: dict[str, Any]) -> None
         strategy="single",
         batch=2,
         seq_len=512,
-        model_options={"layers": 8, **options},
+        model_options={"layers": 10, **options},
     )
     peak = trace(cell).memory.peak().nbytes
     assert shallow_peak(cell) == pytest.approx(peak, rel=0.02)

@@ -100,7 +100,7 @@ def measured(cluster: str, settings: dict[str, Any]) -> int | None:
 def test_the_table_has_the_change_as_it_is_typed(fit: Run, card: Card, few_changes: None) -> None:
     code, out, _ = fit(*longer(card(100)))
     assert code == 0
-    assert out.splitlines()[0].startswith("fits: no, 0.18")
+    assert out.splitlines()[0].startswith("fits: no, 0.088")
     assert "Single changes that make it fit" in out
     assert "| (as it is) " in out
     assert "| model_options.recompute=full " in out

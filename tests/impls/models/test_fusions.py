@@ -122,3 +122,8 @@ def test_the_native_cross_entropy_has_a_second_copy_in_backward() -> None:
     fused, native = peak("fused"), peak("native")
     assert native[1] == "backward"
     assert native[0] - fused[0] == pytest.approx(2 * 64 * vocabulary * 4, rel=0.05)
+
+
+def test_bert_without_a_binary_head(pool: RankPool) -> None:
+    model = model_preset("bert-tiny", {"binary_head": False})
+    assert_green(pool, Case(nesting("tensor_parallel"), model, "model"), {"tp": 2})

@@ -1,0 +1,196 @@
+"""Every case of Megatron-LM's functional tests as `spbench import` reads it: what the last rank's memory and
+a step would be, and how far that is from the golden values at hand.
+
+A case is imported from its arguments and its environment alone, once for each kind of machine that it has
+golden values of. Nothing here is chosen by looking at these, but for the words of BERT's vocabulary
+(:data:`ADDED`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.config.scenario import Scenario, document_model
+from spbench.bench.errors import UserError
+from spbench.bench.jobs.job import Job
+from spbench.bench.jobs.job_files import JobFile, JobFiles
+from spbench.bench.jobs.megatron import read
+from spbench.bench.published.files import published_rows
+
+#: the argument of `spbench reproduce`, and the file of what is predicted
+CASES = "megatron_cases"
+_CASES_FILE = "megatron_cases.csv"
+_GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv")
+
+#: columns of megatron_cases.csv; gpu: with _2nd for the run that goes on from a checkpoint; bytes of the last
+#: rank at the first and at a later step, seconds
+PREDICTIONS = ("case", "gpu", "peak_first", "peak_last", "allocated_last", "step_time_s", "refusal")
+#: columns of megatron_cases_errors.csv; error: predicted / measured - 1
+ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role")
+MEMORY = ("peak_first", "peak_last", "allocated_last")
+_RESUMED = "_2nd"
+_ROLES = {"bert": "inferred"}
+
+_GPUS = ("a100", "h100", "gb200")
+#: GPUs that a case runs on, and those of one node of GB200
+_NODE, _SMALL_NODE = 8, 4
+#: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md
+#: has why); 64, which its parallel sizes make; one, as its batch is one micro-batch
+_MACHINES = {"gpt3_15b_8t_release": 256, "bert_release": 64, "gpt3_mcore_reruns_resume_check_grads": 1}
+#: arguments that the files which a case names stand for, by the start of its name: the words of a vocabulary.
+#: 256,000 of Nemotron-4's (arXiv 2402.16819); BERT's are inferred (scenarios/megatron_goldens.yaml)
+ADDED: Mapping[str, Mapping[str, Any]] = {
+    "gpt3_15b_8t_release": {"vocab-size": 256000},
+    "bert": {"vocab-size": 28996},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A functional test on a kind of machine.
+
+    Attributes:
+        gpu: a100, h100 or gb200.
+        resumed: it is the second run of the test, which goes on from the checkpoint of the first.
+        text: the test's configuration.
+    """
+
+    family: str
+    case: str
+    gpu: str
+    resumed: bool
+    text: str
+
+    @property
+    def machine(self) -> str:
+        """As golden values name it."""
+        return f"{self.gpu}{_RESUMED * self.resumed}"
+
+    @cached_property
+    def job(self) -> Job:
+        """The case as it is imported."""
+        path = Path(self.family, self.case, "model_config.yaml")
+        small = self.gpu == "gb200" and self.case.endswith("_1node")
+        gpus = _by_name(_MACHINES, self.case, _SMALL_NODE if small else _NODE)
+        cluster = f"{self.gpu}-megatron-tests"
+        job = read(JobFiles([JobFile(path, self.text.encode())], gpus, cluster))
+        assert job is not None
+        return job
+
+    @cached_property
+    def cell(self) -> Cell | str:
+        """The cell of the case, or why there is none."""
+        try:
+            cell = self.job.cell()
+        except UserError as error:
+            return str(error).partition(": ")[2]
+        if not self.resumed:
+            return cell
+        # a checkpoint has Adam's moments
+        return cell.model_copy(update={"training": cell.training.model_copy(update={"moments": "kept"})})
+
+
+def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
+    return next((value for start, value in values.items() if case.startswith(start)), otherwise)
+
+
+def cases() -> list[Case]:
+    """All cases, each for every kind of machine of which it has golden values."""
+    _, _, rows = published_rows(_CASES_FILE, Path())
+    found = []
+    for row in rows:
+        arguments = {**json.loads(row["args"]), **_by_name(ADDED, row["case"], {})}
+        content = {"ENV_VARS": json.loads(row["env"]), "MODEL_ARGS": arguments}
+        text = json.dumps(content)  # which is YAML too
+        machines = dict.fromkeys(map(machine_of, row["goldens"].split()))
+        found += [Case(row["family"], row["case"], gpu, resumed, text) for gpu, resumed in machines]
+    return found
+
+
+def machine_of(golden: str) -> tuple[str, bool]:
+    """The kind of machine of a golden value, A100 where its name has none, and whether the run went on from
+    a checkpoint."""
+    return next((gpu for gpu in _GPUS if gpu in golden), "a100"), golden.endswith(_RESUMED)
+
+
+def scenario_of(all_cases: Sequence[Case]) -> Scenario:
+    """The cells of all cases that have one, each once."""
+    cells = {case.cell.key: case.cell for case in all_cases if isinstance(case.cell, Cell)}
+    document = document_model()(title="Megatron-LM's functional tests, as they are imported", groups=[{}])
+    return Scenario(CASES, Path(f"{CASES}.yaml"), document, {"": list(cells.values())})
+
+
+def predictions(all_cases: Sequence[Case], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A line of :data:`PREDICTIONS` for each case whose cell is among the rows, by its key, or has none."""
+    for case in all_cases:
+        line: dict[str, Any] = {"case": case.case, "gpu": case.machine}
+        if isinstance(case.cell, str):
+            yield line | {"refusal": case.cell}
+        elif (row := rows.get(case.cell.key)) is not None:
+            yield line | _predicted(row)
+
+
+def _predicted(row: Mapping[str, Any]) -> dict[str, Any]:
+    measured = row["measurement"]
+    classes = [entry for entry in measured.get("by_class", ()) if entry["step"] > 0]
+    if not classes:
+        return {"refusal": row["reason"] or row["status"]}
+    stage = max(entry["stage"] for entry in classes)
+    last = [entry for entry in classes if entry["stage"] == stage]
+    first, later = min(last, key=lambda e: e["step"]), max(last, key=lambda e: e["step"])
+    return {
+        "peak_first": first["peak_memory_bytes"],
+        # the allocator's peak is from the start of the process on
+        "peak_last": max(entry["peak_memory_bytes"] for entry in last),
+        "allocated_last": later["allocated_bytes"],
+        "step_time_s": measured["step_time_s"],
+    }
+
+
+def errors(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of."""
+    by_case = {(line["case"], line["gpu"]): line for line in lines}
+    for file in _GOLDEN_FILES:
+        for row in published_rows(file, Path())[2]:
+            gpu, resumed = machine_of(row["golden"])
+            line = by_case.get((row["case"], f"{gpu}{_RESUMED * resumed}"))
+            for quantity in MEMORY:
+                ours = line and line.get(quantity)
+                if ours and row[quantity]:
+                    measured = float(row[quantity])
+                    yield {
+                        "case": row["case"],
+                        "golden": row["golden"],
+                        "quantity": quantity,
+                        "measured": int(measured),
+                        "predicted": ours,
+                        "error": ours / measured - 1,
+                        "role": _by_name(_ROLES, row["case"], "predicted"),
+                    }
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """How large the errors of each quantity are, in all and by kind of machine."""
+    for quantity in MEMORY:
+        for gpu in ("all", *_GPUS):
+            sizes = sorted(
+                abs(line["error"])
+                for line in found
+                if line["quantity"] == quantity and gpu in ("all", machine_of(line["golden"])[0])
+            )
+            if sizes:
+                yield {
+                    "quantity": quantity,
+                    "machines": gpu,
+                    "golden values": len(sizes),
+                    "median": f"{median(sizes):.3%}",
+                    "95% are within": f"{sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]:.2%}",
+                    "worst": f"{sizes[-1]:.2%}",
+                }
