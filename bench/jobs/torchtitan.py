@@ -216,6 +216,8 @@ class TorchtitanJob:
         name, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
         stops = "activation_checkpoint.early_stop"
         mode, every = k.value(name), k.value(option)
+        if mode == "none" or (mode == "selective" and every not in ("op", "0", "1")):
+            k.approximate("keys and values are kept once, not repeated for the queries that share them")
         if mode != "selective":
             k.ignore(f"of selective checkpointing; {name} is {mode}", option)
         if mode == "none":

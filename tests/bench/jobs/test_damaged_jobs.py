@@ -52,7 +52,7 @@ def test_a_mistake_is_one_line_or_another_job(name: str) -> None:
     """Never a traceback; and what is still a job says so of every key."""
     kind, names = JOBS[name]
     dice = random.Random(7)
-    for _ in range(25):
+    for _ in range(15):
         files = [JobFile(INPUTS / each, (INPUTS / each).read_bytes()) for each in names]
         place = dice.randrange(len(files))
         if files[place].path.name == "config.json":
