@@ -73,7 +73,8 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         cells, remarks, settings = _of_model(first, asked)
     elif missing := [word for word in words if not Path(word).is_file()]:
         known = [*packaged(PACKAGE), *names("model")]
-        raise UserError(f"{missing[0]!r} is no scenario, model or file{suggestion(missing[0], known)}")
+        hint = "" if Path(missing[0]).suffix or others else suggestion(missing[0], known)
+        raise UserError(f"{missing[0]!r} is no scenario, model or file{hint}")
     else:
         _refuse_narrowing(first, asked)
         job = read_job(None, [Path(word) for word in words], gpus=asked.gpus, cluster=asked.cluster)

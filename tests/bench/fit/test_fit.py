@@ -153,10 +153,24 @@ def test_several_cells_have_a_line_each(fit: Run, card: Card, few_changes: None)
     assert fit("several.yaml", "--must-fit", "--where", "seq_len=64")[0] == 0
 
 
+JOB = """torchrun pretrain_gpt.py --num-layers 2 --hidden-size 48 --num-attention-heads 4 \\
+  --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --bf16 \\
+  --vocab-size 96 --tokenizer-type NullTokenizer --transformer-impl local --train-iters 10 --lr 1e-4
+"""
+
+
+def test_the_script_of_a_job(fit: Run, card: Card) -> None:
+    Path("train.sh").write_text(JOB)
+    code, out, _ = fit("train.sh", "--cluster", card(100), "--gpus", "2", "--must-fit")
+    assert (code, out.split(",")[0]) == (0, "fits: yes")
+    assert "of the backend megatron" in out
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (("llama3-80b",), "'llama3-80b' is no scenario, model or file; did you mean 'llama3-8b'?"),
+        (("train.sh",), "'train.sh' is no scenario, model or file"),
         (("llama3-8b",), "llama3-8b is a model: give --cluster too"),
         (("llama3-8b", "--cluster", "dgx-h100"), "llama3-8b is a model: give --seq-len too"),
         (("llama3-8b", "--cluster", "h100", "--seq-len", "8K"), "llama3-8b: cluster: unknown cluster 'h100'"),
