@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.kernels.kept_results import kept
+from spbench.impls.kernels.kept_results import keeping, kept
 from spbench.impls.rings import OwnerKey, Ring, add_from_peer, begin_exchange, exchange, owners_in_turn, ring
 
 __all__ = [
@@ -152,13 +152,12 @@ def copy_rows_to_group(x: Tensor, rows: slice, group: Group) -> Tensor:
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the ranks, in place, for the same use on all of them (Megatron-LM's g, arXiv
     1909.08053 section 3)."""
-    return _with_gradient(all_reduce, _unchanged, x, group)
+    return _with_gradient(_summed, _unchanged, x, group)
 
 
 def sum_over_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the ranks, in place, for another use on each; backward sums in place too, with the
-    condition of :func:`copy_to_group` on that use."""
-    return _with_gradient(all_reduce, _sum, x, group)
+    """The sum of x over the ranks, in place, for another use on each; backward too, if :func:`copy_to_group` may."""
+    return _with_gradient(_summed, _sum, x, group)
 
 
 def gather_from_group(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -224,6 +223,11 @@ def _summed_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     chunk, work = start_reduce_scatter(x, dim, group)
     work.wait()
     return chunk
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """In place, unless x may be a product that is kept for a second run, which would then be summed twice."""
+    return all_reduce(x.clone() if keeping() else x, group)
 
 
 def _kept_summed_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -38,6 +38,11 @@ class KeptResults:
 _in_use: KeptResults | None = None
 
 
+def keeping() -> bool:
+    """Whether the block that runs now keeps results, which nothing may write on."""
+    return _in_use is not None
+
+
 def kept(make: Callable[[], Result]) -> Result:
     """What ``make`` returns: of a block that keeps results, from its first run also when it runs again.
 
