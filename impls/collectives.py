@@ -112,8 +112,7 @@ def all_reduce_async(x: Tensor, group: Group) -> dist.Work | None:
 
 
 class _Collective(torch.autograd.Function):
-    """``forward(x, *args)``, whose gradient is ``backward(gradient, *args)``; the last argument is the group.
-    A ``forward`` that returns x itself has worked in place."""
+    """``forward(x, *args, group)``, in place if it returns x itself; its gradient is ``backward(...)``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Collective, backward: Collective, *args: Any) -> Tensor:
@@ -156,7 +155,7 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_over_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the ranks, in place, for another use on each; backward too, if :func:`copy_to_group` may."""
+    """The sum of x over the ranks, in place, for another use on each; backward too (see copy_to_group)."""
     return _with_gradient(_summed, _sum, x, group)
 
 
