@@ -83,7 +83,8 @@ class GradientBucket:
 
     def sum_over_instances(self) -> None:
         """After :meth:`reduce` and :meth:`wait`: add up the sums of this rank's part."""
-        all_reduce(self.gradients[slice(*self.own)], self.instances)
+        if self.instances is not None:
+            all_reduce(self.gradients[slice(*self.own)], self.instances)
 
     def gather(self, *, overlapped: bool) -> None:
         """Gather the weights of all ranks' parts, in place; ``overlapped`` as in :meth:`reduce`."""
