@@ -62,8 +62,10 @@ def fit_bands(request: Reproduction) -> Output:
     those that the other sources give; and keep the errors of memory. With --write they become those of the
     package, and README.md's."""
     from spbench.bench.atomic_write import write_whole
+    from spbench.bench.published.files import read_csv
     from spbench.bench.reproduction.document import write_part
     from spbench.bench.reproduction.findings import markdown
+    from spbench.bench.reproduction.megatron_cases import CASES
     from spbench.bench.reproduction.memory_errors import memory_errors
     from spbench.bench.reproduction.papers import papers
     from spbench.bench.reproduction.step_errors import (
@@ -93,7 +95,9 @@ def fit_bands(request: Reproduction) -> Output:
     ]
     content = json.dumps(model.as_dict(), indent=1) + "\n"
     folder = PACKAGED if request.write else request.output
-    memory = json.dumps(memory_errors(files, cells), separators=(",", ":"))
+    scored = request.output / f"{CASES}_errors.csv"
+    of_cases = read_csv(scored)[1] if scored.exists() else []
+    memory = json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":"))
     written = [
         write_whole(folder / BANDS_FILE, content),
         write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),

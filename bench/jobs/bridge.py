@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.jobs.deepspeed_files import content_of
-from spbench.bench.jobs.job import Argument, Job, Outcome, ordered
+from spbench.bench.jobs.job import Argument, Job, Outcome
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys, shown
 from spbench.bench.jobs.megatron_arguments import parse
@@ -110,18 +110,10 @@ def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: Jo
         set_batch(t, replicas)
         set_schedule(t)
         set_optimizer(t)
-        if files.cluster is not None:
-            t.set("cluster", files.cluster, note="--cluster")
-    return Job(
-        kind="bridge",
-        program=program,
-        title=files.title,
-        arguments=[*_arguments(k, t)],
-        settings=ordered(t.settings),
-        problems=[*k.problems, *t.given.problems, *t.problems, *problems],
-        # of Megatron-LM's own script, whose refusal Megatron-Bridge has not
-        remarks=[remark for remark in t.remarks if "this one refuses" not in remark],
-    )
+    t.problems[:0] = [*k.problems, *t.given.problems]
+    # of Megatron-LM's own script, whose refusal Megatron-Bridge has not
+    t.remarks = [remark for remark in t.remarks if "this one refuses" not in remark]
+    return t.job("bridge", program, files, _arguments(k, t), problems)
 
 
 def _of_config(k: Keys, config: Mapping[str, Any] | None) -> dict[str, Any]:

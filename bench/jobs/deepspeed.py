@@ -9,7 +9,7 @@ from typing import Any
 
 from spbench.bench.jobs.deepspeed_files import DeepSpeedFiles, sorted_files
 from spbench.bench.jobs.deepspeed_sharding import set_sharding
-from spbench.bench.jobs.job import Job, ordered
+from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys
 from spbench.bench.yaml_files import read_yaml
@@ -71,17 +71,7 @@ class DeepSpeedJob:
         self._precision()
         set_sharding(k, self.found)
         self._optimizer()
-        if self.files.cluster is not None:
-            k.set("cluster", self.files.cluster, note="--cluster")
-        return Job(
-            kind="deepspeed",
-            program=k.program,
-            title=self.files.title,
-            arguments=[*k.arguments()],
-            settings=ordered(k.settings),
-            problems=k.problems,
-            remarks=k.remarks,
-        )
+        return k.job("deepspeed", k.program, self.files, k.arguments())
 
     def _model(self) -> None:
         k = self.keys

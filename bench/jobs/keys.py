@@ -6,10 +6,11 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.jobs.job import Argument, Outcome, Setting
+from spbench.bench.jobs.account import Account
+from spbench.bench.jobs.job import Argument, Outcome
 
 #: NAME:TYPE[?][=DEFAULT][@VERSIONS]
 _SPECIFICATION = re.compile(r"([\w.-]+):([^=@?]+)(\?)?(?:=([^@]*))?(?:@(\w+))?")
@@ -103,7 +104,7 @@ def shown(value: Any) -> str:
 
 
 @dataclass
-class Keys:
+class Keys(Account):
     """The keys of a job, and the settings that were made of them.
 
     Attributes:
@@ -115,12 +116,6 @@ class Keys:
     program: str
     known: Mapping[str, Key]
     given: Mapping[str, Any]
-    settings: list[Setting] = field(default_factory=list)
-    made_of: dict[str, list[str]] = field(default_factory=dict)
-    idle: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
@@ -154,17 +149,12 @@ class Keys:
         """Set what comes from the keys of these names; from their defaults where none is given."""
         there = [name for name in names if name in self.given]
         source = ", ".join(map(self.spelled, there)) or ("" if note and not names else self.default_of(names))
-        self.settings.append(Setting(path, value, ": ".join(filter(None, [source, note]))))
+        self.add(path, value, source, note)
         self.took(f"{path}: {shown(value)}", *there)
 
     def default_of(self, names: Sequence[str]) -> str:
         """What a setting is said to come from where no key is given."""
         return f"default of {names[0]}" if names else f"as {self.program.split(' ')[0]} has it"
-
-    def took(self, detail: str, *names: str) -> None:
-        """Say what was made of keys."""
-        for name in names:
-            self.made_of.setdefault(name, []).append(detail)
 
     def spelled(self, name: str) -> str:
         """A key as the job has it."""
@@ -174,11 +164,6 @@ class Keys:
         """Say what is not as the program has it, by reason of keys."""
         self.remarks.append(remark)
         self.took("see what is approximate", *names)
-
-    def ignore(self, reason: str, *names: str) -> None:
-        """Say why keys have no effect here."""
-        for name in names:
-            self.idle.setdefault(name, reason)
 
     def refuse(self, missing: str, *names: str) -> None:
         """Say what is missing for keys; a problem of the job where none of them is given."""

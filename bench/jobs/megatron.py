@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spbench.bench.jobs.job import Argument, Job, ordered
+from spbench.bench.jobs.job import Argument, Job
 from spbench.bench.jobs.job_files import JobFile, JobFiles
 from spbench.bench.jobs.launch import Launch, launched
 from spbench.bench.jobs.megatron_arguments import parse, program
@@ -67,18 +67,9 @@ def read(files: JobFiles) -> Job | None:
         set_batch(t, replicas)
         set_schedule(t)
         set_optimizer(t)
-        if files.cluster is not None:
-            t.set("cluster", files.cluster, note="--cluster")
     arguments = [*t.arguments(model_name(bert)), *_variables(t)]
-    return Job(
-        kind="megatron",
-        program=program(),
-        title=files.title,
-        arguments=arguments,
-        settings=ordered(t.settings),
-        problems=[*given.problems, *t.problems, *problems],
-        remarks=t.remarks,
-    )
+    t.problems[:0] = given.problems
+    return t.job("megatron", program(), files, arguments, problems)
 
 
 def _variables(t: Translation) -> Iterator[Argument]:

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.jobs.job import Argument, Setting
+from spbench.bench.jobs.account import Account
+from spbench.bench.jobs.job import Argument
 from spbench.bench.jobs.megatron_arguments import Given, GivenArguments, close_to
 
 DEFAULT = "default of Megatron-LM"
 
 
 @dataclass
-class Translation:
-    """Settings so far, and the arguments that they came from.
+class Translation(Account):
+    """The arguments of a Megatron-LM job, and the settings that were made of them.
 
     Attributes:
         given: the arguments.
         environment: variables that are set when the job runs.
-        idle: arguments that could have had an effect, and why they have none here.
-        missing: arguments that are refused here, and what is missing.
     """
 
     given: GivenArguments
     environment: Mapping[str, str]
-    settings: list[Setting] = field(default_factory=list)
-    made_of: dict[str, list[str]] = field(default_factory=dict)
-    idle: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
 
     def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
         """Set what comes from arguments, or variables, of these names; from their defaults where none is
         given. ``note``: said of it beside."""
         there = [name for name in names if name in self.given.by_name or name in self.environment]
         source = ", ".join(self.spelled(name) for name in there) or ("" if note and not names else DEFAULT)
-        self.settings.append(Setting(path, value, ": ".join(filter(None, [source, note]))))
-        for name in there:
-            self.made_of.setdefault(name, []).append(f"{path}: {_shown(value)}")
+        self.add(path, value, source, note)
+        self.took(f"{path}: {_shown(value)}", *there)
 
     def spelled(self, name: str) -> str:
         """An argument or a variable as the job has it."""
@@ -47,11 +39,6 @@ class Translation:
             given = self.given.by_name[name]
             return f"{given.name} {given.text}".strip()
         return f"{name}={self.environment[name]}"
-
-    def ignore(self, reason: str, *names: str) -> None:
-        """Say why arguments have no effect here."""
-        for name in names:
-            self.idle.setdefault(name, reason)
 
     def refuse(self, missing: str, *names: str) -> None:
         """Say what is missing for arguments."""

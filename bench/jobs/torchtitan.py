@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.jobs.job import Job, ordered
+from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys
 from spbench.bench.jobs.torchtitan_files import content_of
@@ -71,17 +71,7 @@ class TorchtitanJob:
         self._recomputation()
         self._optimizer()
         self._compile()
-        if self.files.cluster is not None:
-            k.set("cluster", self.files.cluster, note="--cluster")
-        return Job(
-            kind="torchtitan",
-            program=k.program,
-            title=self.files.title,
-            arguments=[*k.arguments()],
-            settings=ordered(k.settings),
-            problems=k.problems,
-            remarks=k.remarks,
-        )
+        return k.job("torchtitan", k.program, self.files, k.arguments())
 
     def _model(self) -> None:
         k = self.keys

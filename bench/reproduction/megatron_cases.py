@@ -27,7 +27,7 @@ from spbench.bench.published.files import published_rows
 #: the argument of `spbench reproduce`, and the file of what is predicted
 CASES = "megatron_cases"
 _CASES_FILE = "megatron_cases.csv"
-_GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv")
+GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv")
 
 #: columns of megatron_cases.csv; gpu: with _2nd for the run that goes on from a checkpoint; bytes of the last
 #: rank at the first and at a later step, seconds
@@ -157,7 +157,7 @@ def _predicted(row: Mapping[str, Any]) -> dict[str, Any]:
 def errors(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of."""
     by_case = {(line["case"], line["gpu"]): line for line in lines}
-    for file in _GOLDEN_FILES:
+    for file in GOLDEN_FILES:
         for row in published_rows(file, Path())[2]:
             gpu, resumed = machine_of(row["golden"])
             line = by_case.get((row["case"], f"{gpu}{_RESUMED * resumed}"))

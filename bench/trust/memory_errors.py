@@ -26,7 +26,7 @@ class PastErrors:
 
     Attributes:
         of: whose they are: a backend, or "all backends".
-        rows: how many measured numbers; none where nothing was measured.
+        rows: how many measured numbers, of which those of one run's ranks count once.
         median, worst: of their absolute values.
         under: how many predictions were below what was measured, by more than rounding (0.01%).
         furthest_under: by how much at the most.
@@ -43,7 +43,7 @@ class PastErrors:
     def __str__(self) -> str:
         low = f", {self.under} too low by more than 0.01%, at most by {self.furthest_under:.2%}"
         return (
-            f"{self.quantity} of {self.rows} measured steps of {self.of}: median error {self.median:.2%}, "
+            f"{self.quantity} of {self.rows} measured numbers of {self.of}: median error {self.median:.2%}, "
             f"worst {self.worst:.1%}{low if self.under else ', none too low'}"
         )
 

@@ -15,8 +15,8 @@ def test_errors_of_a_backend() -> None:
     assert (found.rows, found.under, found.furthest_under, found.worst) == (4, 1, 0.02, 0.02)
     assert found.median == pytest.approx(0.000525)
     assert str(found) == (
-        "peak of 4 measured steps of the backend ddp: median error 0.05%, worst 2.0%, 1 too low by more than "
-        "0.01%, at most by 2.00%"
+        "peak of 4 measured numbers of the backend ddp: median error 0.05%, worst 2.0%, 1 too low by more "
+        "than 0.01%, at most by 2.00%"
     )
 
 
