@@ -34,7 +34,7 @@ GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv")
 
 #: quantities of memory that golden values have
 MEMORY = ("peak_first", "peak_last", "allocated_last")
-#: columns of megatron_cases.csv; golden: with _2nd for the run that goes on from a checkpoint; gpu: with it too;
+#: columns of megatron_cases.csv; golden, gpu: with _2nd for the run that goes on from a checkpoint;
 #: container: of PyTorch; bytes of the last rank at the first and at a later step, seconds
 PREDICTIONS = ("case", "golden", "gpu", "container", *MEMORY, "step_time_s", "refusal")
 #: columns of megatron_cases_errors.csv; error: predicted / measured - 1
@@ -79,8 +79,7 @@ class Case:
         gpu, _ = machine_of(self.golden)
         small = gpu == "gb200" and self.case.endswith("_1node")
         gpus = _by_name(_MACHINES, self.case, _SMALL_NODE if small else _NODE)
-        environment = {CONTAINER: self.container}
-        job = read(JobFiles([JobFile(path, self.text.encode())], gpus, f"{gpu}-megatron-tests", environment))
+        job = read(JobFiles([JobFile(path, self.text.encode())], gpus, f"{gpu}-megatron-tests"))
         assert job is not None
         return job
 
@@ -112,7 +111,8 @@ def cases() -> list[Case]:
             then = of_golden[row["case"], golden]
             changed = json.loads(then["args"] or "{}")
             arguments = {**json.loads(row["args"]), **changed, **_by_name(ADDED, row["case"], {})}
-            content = {"ENV_VARS": json.loads(row["env"]), "MODEL_ARGS": arguments}
+            variables = {CONTAINER: then["container"], **json.loads(row["env"])}
+            content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
             text = json.dumps(content)  # which is YAML too
             found.append(Case(row["family"], row["case"], golden, then["container"], text))
     return found
