@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
+from spbench.bench.jobs.megatron_container import (
+    CONTAINER,
+    LARGE_WORKSPACE_ON_BLACKWELL,
+    card_of,
+    runs_since,
+)
 from spbench.bench.jobs.megatron_model import layers_of, length_of
 from spbench.bench.jobs.megatron_translation import Translation
 from spbench.impls.options import LARGEST_OF
@@ -216,7 +222,7 @@ def _set_stages(t: Translation, layers: int, stages: int, chunks: int) -> None:
         t.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
 
 
-def set_optimizer(t: Translation) -> None:
+def set_optimizer(t: Translation, cluster: str | None) -> None:
     """Set data parallelism and the optimizer."""
     g = t.given
     if g.text("--optimizer") != "adam":
@@ -238,7 +244,7 @@ def set_optimizer(t: Translation) -> None:
         t.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
         t.ignore(f"{sharded} reduces and gathers by itself", *flags.values(), "--ddp-bucket-size")
         t.ignore(f"{sharded} has no main gradients", "--no-gradient-accumulation-fusion")
-        _set_moments(t)
+        _set_moments(t, cluster)
         return
     t.ignore(f"without {sharded} there is none", late)
     t.set("training.backend", "megatron", note="DistributedDataParallel and optimizer of Megatron-Core")
@@ -263,7 +269,7 @@ def set_optimizer(t: Translation) -> None:
     t.refuse("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     t.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
     t.refuse("gathering weights within the optimizer's step", "--overlap-param-gather-with-optimizer-step")
-    _set_moments(t)
+    _set_moments(t, cluster)
 
 
 def _set_main_gradients(t: Translation) -> None:
@@ -280,12 +286,14 @@ def _set_main_gradients(t: Translation) -> None:
         t.ignore("all is in float32", whole, half)
 
 
-def _set_moments(t: Translation) -> None:
+def _set_moments(t: Translation, cluster: str | None) -> None:
     variable = "CUBLAS_WORKSPACE_CONFIG"
     if variable in t.environment:
         t.set("training.cublas_workspace", t.environment[variable], variable)
     elif t.given.on("--deterministic-mode"):
         t.set("training.cublas_workspace", ":4096:8", "--deterministic-mode")
+    elif card_of(cluster)[1] >= 10 and runs_since(t, LARGE_WORKSPACE_ON_BLACKWELL):
+        t.set("training.cublas_workspace", ":4096:8", CONTAINER, note="torch's default on Blackwell")
     t.ignore("slower kernels, whose times are not modelled", "--deterministic-mode")
     t.set("training.moments", "later", note="a first step, before Adam has made its moments,")
     one = t.given.text("--train-iters") == "1"
