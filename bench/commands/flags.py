@@ -47,6 +47,7 @@ def command(
     content = {"text": text, **dataclasses.asdict(found)}
     if output is not None:
         write_whole(output, text)
-    sections = [text.removesuffix("\n")] if output is None else [str(output)]
     records = [dataclasses.asdict(line) for line in found.lines]
-    return Output(sections, content, records, notes=found.beside, files=[output] if output else [])
+    if output is None:
+        return Output([text.removesuffix("\n")], content, records)
+    return Output((), content, records, notes=found.beside, files=[output])

@@ -71,10 +71,10 @@ class Flags:
     beside: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The file or script. UserError where the program has not all of the cell."""
+        """The file or script, with what is ``beside`` as comments. UserError where something is missing."""
         if self.missing:
             raise UserError(f"{self.program.split()[0]} has no {'; no '.join(self.missing)}")
-        return self.content
+        return self.content + "".join(f"# {line}\n" for line in self.beside)
 
 
 def program_flags(kind: str, cell: Cell) -> Flags:
@@ -88,8 +88,7 @@ def program_flags(kind: str, cell: Cell) -> Flags:
         UserError: there is no such kind, or the cell searches for its batch or length.
     """
     if kind not in FLAGS:
-        known = FLAGS.names()
-        raise UserError(f"no flags of {kind!r}{suggestion(kind, known)}; there are: {', '.join(known)}")
+        raise UserError(f"there are no flags of {kind!r}{suggestion(kind, FLAGS.names())}")
     if cell.search is not None:
         raise UserError(f"{cell.key} searches for its {cell.search.quantity}; give one")
     proposed: Flags = FLAGS.load(kind)(cell)
@@ -101,11 +100,10 @@ def program_flags(kind: str, cell: Cell) -> Flags:
         return dataclasses.replace(proposed, missing=(f"such job: {refusal}",))
     missing, beside = [], []
     for path, ours, theirs in differences(cell, job.cell()):
-        has = f"it has {shown(theirs)}"
         if path in _OWN_WAYS:
-            beside.append(f"{path} {shown(ours)}: {has}")
+            beside.append(f"{path}: {shown(theirs)} there, {shown(ours)} here")
         else:
-            missing.append(f"{path} {shown(ours)} ({has})")
+            missing.append(f"{path} {shown(ours)} (it has {shown(theirs)})")
     return dataclasses.replace(proposed, missing=tuple(missing), beside=(*beside, *job.remarks))
 
 

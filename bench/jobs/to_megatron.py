@@ -64,6 +64,8 @@ def flags(cell: Cell) -> Flags:
         for name, value, setting in rows
         if value is not None and value is not False and str(value) != known[name].default
     ]
+    if workspace := cell.training.cublas_workspace:
+        lines.append(Flag("CUBLAS_WORKSPACE_CONFIG", workspace, "training.cublas_workspace"))
     return Flags(program(), "train.sh", tuple(lines), _script(lines, cell))
 
 
@@ -89,7 +91,7 @@ def _layout(cell: Cell) -> Iterator[_Row]:
         yield group, training.microbatch_group_size, "training.microbatch_group_size"
 
 
-def _stages(layers: Sequence[int], virtual: int) -> Iterator[_Row]:
+def _stages(layers: list[int], virtual: int) -> Iterator[_Row]:
     """Stages whose first or last has another number of layers, in each run or in one alone."""
     alike = layers[: len(layers) // virtual] * virtual == layers
     for name, at, beside, what in (("first", 0, 1, "embedding"), ("last", -1, -2, "loss")):
@@ -168,7 +170,7 @@ def _kernels(model: CausalTransformerModel) -> Iterator[_Row]:
 
 def _script(lines: Sequence[Flag], cell: Cell) -> str:
     """The command, an argument a line."""
-    world, workspace = cell.sizes.world, cell.training.cublas_workspace
+    world, variables = cell.sizes.world, [a for a in lines if not a.argument.startswith("--")]
     of_node = math.gcd(world, load_cluster(cell.cluster).devices_per_node)
     text = f"# {program()}: what it has by default is left out.\n"
     text += (
@@ -176,6 +178,7 @@ def _script(lines: Sequence[Flag], cell: Cell) -> str:
     )
     if cell.training.backend == "megatron":  # needed before Blackwell, and refused beside FSDP2
         text += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
-    text += f"export CUBLAS_WORKSPACE_CONFIG={workspace}\n" if workspace else ""
+    text += "".join(f"export {a.argument}={a.value}\n" for a in variables)
     command = [f"torchrun --nnodes {world // of_node} --nproc-per-node {of_node} pretrain_gpt.py"]
-    return text + " \\\n  ".join([*command, *(f"{a.argument} {a.value}".rstrip() for a in lines)]) + "\n"
+    command += [f"{a.argument} {a.value}".rstrip() for a in lines if a not in variables]
+    return text + " \\\n  ".join(command) + "\n"
