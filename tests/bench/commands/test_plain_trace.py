@@ -11,12 +11,13 @@ import pytest
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.engines import virtual
+from spbench.bench.engines import trace_cache, virtual
 from spbench.bench.measurement import Outcome
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row
 from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
+from tests.bench.sweep.test_digest import sweep_here
 
 
 def measurements(folder: Path) -> dict[str, Any]:
@@ -40,8 +41,10 @@ def both(command_line: Run, scenario: str, folder: Path, *narrowing: str) -> Non
 def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In this process, which keeps traces as a worker does."""
     (tmp_path / "small.yaml").write_text(SCENARIO)
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", trace_cache.used()(sweep_here))
     narrowing = ("--strategy", "tensor_parallel", "--world-size", "2", "--variant", "steady")
     both(command_line, str(tmp_path / "small.yaml"), tmp_path, *narrowing)
     assert virtual.PLAIN_TRACE not in os.environ
