@@ -27,7 +27,7 @@ _INTERLEAVED = (
     "--no-overlap-p2p-communication",
 )
 #: by --cp-comm-type: the strategy within tensor parallelism's, and whether it takes chunks in zigzag
-_CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
+CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
 
 
 def set_parallelism(t: Translation, gpus: int | None) -> int | None:
@@ -98,10 +98,10 @@ def _context(t: Translation) -> str:
         if len((t.given.text("--hierarchical-context-parallel-sizes") or "").split()) != 2:
             t.problems.append("--cp-comm-type a2a+p2p needs two --hierarchical-context-parallel-sizes")
         return "ulysses+ring_attention"
-    if len(kinds) > 1 or not kinds <= _CONTEXT.keys():
+    if len(kinds) > 1 or not kinds <= CONTEXT.keys():
         t.refuse("this kind of context parallelism, or several in one model", "--cp-comm-type")
         return "ring_attention"
-    return _CONTEXT[kinds.pop()][0]
+    return CONTEXT[kinds.pop()][0]
 
 
 def set_batch(t: Translation, replicas: int | None) -> None:
@@ -111,6 +111,9 @@ def set_batch(t: Translation, replicas: int | None) -> None:
     if length is None:
         t.problems.append("--seq-length is missing")
     t.set("seq_len", length, "--seq-length", "--encoder-seq-length")
+    context = g.number("--context-parallel-size") or 1
+    if context > 1 and length is not None and length % (2 * context):
+        t.problems.append(f"--seq-length {length} is no multiple of 2 x --context-parallel-size {context}")
     if g.on("--bf16") and g.on("--fp16"):
         t.problems.append("--bf16 and --fp16 are both given; leave one")
     precision = "bf16" if g.on("--bf16") else "fp16" if g.on("--fp16") else "fp32"
@@ -176,6 +179,10 @@ def set_schedule(t: Translation) -> None:
         t.set("training.virtual_stages", chunks, name)
         waits, group = "--no-overlap-p2p-communication", "--microbatch-group-size-per-virtual-pipeline-stage"
         t.set("training.overlap_p2p_communication", not g.on(waits), waits)
+        if g.on(waits) and stages < 3:
+            t.problems.append(
+                f"{waits} with virtual stages needs --pipeline-model-parallel-size of 3 or more"
+            )
         if (size := g.number(group)) is not None:
             t.set("training.microbatch_group_size", size, group)
         moved = "transfers of the warm-up and of the flush, below the peak; their time is not modelled"
@@ -230,8 +237,11 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
     if g.on(sharded):
         t.set("training.backend", "zero2" if g.on(late) else "zero3", sharded, late)
         t.remarks.append(f"{sharded} is taken for {'zero2' if g.on(late) else 'zero3'}, FSDP2 by layer")
-        if g.on(flags["distributed_optimizer"]):
-            t.problems.append(f"{sharded} and --use-distributed-optimizer are both given; leave one")
+        untied, fusion = "--untie-embeddings-and-output-weights", "--no-gradient-accumulation-fusion"
+        needs = {untied: g.on(untied), fusion: g.on(fusion), "no --fp16": not g.on("--fp16")}
+        needs["--pipeline-model-parallel-size 1"] = (g.number("--pipeline-model-parallel-size") or 1) == 1
+        needs["no --use-distributed-optimizer"] = not g.on("--use-distributed-optimizer")
+        t.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
         t.ignore(f"{sharded} reduces and gathers by itself", *flags.values(), "--ddp-bucket-size")
         t.ignore(f"{sharded} has no main gradients", "--no-gradient-accumulation-fusion")
         _set_moments(t, cluster)
