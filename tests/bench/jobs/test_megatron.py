@@ -92,6 +92,7 @@ def test_what_is_imported_is_a_cell() -> None:
         ("", "model_options.cross_entropy", "fused"),
         ("--cross-entropy-loss-fusion", "model_options.cross_entropy", "native"),
         ("--squared-relu", "model_options.mlp", "squared_relu"),
+        ("--qk-layernorm", "model_options.qk_norm", True),
         ("--no-bias-dropout-fusion", "model_options.unfused", ["bias_dropout"]),
         ("--deterministic-mode", "training.cublas_workspace", ":4096:8"),
         ("", "training.gradient_accumulation_fusion", True),
