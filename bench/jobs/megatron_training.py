@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from spbench.bench.jobs.megatron_container import (
-    CONTAINER,
-    LARGE_WORKSPACE_ON_BLACKWELL,
-    card_of,
-    runs_since,
-)
+from spbench.bench.jobs.megatron_container import set_workspace
 from spbench.bench.jobs.megatron_model import layers_of, length_of
 from spbench.bench.jobs.megatron_translation import Translation
 from spbench.impls.options import LARGEST_OF
@@ -251,10 +246,13 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
     for option, name in flags.items():
         if g.on(name):
             t.set(f"training.{option}", True, name)
-    if g.on("--overlap-param-gather"):
-        for needed in ("--use-distributed-optimizer", "--overlap-grad-reduce"):
-            if not g.on(needed):
-                t.problems.append(f"--overlap-param-gather needs {needed}")
+    early = "--overlap-param-gather-with-optimizer-step"
+    needs = {"--overlap-param-gather": ("--use-distributed-optimizer", "--overlap-grad-reduce")}
+    for name, all_needed in {**needs, early: ("--overlap-param-gather",)}.items():
+        t.problems += [f"{name} needs {needed}" for needed in all_needed if g.on(name) and not g.on(needed)]
+    if g.on(early):
+        t.remarks.append(f"{early}: the first all-gather starts after all of the optimizer's step")
+        t.ignore("an all-gather of the same buffers starts earlier; its time is not modelled", early)
     fusion = "--no-gradient-accumulation-fusion"
     t.set("training.gradient_accumulation_fusion", not g.on(fusion), fusion)
     _set_main_gradients(t)
@@ -268,7 +266,6 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
         t.set("training.num_distributed_optimizer_instances", g.number(instances), instances)
     t.refuse("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     t.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
-    t.refuse("gathering weights within the optimizer's step", "--overlap-param-gather-with-optimizer-step")
     _set_moments(t, cluster)
 
 
@@ -287,13 +284,7 @@ def _set_main_gradients(t: Translation) -> None:
 
 
 def _set_moments(t: Translation, cluster: str | None) -> None:
-    variable = "CUBLAS_WORKSPACE_CONFIG"
-    if variable in t.environment:
-        t.set("training.cublas_workspace", t.environment[variable], variable)
-    elif t.given.on("--deterministic-mode"):
-        t.set("training.cublas_workspace", ":4096:8", "--deterministic-mode")
-    elif card_of(cluster)[1] >= 10 and runs_since(t, LARGE_WORKSPACE_ON_BLACKWELL):
-        t.set("training.cublas_workspace", ":4096:8", CONTAINER, note="torch's default on Blackwell")
+    set_workspace(t, cluster)
     t.ignore("slower kernels, whose times are not modelled", "--deterministic-mode")
     t.set("training.moments", "later", note="a first step, before Adam has made its moments,")
     one = t.given.text("--train-iters") == "1"

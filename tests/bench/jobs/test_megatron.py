@@ -166,6 +166,8 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "leaves it out"),
         ("--overlap-param-gather", "--overlap-param-gather needs --use-distributed-optimizer; "
          "--overlap-param-gather needs --overlap-grad-reduce"),
+        ("--overlap-param-gather-with-optimizer-step",
+         "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather"),
         ("--tokenizer-type HuggingFaceTokenizer",
          "how many words the HuggingFaceTokenizer has is not said; add --vocab-size N"),
     ],
