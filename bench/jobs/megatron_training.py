@@ -247,9 +247,13 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
         if g.on(name):
             t.set(f"training.{option}", True, name)
     early = "--overlap-param-gather-with-optimizer-step"
-    needs = {"--overlap-param-gather": ("--use-distributed-optimizer", "--overlap-grad-reduce")}
-    for name, all_needed in {**needs, early: ("--overlap-param-gather",)}.items():
-        t.problems += [f"{name} needs {needed}" for needed in all_needed if g.on(name) and not g.on(needed)]
+    needs = {
+        "--overlap-param-gather": ("--use-distributed-optimizer", "--overlap-grad-reduce"),
+        early: ("--overlap-param-gather",),
+    }
+    for name, needed in ((name, needed) for name, all_needed in needs.items() for needed in all_needed):
+        if g.on(name) and not g.on(needed):
+            t.problems.append(f"{name} needs {needed}")
     if g.on(early):
         t.remarks.append(f"{early}: the first all-gather starts after all of the optimizer's step")
         t.ignore("an all-gather of the same buffers starts earlier; its time is not modelled", early)
