@@ -247,7 +247,7 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
         if g.on(name):
             t.set(f"training.{option}", True, name)
     early = "--overlap-param-gather-with-optimizer-step"
-    needs = {
+    needs: dict[str, tuple[str, ...]] = {
         "--overlap-param-gather": ("--use-distributed-optimizer", "--overlap-grad-reduce"),
         early: ("--overlap-param-gather",),
     }
