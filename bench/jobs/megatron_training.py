@@ -247,11 +247,9 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
         if g.on(name):
             t.set(f"training.{option}", True, name)
     early = "--overlap-param-gather-with-optimizer-step"
-    needs: dict[str, tuple[str, ...]] = {
-        "--overlap-param-gather": ("--use-distributed-optimizer", "--overlap-grad-reduce"),
-        early: ("--overlap-param-gather",),
-    }
-    for name, needed in ((name, needed) for name, all_needed in needs.items() for needed in all_needed):
+    pairs = [("--overlap-param-gather", "--use-distributed-optimizer")]
+    pairs += [("--overlap-param-gather", "--overlap-grad-reduce"), (early, "--overlap-param-gather")]
+    for name, needed in pairs:
         if g.on(name) and not g.on(needed):
             t.problems.append(f"{name} needs {needed}")
     if g.on(early):
