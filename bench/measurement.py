@@ -36,10 +36,10 @@ class Measurement:
         by_class: the memory of each class of ranks that run the same program, in set-up and at each traced
             step, where the meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of
             them), ``ranks`` (how many), ``stage`` (of the pipeline), ``step`` (from 1; 0 is set-up, whose
-            ``peak_phase`` is "set-up"), ``status`` ("oom" from the step on
-            that does not fit; its bytes are those on a card without a limit), ``peak_memory_bytes``,
-            ``peak_phase``, ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far),
-            ``allocated_bytes`` (at the end of the step).
+            ``peak_phase`` is "set-up"), ``status`` ("oom" from the step on that does not fit, or in set-up
+            alone; its bytes are those on a card without a limit), ``peak_memory_bytes``, ``peak_phase``,
+            ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far), ``allocated_bytes``
+            (at the end of the step).
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
             stage.
         formula: the closed form of what these send, rows of :meth:`Plan.formula`.

@@ -149,19 +149,18 @@ def copy_rows_to_group(x: Tensor, rows: slice, group: Group) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the ranks, in place, for the same use on all of them (Megatron-LM's g, arXiv
-    1909.08053 section 3)."""
+    """The sum of x over the ranks, in place, used alike on all (g of arXiv 1909.08053, section 3)."""
     return _with_gradient(_summed, _unchanged, x, group)
 
 
 def sum_over_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the ranks, in place, for another use on each; backward too (see copy_to_group)."""
+    """The sum of x over the ranks, in place, for another use on each; backward sums in place too, with the
+    condition of :func:`copy_to_group` on that use."""
     return _with_gradient(_summed, _sum, x, group)
 
 
 def gather_from_group(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The x of all ranks one after another along ``dim``, for the same use on all of them: backward sends
-    nothing."""
+    """The x of all ranks one after another along ``dim``, used alike on all: backward sends nothing."""
     return _with_gradient(_gathered, _own_chunk, x, dim, group)
 
 

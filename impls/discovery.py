@@ -199,7 +199,13 @@ class FunctionModules:
                 )
             )
         ]
-        return [*here, *entry_points(group=self.group)]
+        return [*here, *_offered(self.group)]
+
+
+@cache
+def _offered(group: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a group; kept, as finding them reads a file of every distribution."""
+    return tuple(entry_points(group=group))
 
 
 def _source(place: EntryPoint) -> str:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from spbench.bench.engines.plan import plan
     from spbench.bench.errors import UserError
     from spbench.bench.exports.exported import Exported, ExportRequest
+    from spbench.bench.jobs.flags import Flag, Flags, program_flags
     from spbench.bench.jobs.job import Argument, Job, Setting
     from spbench.bench.jobs.job_files import JobFile, JobFiles
     from spbench.bench.measurement import Measurement
@@ -94,6 +95,7 @@ _HOMES = {
     "spbench.bench.errors": ("UserError",),
     "spbench.bench.exports.exported": ("ExportRequest", "Exported"),
     "spbench.bench.meters.meter": ("Call", "Communication", "Meter"),
+    "spbench.bench.jobs.flags": ("Flag", "Flags", "program_flags"),
     "spbench.bench.jobs.job": ("Argument", "Job", "Setting"),
     "spbench.bench.jobs.job_files": ("JobFile", "JobFiles"),
     "spbench.bench.measurement": ("Measurement",),
@@ -123,6 +125,8 @@ __all__ = [
     "ExportRequest",
     "Exported",
     "Findings",
+    "Flag",
+    "Flags",
     "Job",
     "JobFile",
     "JobFiles",
@@ -157,6 +161,7 @@ __all__ = [
     "mark_shard",
     "plan",
     "printed",
+    "program_flags",
     "read_results",
     "run",
     "verify",

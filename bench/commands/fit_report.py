@@ -39,8 +39,8 @@ def report(
     """The answer for people and for programs.
 
     Args:
-        others: cells that cannot be run, with the reasons.
-        fullest: the one of the verdicts that is told in detail.
+        others: cells that cannot run, with the reasons.
+        fullest: the verdict with the least room, which is shown in detail.
         proofs: single changes of it; None: not asked for.
         sizes: as :func:`largest`; None: not asked for.
         remarks: on how the cells were made.

@@ -172,6 +172,20 @@ def choosing_cells(command: Function) -> Function:
     return functools.reduce(lambda inner, option: option(inner), reversed(options), narrowed)
 
 
+def shape(command: Command) -> Function:
+    """Add --batch and --seq-len, which the command gets as ``shape``, by the names of a cell's fields."""
+
+    @functools.wraps(command)
+    def shaped(batch: int | None, seq_len: int | None, **arguments: Any) -> Any:
+        return command(shape={"batch": batch, "seq_len": seq_len}, **arguments)
+
+    of_batch = click.option(
+        "--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it."
+    )
+    length = "Likewise for the sequence length, as 131072 or 128K."
+    return of_batch(click.option("--seq-len", type=Length(), help=length)(shaped))
+
+
 def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:
     """Add --format, and print in that form what the command returns: an :class:`Output`, or several, each as
     soon as it is made. The command's exit code is the largest of theirs."""

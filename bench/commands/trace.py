@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import Length, choosing_cells, many, numbers, path_option, printed
+from spbench.bench.commands.options import choosing_cells, many, numbers, path_option, printed, shape
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError
@@ -26,16 +26,14 @@ _NAMED = 3
 
 @click.command("trace")
 @choosing_cells
-@click.option("--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it.")
-@click.option("--seq-len", type=Length(), help="Likewise for the sequence length, as 131072 or 128K.")
+@shape
 @many("--ranks", numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
 @path_option("--output", "The file.", default="trace.json", show_default=True)
 @printed
 def command(
     scenario: str,
     narrowing: Narrowing,
-    batch: int | None,
-    seq_len: int | None,
+    shape: Mapping[str, int | None],
     ranks: tuple[int, ...],
     output: Path,
 ) -> Output:
@@ -46,8 +44,7 @@ def command(
     from spbench.bench.config.scenario import load_scenario
 
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
-    shape = {"batch": batch, "seq_len": seq_len}
-    return write_trace(the_cell(load_scenario(scenario), narrowing, shape), ranks, output)
+    return write_trace(the_cell("a trace", load_scenario(scenario), narrowing, shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
@@ -126,8 +123,9 @@ def _spoken(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {shown_time(value)}" for name, value in named.items())
 
 
-def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int | None]) -> Cell:
-    """The cell that is left, with the shape that is asked for where the scenario searches.
+def the_cell(what: str, scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int | None]) -> Cell:
+    """The cell that is left, with the shape that is asked for where the scenario searches; ``what``: is made
+    of it, for messages.
 
     Raises:
         UserError: none is left, more than one is, or it searches for something that is not given.
@@ -148,7 +146,7 @@ def the_cell(scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int |
         more = ", ..." if len(cells) > _NAMED else ""
         differ = ", ".join(f"{name} ({', '.join(has)})" for name, has in differing_settings(cells).items())
         raise UserError(
-            f"{len(cells)} cells are left, a trace is of one: {named}{more}; "
+            f"{len(cells)} cells are left, {what} is of one: {named}{more}; "
             f"they differ in {differ}: choose with --where SETTING=VALUE"
         )
     (cell,) = cells

@@ -114,6 +114,10 @@ class RankMemory:
         """That of the step with the largest."""
         return max(self.peaks, key=lambda peak: peak.nbytes)
 
+    def _fits(self, step: int) -> bool:
+        failure = self.failure
+        return failure is None or step < failure.step or (step > 0 and failure.steps_fit)
+
     def rows(self, ranks: RankClass) -> list[dict[str, Any]]:
         """As :attr:`Measurement.by_class`, of the class of the rank."""
         return [
@@ -122,7 +126,7 @@ class RankMemory:
                 "ranks": len(ranks.ranks),
                 "stage": ranks.stage.index,
                 "step": step,
-                "status": "ok" if self.failure is None or step < self.failure.step else "oom",
+                "status": "ok" if self._fits(step) else "oom",
                 "peak_memory_bytes": peak.nbytes,
                 "peak_phase": peak.phase,
                 "peak_held": {name: nbytes for name, nbytes in peak.held.items() if nbytes},

@@ -17,7 +17,7 @@ from spbench.bench.meters.memory_log import CATEGORIES, MemoryLog
 _POINTS = 600
 #: how exactly the smallest card is found: a segment, or this part of it
 _NEAR = 1e-3
-#: what is told apart by kind and module, beyond which the smaller ones are one line
+#: parts of the peak, by kind and module, that have a line each; all smaller ones share one
 _MOST_PARTS = 12
 
 

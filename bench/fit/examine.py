@@ -69,8 +69,8 @@ def attempt(cell: Cell) -> Measurement:
 
 
 def shallow_peak(cell: Cell) -> int | None:
-    """The peak of the first class of ranks, in bytes, as stages of two and three layers have it; None: that
-    tells nothing, for the peak of four layers is another than they say, or there are no more layers."""
+    """The peak of the first class of ranks, in bytes, extrapolated from stages of two and three layers; None:
+    four layers have another peak than these predict, or there are no more layers than four."""
     model = model_preset(*cell.model_arguments)
     # a stage is whole runs of layers that are computed again together, of which more and more are alike
     unit = cell.sizes.pp * getattr(model, "recompute_layers", 1)

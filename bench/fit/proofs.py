@@ -34,7 +34,7 @@ class Proof:
 
     @property
     def needed_bytes(self) -> int:
-        """Of the smallest card on which it fits; where few layers told, the estimated peak."""
+        """Of the smallest card on which it fits; of a change not traced whole, the estimated peak."""
         anatomy = (self.measurement.get("meters") or {}).get(FIT)
         needed: int = anatomy["least_usable_bytes"] if anatomy else self.measurement["peak_memory_bytes"]
         return needed

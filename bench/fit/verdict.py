@@ -50,7 +50,7 @@ class Verdict:
     @property
     def setup_alone(self) -> bool:
         """Whether the steps would fit, and set-up does not."""
-        return "the steps fit" in self.measurement["reason"]
+        return {entry["step"] for entry in self.measurement["by_class"] if entry["status"] != "ok"} == {0}
 
     @property
     def where(self) -> str:

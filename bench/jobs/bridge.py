@@ -109,7 +109,7 @@ def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: Jo
         replicas = set_parallelism(t, files.gpus)
         set_batch(t, replicas)
         set_schedule(t)
-        set_optimizer(t)
+        set_optimizer(t, files.cluster)
     t.problems[:0] = [*k.problems, *t.given.problems]
     # of Megatron-LM's own script, whose refusal Megatron-Bridge has not
     t.remarks = [remark for remark in t.remarks if "this one refuses" not in remark]

@@ -10,7 +10,7 @@ _STRATEGY = "accelerate.fsdp_config.fsdp_sharding_strategy"
 
 
 def set_sharding(k: Keys, found: DeepSpeedFiles) -> None:
-    """Set the backend: a stage of ZeRO, or FSDP where accelerate is told so."""
+    """Set the backend: FSDP where accelerate's file asks for it, else a stage of ZeRO."""
     for name in (f"{_ZERO}.offload_optimizer.device", f"{_ZERO}.offload_param.device"):
         beside = f"accelerate.deepspeed_config.{name.split('.')[1]}_device"
         for each in (name, beside):

@@ -11,6 +11,7 @@ from spbench.bench.jobs.job import Argument, Job
 from spbench.bench.jobs.job_files import JobFile, JobFiles
 from spbench.bench.jobs.launch import Launch, launched
 from spbench.bench.jobs.megatron_arguments import parse, program
+from spbench.bench.jobs.megatron_container import CONTAINER, container_problems
 from spbench.bench.jobs.megatron_model import model_name, set_model
 from spbench.bench.jobs.megatron_training import set_batch, set_optimizer, set_parallelism, set_schedule
 from spbench.bench.jobs.megatron_translation import Translation
@@ -33,6 +34,7 @@ _IDLE_VARIABLES = {
     r"PYTORCH_(CUDA_)?ALLOC_CONF": "how torch reserves memory, not what is allocated",
     r"OMP_.*|MKL_.*|PYTHON.*|TOKENIZERS_.*|HF_.*|WANDB_.*|LOGLEVEL|TORCHINDUCTOR_.*|TRITON_.*": "the host",
     r"MASTER_(ADDR|PORT)|(LOCAL_|NODE_)?RANK|LOCAL_WORLD_SIZE|CUDA_VISIBLE_DEVICES": "where processes are",
+    CONTAINER: "what the job needs of it is the same in all releases",
     r"WORLD_SIZE": "how many processes there are",
 }
 #: variables that settings come from
@@ -66,7 +68,8 @@ def read(files: JobFiles) -> Job | None:
         replicas = set_parallelism(t, gpus)
         set_batch(t, replicas)
         set_schedule(t)
-        set_optimizer(t)
+        set_optimizer(t, files.cluster)
+        t.problems += container_problems(t)
     arguments = [*t.arguments(model_name(bert)), *_variables(t)]
     t.problems[:0] = given.problems
     return t.job("megatron", program(), files, arguments, problems)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.errors import UserError
+from spbench.bench.jobs.megatron_container import (
+    CONTAINER,
+    DETERMINISTIC_FLASH_ATTENTION,
+    card_of,
+    runs_before,
+)
 from spbench.bench.jobs.megatron_translation import Translation
 
 #: switches that leave out a fusion
@@ -11,13 +15,6 @@ _FUSIONS = (
     *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
     *("--no-bias-dropout-fusion", "--no-rope-fusion"),
 )
-#: generations of cards by what is in their names, as NVIDIA numbers what they can do
-_CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
-    "H100": 9,
-    "H200": 9,
-    "H800": 9,
-    "B200": 10,
-}
 
 
 def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
@@ -62,11 +59,7 @@ def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
 def _choose_attention(t: Translation, cluster: str) -> None:
     """The kernel that TransformerEngine takes where it may (get_attention_backend of its
     pytorch/attention/dot_product_attention/utils.py, and nvte_get_fused_attn_backend)."""
-    try:
-        card = load_cluster(cluster).device.name
-    except UserError:
-        card = ""  # told with the cell
-    generation = next((number for part, number in _CAPABILITY.items() if part in card), 0)
+    card, generation = card_of(cluster)
     fixed = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if t.environment.get(name) == "0"}
     deterministic = t.given.on("--deterministic-mode") or t.environment.get(fixed) == "0"
@@ -76,11 +69,14 @@ def _choose_attention(t: Translation, cluster: str) -> None:
         and generation >= 9
         and not (generation >= 10 and deterministic and dropout)
     )
-    flash = "NVTE_FLASH_ATTN" not in off and generation >= 8
+    undetermined = deterministic and runs_before(t, DETERMINISTIC_FLASH_ATTENTION)
+    flash = "NVTE_FLASH_ATTN" not in off and generation >= 8 and not undetermined
     kernel = "cudnn" if fused else "flash" if flash else "unfused"
     names = ["--attention-backend", *sorted(off)]
-    if generation >= 10 and deterministic:
+    if deterministic and (generation >= 10 or undetermined):
         names.append(fixed)
+    if undetermined:
+        names.append(CONTAINER)
     t.set(
         "model_options.attention", kernel, *names, note=f"TransformerEngine's choice on {card or 'this card'}"
     )

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
+from spbench.bench.jobs.megatron_container import (
+    CONTAINER,
+    LARGE_WORKSPACE_ON_BLACKWELL,
+    card_of,
+    runs_since,
+)
 from spbench.bench.jobs.megatron_model import layers_of, length_of
 from spbench.bench.jobs.megatron_translation import Translation
 from spbench.impls.options import LARGEST_OF
@@ -21,7 +27,7 @@ _INTERLEAVED = (
     "--no-overlap-p2p-communication",
 )
 #: by --cp-comm-type: the strategy within tensor parallelism's, and whether it takes chunks in zigzag
-_CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
+CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
 
 
 def set_parallelism(t: Translation, gpus: int | None) -> int | None:
@@ -92,10 +98,10 @@ def _context(t: Translation) -> str:
         if len((t.given.text("--hierarchical-context-parallel-sizes") or "").split()) != 2:
             t.problems.append("--cp-comm-type a2a+p2p needs two --hierarchical-context-parallel-sizes")
         return "ulysses+ring_attention"
-    if len(kinds) > 1 or not kinds <= _CONTEXT.keys():
+    if len(kinds) > 1 or not kinds <= CONTEXT.keys():
         t.refuse("this kind of context parallelism, or several in one model", "--cp-comm-type")
         return "ring_attention"
-    return _CONTEXT[kinds.pop()][0]
+    return CONTEXT[kinds.pop()][0]
 
 
 def set_batch(t: Translation, replicas: int | None) -> None:
@@ -105,6 +111,9 @@ def set_batch(t: Translation, replicas: int | None) -> None:
     if length is None:
         t.problems.append("--seq-length is missing")
     t.set("seq_len", length, "--seq-length", "--encoder-seq-length")
+    context = g.number("--context-parallel-size") or 1
+    if context > 1 and length is not None and length % (2 * context):
+        t.problems.append(f"--seq-length {length} is no multiple of 2 x --context-parallel-size {context}")
     if g.on("--bf16") and g.on("--fp16"):
         t.problems.append("--bf16 and --fp16 are both given; leave one")
     precision = "bf16" if g.on("--bf16") else "fp16" if g.on("--fp16") else "fp32"
@@ -170,6 +179,10 @@ def set_schedule(t: Translation) -> None:
         t.set("training.virtual_stages", chunks, name)
         waits, group = "--no-overlap-p2p-communication", "--microbatch-group-size-per-virtual-pipeline-stage"
         t.set("training.overlap_p2p_communication", not g.on(waits), waits)
+        if g.on(waits) and stages < 3:
+            t.problems.append(
+                f"{waits} with virtual stages needs --pipeline-model-parallel-size of 3 or more"
+            )
         if (size := g.number(group)) is not None:
             t.set("training.microbatch_group_size", size, group)
         moved = "transfers of the warm-up and of the flush, below the peak; their time is not modelled"
@@ -209,7 +222,7 @@ def _set_stages(t: Translation, layers: int, stages: int, chunks: int) -> None:
         t.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
 
 
-def set_optimizer(t: Translation) -> None:
+def set_optimizer(t: Translation, cluster: str | None) -> None:
     """Set data parallelism and the optimizer."""
     g = t.given
     if g.text("--optimizer") != "adam":
@@ -224,11 +237,14 @@ def set_optimizer(t: Translation) -> None:
     if g.on(sharded):
         t.set("training.backend", "zero2" if g.on(late) else "zero3", sharded, late)
         t.remarks.append(f"{sharded} is taken for {'zero2' if g.on(late) else 'zero3'}, FSDP2 by layer")
-        if g.on(flags["distributed_optimizer"]):
-            t.problems.append(f"{sharded} and --use-distributed-optimizer are both given; leave one")
+        untied, fusion = "--untie-embeddings-and-output-weights", "--no-gradient-accumulation-fusion"
+        needs = {untied: g.on(untied), fusion: g.on(fusion), "no --fp16": not g.on("--fp16")}
+        needs["--pipeline-model-parallel-size 1"] = (g.number("--pipeline-model-parallel-size") or 1) == 1
+        needs["no --use-distributed-optimizer"] = not g.on("--use-distributed-optimizer")
+        t.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
         t.ignore(f"{sharded} reduces and gathers by itself", *flags.values(), "--ddp-bucket-size")
         t.ignore(f"{sharded} has no main gradients", "--no-gradient-accumulation-fusion")
-        _set_moments(t)
+        _set_moments(t, cluster)
         return
     t.ignore(f"without {sharded} there is none", late)
     t.set("training.backend", "megatron", note="DistributedDataParallel and optimizer of Megatron-Core")
@@ -253,7 +269,7 @@ def set_optimizer(t: Translation) -> None:
     t.refuse("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     t.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
     t.refuse("gathering weights within the optimizer's step", "--overlap-param-gather-with-optimizer-step")
-    _set_moments(t)
+    _set_moments(t, cluster)
 
 
 def _set_main_gradients(t: Translation) -> None:
@@ -270,12 +286,14 @@ def _set_main_gradients(t: Translation) -> None:
         t.ignore("all is in float32", whole, half)
 
 
-def _set_moments(t: Translation) -> None:
+def _set_moments(t: Translation, cluster: str | None) -> None:
     variable = "CUBLAS_WORKSPACE_CONFIG"
     if variable in t.environment:
         t.set("training.cublas_workspace", t.environment[variable], variable)
     elif t.given.on("--deterministic-mode"):
         t.set("training.cublas_workspace", ":4096:8", "--deterministic-mode")
+    elif card_of(cluster)[1] >= 10 and runs_since(t, LARGE_WORKSPACE_ON_BLACKWELL):
+        t.set("training.cublas_workspace", ":4096:8", CONTAINER, note="torch's default on Blackwell")
     t.ignore("slower kernels, whose times are not modelled", "--deterministic-mode")
     t.set("training.moments", "later", note="a first step, before Adam has made its moments,")
     one = t.given.text("--train-iters") == "1"

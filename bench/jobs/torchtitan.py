@@ -15,9 +15,9 @@ from spbench.bench.jobs.torchtitan_files import content_of
 from spbench.bench.yaml_files import read_yaml
 
 #: by model.flavor of llama3
-_PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
+PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
 #: by context_parallel_rotate_method; with the strategy's own options
-_ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
@@ -26,7 +26,7 @@ _MESH = ["pp", "dp", "sp", "tp"]
 
 
 @cache
-def _versions() -> Mapping[str, tuple[str, Mapping[str, Key]]]:
+def versions() -> Mapping[str, tuple[str, Mapping[str, Key]]]:
     """Of each version, the newest first, the program and its keys."""
     content = read_yaml(Path(__file__).with_name("torchtitan_keys.yaml"))
     return {v: (str(name), known_keys(content, v)) for v, name in content["versions"].items()}
@@ -52,10 +52,10 @@ class TorchtitanJob:
     def __init__(self, content: Mapping[str, Any], files: JobFiles):
         self.files = files
         unknown = {}
-        for version, (_, known) in _versions().items():
+        for version, (_, known) in versions().items():
             unknown[version] = sum(name not in known for name, _ in flat(content, known))
         self.version = min(unknown, key=lambda version: unknown[version])  # of equals the newest
-        program, known = _versions()[self.version]
+        program, known = versions()[self.version]
         self.keys = Keys(program, known, dict(flat(content, known)))
 
     def named(self, key: str) -> str:
@@ -78,9 +78,9 @@ class TorchtitanJob:
         name, flavor = k.value("model.name"), k.value("model.flavor")
         if name != "llama3":
             k.refuse("another model than llama3", "model.name")
-        elif flavor not in _PRESETS:
-            k.refuse(f"another flavor of llama3 than {', '.join(_PRESETS)}", "model.flavor")
-        k.set("model", _PRESETS.get(flavor, "llama3-8b"), "model.name", "model.flavor")
+        elif flavor not in PRESETS:
+            k.refuse(f"another flavor of llama3 than {', '.join(PRESETS)}", "model.flavor")
+        k.set("model", PRESETS.get(flavor, "llama3-8b"), "model.name", "model.flavor")
         k.set(
             "model_options.separate_projections", True, note="wq, wk, wv and w1, w3 are layers of their own"
         )
@@ -154,7 +154,7 @@ class TorchtitanJob:
             "of tensor parallelism, which the job has not", loss, self.named("enable_async_tensor_parallel")
         )
         if cp > 1:
-            strategy, own = _ROTATIONS[k.value(rotation)]
+            strategy, own = ROTATIONS[k.value(rotation)]
             around.append(strategy)
             options |= {name: (value, [rotation]) for name, value in own.items()}
             balanced = k.value(balancer) if balancer in k.known else "headtail"

@@ -1,8 +1,8 @@
-"""In whose forward or backward something happens: the modules of a step, followed call by call.
+"""In which module's forward or backward something happens: the modules of a step, followed call by call.
 
-Nodes of autograd are numbered in the order in which forward makes them. So the numbers that are made during a
-module's call are noted, and a node that runs in backward is told by its number; neither hooks nor the graph
-change what the step does.
+Autograd numbers its nodes in the order in which forward makes them. The numbers that a module's call makes
+are noted, so that in backward the number of the running node says whose it is. The step itself is
+not changed: it gets no hooks, and its graph is left as it is.
 """
 
 from __future__ import annotations

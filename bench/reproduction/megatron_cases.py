@@ -1,9 +1,9 @@
 """Every case of Megatron-LM's functional tests as `spbench import` reads it: what the last rank's memory and
 a step would be, and how far that is from the golden values at hand.
 
-A case is imported from its arguments and its environment alone, once for each kind of machine that it has
-golden values of. Nothing here is chosen by looking at these, but for the words of BERT's vocabulary
-(:data:`ADDED`).
+A case is imported from its arguments and its environment alone, once for each of its golden values: with the
+machine that these name, and the container that Megatron-LM's tests ran in at the commit that recorded them.
+Nothing here is chosen by looking at golden values, but for the words of BERT's vocabulary (:data:`ADDED`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from spbench.bench.errors import UserError
 from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFile, JobFiles
 from spbench.bench.jobs.megatron import read
+from spbench.bench.jobs.megatron_container import CONTAINER
 from spbench.bench.published.files import published_rows
 
 #: the argument of `spbench reproduce`, and the file of what is predicted
 CASES = "megatron_cases"
 _CASES_FILE = "megatron_cases.csv"
+#: when each golden value was recorded, and in which container
+_RECORDED_FILE = "megatron_cases_recorded.csv"
 GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv")
 
-#: columns of megatron_cases.csv; gpu: with _2nd for the run that goes on from a checkpoint; bytes of the last
-#: rank at the first and at a later step, seconds
-PREDICTIONS = ("case", "gpu", "peak_first", "peak_last", "allocated_last", "step_time_s", "refusal")
+#: quantities of memory that golden values have
+MEMORY = ("peak_first", "peak_last", "allocated_last")
+#: columns of megatron_cases.csv; golden, gpu: with _2nd for the run that goes on from a checkpoint;
+#: container: of PyTorch; bytes of the last rank at the first and at a later step, seconds
+PREDICTIONS = ("case", "golden", "gpu", "container", *MEMORY, "step_time_s", "refusal")
 #: columns of megatron_cases_errors.csv; error: predicted / measured - 1
 ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role")
-MEMORY = ("peak_first", "peak_last", "allocated_last")
 _RESUMED = "_2nd"
 _ROLES = {"bert": "inferred"}
 
@@ -54,33 +58,28 @@ ADDED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A functional test on a kind of machine.
+    """A functional test, as one of its golden values was recorded.
 
     Attributes:
-        gpu: a100, h100 or gb200.
-        resumed: it is the second run of the test, which goes on from the checkpoint of the first.
+        golden: the name of the golden value: dev or lts, and the machine.
+        container: the release of NVIDIA's container of PyTorch, such as "25.09".
         text: the test's configuration.
     """
 
     family: str
     case: str
-    gpu: str
-    resumed: bool
+    golden: str
+    container: str
     text: str
-
-    @property
-    def machine(self) -> str:
-        """As golden values name it."""
-        return f"{self.gpu}{_RESUMED * self.resumed}"
 
     @cached_property
     def job(self) -> Job:
         """The case as it is imported."""
         path = Path(self.family, self.case, "model_config.yaml")
-        small = self.gpu == "gb200" and self.case.endswith("_1node")
+        gpu, _ = machine_of(self.golden)
+        small = gpu == "gb200" and self.case.endswith("_1node")
         gpus = _by_name(_MACHINES, self.case, _SMALL_NODE if small else _NODE)
-        cluster = f"{self.gpu}-megatron-tests"
-        job = read(JobFiles([JobFile(path, self.text.encode())], gpus, cluster))
+        job = read(JobFiles([JobFile(path, self.text.encode())], gpus, f"{gpu}-megatron-tests"))
         assert job is not None
         return job
 
@@ -91,7 +90,7 @@ class Case:
             cell = self.job.cell()
         except UserError as error:
             return str(error).partition(": ")[2]
-        if not self.resumed:
+        if not machine_of(self.golden)[1]:
             return cell
         # a checkpoint has Adam's moments
         return cell.model_copy(update={"training": cell.training.model_copy(update={"moments": "kept"})})
@@ -102,15 +101,20 @@ def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
 
 
 def cases() -> list[Case]:
-    """All cases, each for every kind of machine of which it has golden values."""
+    """All cases, each for every golden value that it has."""
+    _, _, recorded = published_rows(_RECORDED_FILE, Path())
+    of_golden = {(row["case"], row["golden"]): row for row in recorded}
     _, _, rows = published_rows(_CASES_FILE, Path())
     found = []
     for row in rows:
-        arguments = {**json.loads(row["args"]), **_by_name(ADDED, row["case"], {})}
-        content = {"ENV_VARS": json.loads(row["env"]), "MODEL_ARGS": arguments}
-        text = json.dumps(content)  # which is YAML too
-        machines = dict.fromkeys(map(machine_of, row["goldens"].split()))
-        found += [Case(row["family"], row["case"], gpu, resumed, text) for gpu, resumed in machines]
+        for golden in row["goldens"].split():
+            then = of_golden[row["case"], golden]
+            changed = json.loads(then["args"] or "{}")
+            arguments = {**json.loads(row["args"]), **changed, **_by_name(ADDED, row["case"], {})}
+            variables = {CONTAINER: then["container"], **json.loads(row["env"])}
+            content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
+            text = json.dumps(content)  # which is YAML too
+            found.append(Case(row["family"], row["case"], golden, then["container"], text))
     return found
 
 
@@ -130,7 +134,13 @@ def scenario_of(all_cases: Sequence[Case]) -> Scenario:
 def predictions(all_cases: Sequence[Case], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A line of :data:`PREDICTIONS` for each case whose cell is among the rows, by its key, or has none."""
     for case in all_cases:
-        line: dict[str, Any] = {"case": case.case, "gpu": case.machine}
+        gpu, resumed = machine_of(case.golden)
+        line: dict[str, Any] = {
+            "case": case.case,
+            "golden": case.golden,
+            "gpu": f"{gpu}{_RESUMED * resumed}",
+            "container": case.container,
+        }
         if isinstance(case.cell, str):
             yield line | {"refusal": case.cell}
         elif (row := rows.get(case.cell.key)) is not None:
@@ -156,11 +166,10 @@ def _predicted(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def errors(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of."""
-    by_case = {(line["case"], line["gpu"]): line for line in lines}
+    by_golden = {(line["case"], line["golden"]): line for line in lines}
     for file in GOLDEN_FILES:
         for row in published_rows(file, Path())[2]:
-            gpu, resumed = machine_of(row["golden"])
-            line = by_case.get((row["case"], f"{gpu}{_RESUMED * resumed}"))
+            line = by_golden.get((row["case"], row["golden"]))
             for quantity in MEMORY:
                 ours = line and line.get(quantity)
                 if ours and row[quantity]:

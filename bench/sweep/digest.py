@@ -112,8 +112,8 @@ def is_final(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool
 
 
 def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digesting = digest) -> str:
-    """A line for people on the earlier results that are run again because what made them has changed: how
-    many of how many, and in how many of them which parts of the digest changed; "" if there are none.
+    """A line on the earlier results that must be run again because what made them has changed: how many of
+    how many they are, and how often each part of the digest has changed; "" if there are none.
 
     Args:
         rows: by key; those of other cells are left out.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
-from spbench.impls.models.blocks.mixers import LinearAttention
+from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
-from spbench.impls.models.blocks.mixers import LinearAttention
+from spbench.impls.models.blocks.linear_mixer import LinearAttention
 
 
 @dataclass(frozen=True)

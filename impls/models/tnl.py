@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
-from spbench.impls.models.blocks.mixers import LinearAttention
+from spbench.impls.models.blocks.linear_mixer import LinearAttention
 
 
 def slopes(heads: int) -> list[float]:

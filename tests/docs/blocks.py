@@ -58,9 +58,10 @@ class Block:
 
     def commands(self) -> list[Command]:
         """The command lines of a shell block, without comments; continued lines are one."""
-        text = self.text.replace("\\\n", " ")
         if self.language == "sh":
+            text = self.text.replace("\\\n", " ")
             return [Command(line) for line in text.splitlines() if shlex.split(line, comments=True)]
+        text = re.sub(r"(?m)^\$ (.*\\\n)+", lambda command: command[0].replace("\\\n", " "), self.text)
         found: list[Command] = []
         for line in text.splitlines(keepends=True):
             if line.startswith(PROMPT):

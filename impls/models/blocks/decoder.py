@@ -1,8 +1,8 @@
 """Pre-norm causal language models, as single-device code.
 
 A layer is x + mixer(norm(x)), then x + mlp(norm(x)); after the last one comes a norm and the head. What
-mixes the tokens of each layer is chosen by a subclass, from :mod:`spbench.impls.models.blocks.mixers` and
-:mod:`spbench.impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions.
+mixes the tokens of each layer is chosen by a subclass, from :mod:`spbench.impls.models.blocks.linear_mixer`
+and :mod:`spbench.impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
 V vocabulary.
@@ -23,7 +23,8 @@ from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder
-from spbench.impls.models.blocks.mixers import DecoderOptions, LinearAttention
+from spbench.impls.models.blocks.decoder_options import DecoderOptions
+from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.savings import savings
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches

@@ -20,7 +20,7 @@ from spbench.impls.kernels.projection import mark_library
 from spbench.impls.kernels.rms_norm import RMSNorm
 from spbench.impls.kernels.squared_relu import squared_relu
 from spbench.impls.kernels.swiglu import swiglu
-from spbench.impls.models.blocks.mixers import Places
+from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear

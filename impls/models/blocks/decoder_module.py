@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
-from spbench.impls.models.blocks.mixers import Places
+from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.strategies.base import Strategy, Unsupported
 

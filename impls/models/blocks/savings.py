@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spbench.impls.models.blocks.mixers import DecoderOptions
+from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.options import Saving
 
 

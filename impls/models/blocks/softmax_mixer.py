@@ -15,7 +15,8 @@ from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
 from spbench.impls.layout import SiteKind
-from spbench.impls.models.blocks.mixers import DecoderOptions, Places
+from spbench.impls.models.blocks.decoder_options import DecoderOptions
+from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy

@@ -84,12 +84,14 @@ def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> No
     assert within.failure is not None
     assert "in set-up on rank 0" in within.failure.reason(ALONE)
     assert not within.failure.steps_fit
+    assert [row["status"] for row in within.rows(ALONE)] == ["oom", "oom"]
 
 
 def test_a_setup_that_alone_does_not_fit_is_told_so() -> None:
     found = RankMemory.of(LOG, capacity=120 * MIB)
     assert found.failure is not None
     assert (found.failure.step, found.failure.steps_fit) == (0, True)
+    assert [row["status"] for row in found.rows(ALONE)] == ["oom", "ok", "ok"]
     assert needs(found).startswith(
         "the steps fit at 0.1 GiB, set-up does not: 0.1 GiB; initialise on the meta"
     )

@@ -9,9 +9,10 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import trace
 from spbench.bench.fit.anatomy import anatomy, least_usable
+from spbench.bench.fit.answers import FIT
 from spbench.bench.fit.examine import shallow_peak
 from spbench.bench.fit.snapshot import snapshot
-from spbench.bench.fit.verdict import gib, moment_text, ranks_text
+from spbench.bench.fit.verdict import Verdict, gib, moment_text, ranks_text
 from spbench.bench.meters.allocator import replay
 from spbench.bench.meters.memory_log import MemoryLog
 
@@ -73,6 +74,21 @@ def test_a_snapshot_has_the_events_and_the_segments_at_the_end() -> None:
     assert [block["state"] for block in large["blocks"]] == ["active_allocated", "inactive"]
     assert (small["total_size"], small["allocated_size"], small["segment_type"]) == (2 * MIB, 0, "small")
     assert [frame["name"] for frame in events[1]["frames"]] == ["parameters", "forward of step 1"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "words"),
+    [(("oom", "ok", "ok"), "the steps fit, set-up does not: "), (("oom", "oom", "oom"), "")],
+)
+def test_a_setup_that_alone_does_not_fit_is_said(statuses: tuple[str, ...], words: str) -> None:
+    found = {**anatomy(LOG).as_dict(), "ranks": [0], "stage": None, "least_usable_bytes": 2**30}
+    measured = {
+        "by_class": [{"step": step, "status": status} for step, status in enumerate(statuses)],
+        "usable_memory_bytes": 2**29,
+        "meters": {FIT: found},
+    }
+    cell = Cell(model="gpt3-tiny", strategy="single", batch=1, seq_len=8)
+    assert str(Verdict(cell, measured)).startswith(f"fits: no, {words}0.5 GiB are missing, 1.00 of 0.5 GiB ")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,9 @@ def test_most_functional_tests_are_imported() -> None:
 
 @pytest.mark.slow
 def test_what_is_imported_is_a_cell() -> None:
-    for case in cases():
+    found = cases()
+    assert len({(case.case, case.golden) for case in found}) == len(found) == 581
+    for case in found:
         assert isinstance(case.cell, str) == bool(case.job.refusal()), case.cell
 
 
@@ -206,7 +208,7 @@ def test_a_case_of_the_scenario_of_goldens_is_imported_as_it_was_written_by_hand
     """All settings that both have; the import has those too that are the preset's."""
     by_hand = {cell.key: cell for cell in load_scenario("megatron_goldens").cells[""]}
     wanted = next(c for key, c in by_hand.items() if "gpt3-345m/tensor_parallel/dp2xtp4" in key)
-    (case,) = [c for c in cases() if c.case == "gpt3_mcore_tp4_pp1" and c.gpu == "a100"]
+    (case,) = [c for c in cases() if (c.case, c.golden) == ("gpt3_mcore_tp4_pp1", "dev_dgx_a100")]
     assert not isinstance(case.cell, str)
     for name, value in wanted.model_options.items():
         assert case.cell.model_options[name] == value, name

@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock
-from spbench.impls.models.blocks.mixers import Places
+from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttentionMixer
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.strategies.base import Strategy

@@ -17,7 +17,8 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.rotary import rotated
 from spbench.impls.models.blocks.decoder import DecoderModel
-from spbench.impls.models.blocks.mixers import LinearAttention, Places
+from spbench.impls.models.blocks.linear_mixer import LinearAttention
+from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import SEP, causal_language_batches, corpus
 from spbench.impls.models.linear_llama import LinearLlamaModel

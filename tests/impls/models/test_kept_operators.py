@@ -6,7 +6,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.impls.collectives import reduce_from_group
+from spbench.impls.kernels.dropout import DropoutRandom
+from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import model_preset
 from tests.impls.models.test_early_stop import kernels, trace
 from tests.impls.models.test_recomputed_dropout import gradients
@@ -56,6 +62,27 @@ def test_gradients_are_those_without_recomputation(options: dict[str, Any]) -> N
     assert plain.keys() == again.keys()
     for name, gradient in plain.items():
         assert again[name].allclose(gradient, rtol=1e-11, atol=1e-14), name
+
+
+def gradient_of_summed_product(mesh: DeviceMesh, keep: bool) -> list[float]:
+    """Of a weight, in a block whose backward needs the sum of its first product over the ranks."""
+    group = mesh.get_group("tp")
+    weight = torch.ones(2, 2, dtype=torch.float64).requires_grad_()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return reduce_from_group(x @ weight, group) ** 2
+
+    x = torch.full((1, 2), 1.0 + mesh.get_local_rank("tp"), dtype=torch.float64)
+    y = recomputed(block, DropoutRandom(0), x, keep=True) if keep else block(x)
+    y.sum().backward()
+    assert weight.grad is not None
+    return weight.grad.flatten().tolist()
+
+
+def test_a_kept_product_is_summed_over_ranks_once(pool: RankPool) -> None:
+    """In place, it would be summed again when the block runs again, which torch does not allow."""
+    assert pool.run({"tp": 2}, gradient_of_summed_product, False) == [[12.0] * 4, [24.0] * 4]
+    assert pool.run({"tp": 2}, gradient_of_summed_product, True) == [[12.0] * 4, [24.0] * 4]
 
 
 def test_separate_projections_are_of_torch() -> None:

@@ -1,0 +1,58 @@
+"""What depends on the container of PyTorch that a Megatron-LM job runs in, and on the card."""
+
+from __future__ import annotations
+
+import re
+
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.errors import UserError
+from spbench.bench.jobs.megatron_translation import Translation
+
+#: the variable that says the release of NVIDIA's container of PyTorch, and which it sets itself: "24.01"
+CONTAINER = "NVIDIA_PYTORCH_VERSION"
+#: the release with TransformerEngine 1.3: FlashAttention 2 (of 2.4.1 on) also where algorithms must be
+#: deterministic (DotProductAttention of its pytorch/attention.py at v1.2 and at v1.3)
+DETERMINISTIC_FLASH_ATTENTION = (24, 2)
+#: the release with torch 2.12: cuBLAS's workspace on Blackwell is Hopper's
+#: (parseChosenWorkspaceSize, changed by pytorch/pytorch#175344)
+LARGE_WORKSPACE_ON_BLACKWELL = (26, 4)
+#: generations of cards by what is in their names, as NVIDIA numbers what they can do
+_CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
+    "H100": 9,
+    "H200": 9,
+    "H800": 9,
+    "B200": 10,
+}
+
+
+def runs_before(t: Translation, release: tuple[int, int]) -> bool:
+    """Whether the job's container is said, and older than a release (year, month)."""
+    found = _release(t)
+    return found is not None and found < release
+
+
+def runs_since(t: Translation, release: tuple[int, int]) -> bool:
+    """Whether the job's container is said, and is a release (year, month) or newer."""
+    found = _release(t)
+    return found is not None and found >= release
+
+
+def _release(t: Translation) -> tuple[int, int] | None:
+    parts = re.fullmatch(r"(\d\d)\.(\d\d)", t.environment.get(CONTAINER, ""))
+    return (int(parts[1]), int(parts[2])) if parts else None
+
+
+def container_problems(t: Translation) -> list[str]:
+    """What is wrong with how the container is said."""
+    if CONTAINER not in t.environment or _release(t) is not None:
+        return []
+    return [f"{t.spelled(CONTAINER)} is no release of NVIDIA's container, such as 25.09"]
+
+
+def card_of(cluster: str | None) -> tuple[str, int]:
+    """The name of a cluster's card and its generation; ("", 0) where it is not known."""
+    try:
+        card = load_cluster(cluster).device.name if cluster is not None else ""
+    except UserError:
+        card = ""  # told with the cell
+    return card, next((number for part, number in _CAPABILITY.items() if part in card), 0)

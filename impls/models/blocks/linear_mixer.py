@@ -1,0 +1,118 @@
+"""Linear attention as what mixes the tokens in a decoder's layer.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (this
+rank's features of it between projections), Z heads (this rank's), A head size, D size of queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spbench.impls.kernels.rms_norm import rms_norm
+from spbench.impls.models.blocks.decoder_options import DecoderOptions
+from spbench.impls.models.blocks.places import Places
+from spbench.impls.strategies.base import Site, Strategy
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "elu_plus_one": _elu_plus_one}
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """A layer of causal linear attention, its output normalised instead of divided by a sum of keys.
+
+    Attributes:
+        feature_map: a key of FEATURE_MAPS, on queries and keys.
+        decay: the rate of each head of the layer; None: no decay.
+        gated: the normalised output is multiplied by a fourth projection of the input.
+        lrpe: queries and keys turned by LRPE, which doubles their size; see :class:`LinearAttentionMixer`.
+    """
+
+    feature_map: str
+    decay: Sequence[float] | None = None
+    gated: bool = False
+    lrpe: bool = False
+
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        return LinearAttentionMixer(self, model, strategy)
+
+    @property
+    def projections(self) -> int:
+        """Projections [H, H] of the layer's input."""
+        return 4 if self.gated else 3
+
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        """Counts of the layer's parameters, as :class:`SoftmaxAttention` has them."""
+        angles = model.hidden if self.lrpe else 0
+        return {"split": (self.projections + 1) * model.hidden**2 + angles}
+
+    def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
+        """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
+        dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
+        width = (2 if self.lrpe else 1) * model.head_size
+        sites = [Site("linear_attention", 1, dims | {"D": width}, again)]
+        if model.attention_norm == "hidden":
+            sites.append(Site("feature_norm", 1, dims, again))
+        return sites
+
+
+class LinearAttentionMixer(nn.Module):
+    """x [B, L, H] -> [B, L, H].
+
+    Queries, keys and values are handed over as views of the projections, which the feature maps and the gate
+    keep anyway; a kernel that needs them packed makes copies that it does not keep.
+
+    LRPE (TransNormerLLM, arXiv 2307.14995) turns every feature by an angle of its own a position, which it
+    learns: queries and keys x become (x cos, x sin), so that their product depends on the distance.
+    """
+
+    decay: Tensor | None
+
+    def __init__(self, kind: LinearAttention, model: DecoderOptions, strategy: Strategy):
+        super().__init__()
+        self.kind, self.model, self.strategy = kind, model, strategy
+        self.project = strategy.grouped_linear_in(model.hidden, model.hidden, kind.projections)
+        self.out = strategy.linear_out(model.hidden, model.hidden)
+        # in half precision the rates would be other ones
+        precise = torch.float64 if self.out.weight.dtype is torch.float64 else torch.float32
+        decay = None if kind.decay is None else torch.tensor(kind.decay, dtype=precise)
+        self.register_buffer("decay", decay, persistent=False)
+        if kind.lrpe:
+            powers = torch.arange(model.hidden, dtype=torch.float64) / model.hidden
+            self.theta = strategy.feature_parameter(10_000.0 ** (-2 * powers))
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        q, k, v, *gate = self.project(x)
+        q, k, v = (_heads(y, self.model) for y in (q, k, v))
+        features = FEATURE_MAPS[self.kind.feature_map]
+        q, k = features(q), features(k)
+        if self.kind.lrpe:
+            cos, sin = places.turned(self.theta.view(-1, self.model.head_size))
+            q, k = (torch.cat((y * cos, y * sin), -1) for y in (q, k))
+            del cos, sin
+        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention)
+        del q, k, v
+        y = self._normalised(o.transpose(1, 2))
+        del o
+        return self.out.project(y * gate[0] if gate else y)
+
+    def _normalised(self, o: Tensor) -> Tensor:
+        """[B, L, Z, A] -> [B, L, H]."""
+        epsilon, way = self.model.norm_epsilon, self.model.rms_norm
+        if self.model.attention_norm == "hidden":
+            return rms_norm(o.flatten(2), None, epsilon, way=way)
+        return rms_norm(o, None, epsilon, way=way).flatten(2)
+
+
+def _heads(x: Tensor, model: DecoderOptions) -> Tensor:
+    """[B, L, H] -> [B, Z, L, A], a view."""
+    return x.unflatten(-1, (-1, model.head_size)).transpose(1, 2)

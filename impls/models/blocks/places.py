@@ -1,0 +1,57 @@
+"""Where the positions of a rank lie in the sequence, and the angles of RoPE that follow from it.
+
+Shape letters: L sequence (this rank's part of it, where a strategy chunks it), A head size.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from spbench.impls.strategies.base import Strategy
+
+
+class Places:
+    """Where the positions lie in the sequence that this rank has between the projections of a block, and what
+    all layers share that follows from it. Made when first asked for.
+
+    Args:
+        seq_len: of the whole sequence.
+        like: a tensor with the activations' dtype and device.
+    """
+
+    def __init__(self, strategy: Strategy, seq_len: int, like: Tensor):
+        self.strategy, self.seq_len = strategy, seq_len
+        self.dtype, self.device = like.dtype, like.device
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        self._angles: Tensor | None = None
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[L], in a precision for angles: bfloat16 cannot tell position 256 from 257."""
+        precise = torch.float64 if self.dtype is torch.float64 else torch.float32
+        whole = torch.arange(self.seq_len, device=self.device)
+        return self.strategy.block_part(whole, 0).to(precise)
+
+    def turned(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of theta [..., A] times each position: [..., L, A]."""
+        angle = theta.to(self.positions.dtype).unsqueeze(-2) * self.positions.unsqueeze(-1)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+
+    def rotary(self, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+        """RoPE's cos and sin [L, A/2], made for the first layer that asks and kept for the others."""
+        if self._rotary is None:
+            powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.device)
+            self._rotary = self.turned(base ** (-powers / head_size))
+        return self._rotary
+
+    def angles(self, head_size: int, base: float) -> Tensor:
+        """RoPE's angles [L, A], each twice, in at least float32 as libraries hold them; made once."""
+        if self._angles is None:
+            powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.device)
+            theta = (base ** (-powers / head_size)).to(self.positions.dtype)
+            angle = theta * self.positions.unsqueeze(-1)
+            self._angles = torch.cat((angle, angle), -1)
+        return self._angles

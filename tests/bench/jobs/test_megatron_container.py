@@ -1,0 +1,42 @@
+"""What a Megatron-LM job has by the container that it runs in."""
+
+from __future__ import annotations
+
+import pytest
+
+from spbench.bench.errors import UserError
+from tests.bench.jobs.test_megatron import job, settings
+
+
+@pytest.mark.parametrize(
+    ("container", "arguments", "kernel"),
+    [
+        ("24.01", "--deterministic-mode", "unfused"),
+        ("24.01", "", "flash"),
+        ("24.01", "--deterministic-mode --attention-backend flash", "flash"),  # asked for, not chosen
+        ("25.09", "--deterministic-mode", "flash"),
+    ],
+)
+def test_old_containers_have_no_flash_attention_that_is_deterministic(
+    container: str, arguments: str, kernel: str
+) -> None:
+    before = f"export NVIDIA_PYTORCH_VERSION={container}"
+    assert settings(arguments, before=before)["model_options.attention"] == kernel
+
+
+@pytest.mark.parametrize(
+    ("cluster", "container", "config"),
+    [
+        ("dgx-b200", "26.02", None),
+        ("dgx-b200", "26.04", ":4096:8"),
+        ("dgx-h100", "26.04", None),  # as its cluster says
+    ],
+)
+def test_the_workspace_of_cublas_on_blackwell(cluster: str, container: str, config: str | None) -> None:
+    found = settings("", before=f"export NVIDIA_PYTORCH_VERSION={container}", cluster=cluster)
+    assert found.get("training.cublas_workspace") == config
+
+
+def test_a_container_that_is_no_release() -> None:
+    with pytest.raises(UserError, match="NVIDIA_PYTORCH_VERSION=new is no release of NVIDIA's container"):
+        job("", before="export NVIDIA_PYTORCH_VERSION=new").scenario_text()

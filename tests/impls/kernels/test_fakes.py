@@ -1,0 +1,102 @@
+"""Every operator's fake implementation against its real one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spbench.impls import kernels
+from spbench.impls.kernels.flash_attention import flash_attention
+from spbench.impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
+from tests.impls.kernels.made import bits, made
+
+for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    if not module.name.endswith("_triton"):  # these are no operators, and triton is not everywhere
+        import_module(module.name)
+
+HALF = [torch.float16, torch.bfloat16]
+OPS = torch.ops.spbench
+
+
+def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...]]:
+    """Arguments of every operator by its name; ``transposed`` makes the inputs non-contiguous."""
+
+    def tensor(*shape: int, seed: int = 0) -> Tensor:
+        x = made(*shape, dtype=dtype, seed=seed).detach()
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2) if transposed else x
+
+    x, y, row = tensor(2, 3, 8), tensor(2, 3, 8, seed=1), made(8, dtype=dtype, seed=2).detach()
+    kept, scores = bits(2, 3, 8), tensor(2, 2, 4, 8)
+    v, rates = tensor(2, 2, 4, 5, seed=3), torch.tensor([0.0, 0.5])
+    states = linear_attention_states(scores, v, rates, 3)
+    before = linear_attention_states(scores, v, None, 4)[:, :, 1]
+    d_states = linear_attention_state_gradients(scores, v, rates, 3)
+    statistics = made(2, 3, 1, dtype=torch.float32 if dtype in HALF else dtype).detach().abs()
+    q, k = tensor(2, 2, 4, 8, seed=4), tensor(2, 2, 4, 8, seed=5)
+    o, lse = flash_attention(q, k, v, 0.5, True)
+    return {
+        "flash_attention": (q, k, v, 0.5, True),
+        "flash_attention_backward": (o, q, k, v, o, lse, 0.5, True),
+        "masked_scale": (x, kept, 1.25),
+        "bias_dropout_add": (x, row, y, kept, 1.25),
+        "bias_gelu": (x, row),
+        "bias_gelu_backward": (y, x, row),
+        "layer_norm": (x, row, row, 1e-5),
+        "layer_norm_backward": (y, x, statistics, statistics, row, row),
+        "linear_attention_states": (scores, v, rates, 3),
+        "linear_attention_output": (scores, scores, v, rates, states, before, 3),
+        "linear_attention_state_gradients": (scores, v, None, 3),
+        "linear_attention_input_gradients": (scores, scores, v, v, rates, states, None, d_states, before, 3),
+        "rms_norm": (x, row, 1e-6),
+        "rms_norm_backward": (y, x, statistics, row),
+        "rms_norm without a weight": (x, None, 1e-6),
+        "rms_norm_backward without a weight": (y, x, statistics, None),
+        "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5, False),
+        "masked_softmax_backward_": (scores.clone(), scores, 0.5),
+        **_library_arguments(x, y, q, k, lse),
+    }
+
+
+def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the operators of fused libraries; x, y [2, 3, 8], q, k [2, 2, 4, 8], lse [2, 2, 4]."""
+    sums = torch.promote_types(x.dtype, torch.float32)
+    main, matrix, labels = torch.zeros(8, 8, dtype=sums), x[0].mT @ y[0], torch.tensor([[0, 3, 7], [9, 8, 1]])
+    pairs = y.unflatten(-1, (2, 4)).clone()
+    statistics = OPS.cross_entropy_statistics(x, labels, 0).unsqueeze(0)
+    return {
+        "te_mm": (x, matrix),
+        "te_accumulate_mm_": (main, x[0].mT, y[0]),
+        "accumulate_mm_": (main.clone(), x[0].mT, y[0]),
+        "strided_bmm": (q, k.mT, 0.5),
+        "swiglu": (pairs, None),
+        "swiglu_backward": (x[..., :4], pairs, None),
+        "swiglu with a bias": (pairs, pairs[0, 0]),
+        "swiglu_backward with a bias": (x[..., :4], pairs, pairs[0, 0]),
+        "squared_relu": (x,),
+        "squared_relu_backward": (y, x),
+        "rotary": (q, torch.ones(4, 8, dtype=sums), True),
+        "cross_entropy_statistics": (x, labels, 0),
+        "cross_entropy_gradient_": (x.clone(), statistics, labels, 0),
+        "dropout_flash_attention": (q, k, k, 0.5, 3),
+        "dropout_flash_attention_backward": (q, q, k, k, q, lse, 0.5, 3),
+    }
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", _arguments(torch.float32, False))
+def test_fake_is_like_the_real_operator(name: str, dtype: torch.dtype, transposed: bool) -> None:
+    """The declared mutation, and that shapes, dtypes, strides and devices agree."""
+    operator, tests = getattr(OPS, name.split()[0]).default, ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, _arguments(dtype, transposed)[name], test_utils=tests)
+
+
+def test_every_operator_is_checked() -> None:
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("spbench::"))
+    registered = {name.split("::")[1].split(".")[0] for name in names}
+    assert registered == {name.split()[0] for name in _arguments(torch.float32, False)}
