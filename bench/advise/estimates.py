@@ -193,9 +193,7 @@ class Estimates:
         computing = parts * (slowest if layout.pp > 1 else stage + ends) + fill
         return computing + self._backend_s(layout, way, backend, computing / parts, parts)
 
-    def _backend_s(
-        self, layout: Layout, way: WayFigures, backend: str, part_s: float, parts: int
-    ) -> float:
+    def _backend_s(self, layout: Layout, way: WayFigures, backend: str, part_s: float, parts: int) -> float:
         figures, elements = self.backends[backend], self._elements(layout, way)
         sizes = {"dp": layout.dp * layout.pp, **layout.way.axes}  # replicas lie as far apart as stages do
 
@@ -229,4 +227,3 @@ def at_depth(cell: Cell, layers: int) -> Cell:
     if not hasattr(model_preset(*cell.model_arguments), "layers"):
         return cell
     return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
-

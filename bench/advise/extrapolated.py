@@ -8,7 +8,7 @@ same bytes: so both follow from traces of two depths and two counts. Peaks of a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,16 +139,15 @@ def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Mea
     usable = load_cluster(cell.cluster).usable_memory_bytes
     peaks = []
     for at in range(len(shallow.classes)):
-        trace: Callable[[int, int | None], MemoryLog] = lambda _, depth, at=at: (  # noqa: E731
-            by_depth[depth or 0].traces[at].memory
-        )
-        peaks.append(PeakModel(trace, [1], layers)(1))
+
+        def log(_: int, depth: int | None, at: int = at) -> MemoryLog:
+            return by_depth[depth or DEPTHS[0]].traces[at].memory
+
+        peaks.append(PeakModel(log, [1], layers)(1))
     peak = max(peaks)
     fits = usable is None or peak <= usable
     reason = "" if fits else f"about {peak / 2**30:.0f} GiB by traces of few layers"
-    return Measurement(
-        "ok" if fits else "oom", reason, peak_memory_bytes=peak, usable_memory_bytes=usable
-    )
+    return Measurement("ok" if fits else "oom", reason, peak_memory_bytes=peak, usable_memory_bytes=usable)
 
 
 def _set_bytes(found: Measurement, cell: Cell) -> None:

@@ -101,7 +101,7 @@ def ways(question: Question) -> Iterator[Way]:
 
 
 def _meshes(axes: tuple[str, ...], ranks: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Ranks along each axis, 2 or more, that together divide the ranks; every fixed axis must be among them."""
+    """Ranks along each axis, 2 or more, that together divide the ranks, with every fixed axis among them."""
     if any(n > 1 and axis not in (*axes, "dp", "pp") for axis, n in fixed.items() if axis != "micro_batch"):
         return
     if not axes:

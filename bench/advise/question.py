@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.config.choices import names, unknown
@@ -49,8 +48,12 @@ class Question:
 
     def _allowed(self, kind: str, parts: Sequence[str]) -> bool:
         known = names(kind)
-        wanted = [name for name in self.only if name in known or PLUS in name and kind == "strategy"]
-        if wanted and PLUS.join(parts) not in wanted and not set(parts) & {w for w in wanted if PLUS not in w}:
+        wanted = [name for name in self.only if name in known or (PLUS in name and kind == "strategy")]
+        if (
+            wanted
+            and PLUS.join(parts) not in wanted
+            and not set(parts) & {w for w in wanted if PLUS not in w}
+        ):
             return False
         return not set(parts) & set(self.without)
 
@@ -78,12 +81,14 @@ def question(
             raise UserError("--batch-tokens needs --seq-len")
         if batch_tokens < length:
             raise UserError(
-                f"--batch-tokens {batch_tokens}: less than one sequence of {length} tokens; give {length} or more"
+                f"--batch-tokens {batch_tokens}: less than one sequence of {length} tokens; give that or more"
             )
         settings["batch"] = batch_tokens // length
     elif "batch" not in settings and length is not None:
         settings["batch"] = max(1, BATCH_TOKENS // length)
-        remarks.append(f"not said, so taken: batch {settings['batch']} ({BATCH_TOKENS} tokens); --batch-tokens")
+        remarks.append(
+            f"not said, so taken: batch {settings['batch']} ({BATCH_TOKENS} tokens); --batch-tokens"
+        )
     if asked.gpus is not None and asked.gpus > MOST_RANKS:
         raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
     found = subject(words, Asked(asked.cluster, None, asked.strategy, settings))
@@ -108,8 +113,8 @@ def question(
     )
     if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
         raise UserError(
-            f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: see "
-            f"spbench list cluster {cell.cluster}"
+            f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
+            f"see spbench list cluster {cell.cluster}"
         )
     return Question(plain, gpus, only, without, _fixed(fixed), [*remarks, *_said(found.remarks)])
 

@@ -43,7 +43,12 @@ def savings_of(question: Question) -> dict[str, dict[str, Any]]:
 
 
 def cell_of(
-    question: Question, *, batch: int, dp: int = 1, model: Mapping[str, Any] = {}, training: Mapping[str, Any] = {}
+    question: Question,
+    *,
+    batch: int,
+    dp: int = 1,
+    model: Mapping[str, Any] = {},
+    training: Mapping[str, Any] = {},
 ) -> Cell:
     """The question's cell on a mesh of replicas alone."""
     cell = question.cell
@@ -73,8 +78,8 @@ def references(
     for text, settings in savings.items():
         for layers in (1, 2):
             ask("model", text, layers, at_depth(cell_of(question, batch=1, model=settings), layers))
-    training = {} if question.cell.training.step == "inference" else None
-    kinds = [training] if training is not None else backend_settings(question)
+    forward_only = question.cell.training.step == "inference"
+    kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
     for settings in kinds:
         for dp in _REPLICAS:
             made = cell_of(question, batch=dp, dp=dp, training=settings)
@@ -85,8 +90,8 @@ def references(
         if outcome.status in ("ok", "oom"):
             found[looks[cell.key]] = cell, outcome
     return (
-        {text: made for text in savings if (made := _reference(found, text))},
-        {as_text(each): made for each in kinds if (made := _backend(found, as_text(each)))},
+        {text: reference for text in savings if (reference := _reference(found, text))},
+        {text: figures for text in map(as_text, kinds) if (figures := _backend(found, text))},
     )
 
 
@@ -138,11 +143,8 @@ def _backend(found: Found, text: str) -> BackendFigures | None:
 def _sent(cell: Cell, micro_batches: int, elements: float) -> Counter[str]:
     """By collective, what a rank exchanges with its replicas in a step, for each element."""
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
-    made = cell.model_copy(
-        update={"training": training, "batch": cell.sizes.dp * micro_batches}
-    )
+    made = cell.model_copy(update={"training": training, "batch": cell.sizes.dp * micro_batches})
     sent: Counter[str] = Counter()
     for row in plan(made).formula(0):
         sent[row["collective"]] += row["payload_bytes"] * row["count"] / elements
     return sent
-

@@ -18,6 +18,7 @@ from spbench.bench.advise.estimates import Estimates, WayFigures
 from spbench.bench.advise.layouts import (
     Layout,
     Refused,
+    Way,
     backend_settings,
     layouts,
     strategy_settings,
@@ -25,7 +26,7 @@ from spbench.bench.advise.layouts import (
 )
 from spbench.bench.advise.looks import Depth, Look
 from spbench.bench.advise.question import Question
-from spbench.bench.advise.references import AS_IT_IS, as_text, references, savings_of
+from spbench.bench.advise.references import as_text, references, savings_of
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed
@@ -111,8 +112,8 @@ class Found:
     """What a search found.
 
     Attributes:
-        best: that fit, traced whole, the fastest first.
-        of_strategies: the best of each strategy that fits, the fastest first; traced whole or with few layers.
+        best: that fit, traced whole, the fastest first; of each strategy and mesh one.
+        of_strategies: the best of each strategy that fits, the fastest first.
         nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
         counts: what became of how many layouts.
         refused: why which layouts cannot be.
@@ -135,16 +136,14 @@ class Search:
         say: told what is done.
     """
 
-    def __init__(
-        self, question: Question, answers: Answers, say: Callable[[str], None] = lambda text: None
-    ):
+    def __init__(self, question: Question, answers: Answers, say: Callable[[str], None] = lambda text: None):
         self.question, self.answers, self.say = question, answers, say
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
         self.savings = savings_of(question)
         self.backends = {as_text(each): each for each in backend_settings(question)}
         self.found = Found()
         self.seen: dict[str, Seen] = {}
-        #: of each strategy, and of each way: seconds traced over estimated, and bytes
+        #: traced over estimated: seconds of each strategy and way; bytes of each strategy, way and backend
         self.slower: dict[str, list[float]] = defaultdict(list)
         self.larger: dict[str, list[float]] = defaultdict(list)
 
@@ -198,9 +197,7 @@ class Search:
                         )
         return found
 
-    def _figures(
-        self, estimates: Estimates, way: Any
-    ) -> tuple[WayFigures | None, Mapping[str, Any]]:
+    def _figures(self, estimates: Estimates, way: Way) -> tuple[WayFigures | None, Mapping[str, Any]]:
         """With the first of the strategy's settings that can be."""
         reason = ""
         for options in strategy_settings(way.strategy):
@@ -289,11 +286,11 @@ class Search:
         return candidate.estimated_s * min(self.slower[candidate.strategy]) / _MARGIN
 
     def _bytes(self, candidate: Candidate) -> float:
-        """Bytes that a candidate takes at the least, as far as is known."""
-        if known := self.larger.get(str(candidate.layout.way)):
+        """Bytes that a candidate takes at the least, as far as is known: by traces of the same way and
+        backend, or else by the estimate."""
+        if known := self.larger.get(_states(candidate)):
             return candidate.estimated_bytes * min(known) / _MARGIN
-        known = self.larger.get(candidate.strategy)
-        return candidate.estimated_bytes * (min(known) / _MARGIN if known else 1 / _TOO_LARGE)
+        return candidate.estimated_bytes * min([1.0, *self.larger[candidate.strategy]]) / _MARGIN
 
     def _look(self, chosen: Mapping[int, Candidate]) -> None:
         cells = {}
@@ -307,6 +304,7 @@ class Search:
                 self.seen[made.cell.key] = seen
                 for name in (candidate.strategy, str(candidate.layout.way)):
                     self.slower[name].append(seen.step_s / candidate.estimated_s)
+                for name in (candidate.strategy, _states(candidate)):
                     self.larger[name].append(seen.peak / candidate.estimated_bytes)
             else:
                 self.found.refused.add(f"{candidate.layout.way} {made.mesh_text}", outcome.reason)
@@ -336,11 +334,14 @@ class Search:
             self._trace_whole(chosen)
         if not self.fitting():
             return
-        near = [s for s in self._best_of(lambda cell: cell.strategy) if s.step_s < _FAR * self.fitting()[0].step_s]
+        near = [
+            s for s in self._best_of(lambda cell: cell.strategy) if s.step_s < _FAR * self.fitting()[0].step_s
+        ]
         self._trace_whole([s for s in near[:BEST] if s.depth != "all_layers"])
 
     def _trace_whole(self, chosen: Sequence[Seen]) -> None:
-        self.say(f"tracing the best {len(chosen)} with all layers")
+        if chosen:
+            self.say(f"tracing {len(chosen)} of the best with all layers")
         cells = {made.key: made for s in chosen if (made := Look.at(s.cell, "all_layers"))}
         for key, outcome in self._outcomes([*cells.values()]):
             seen = self.seen[cells[key].cell.key]
@@ -417,10 +418,12 @@ class Search:
         )
 
 
+def _states(candidate: Candidate) -> str:
+    """What layouts have in common whose states of training are divided alike."""
+    return f"{candidate.layout.way} {as_text(candidate.training)}"
+
+
 def _pipelined(training: Mapping[str, Any]) -> bool:
     from spbench.impls.registries import backend_class
 
     return backend_class(training["backend"]).pipelined if "backend" in training else True
-
-
-__all__ = ["AS_IT_IS", "BEST", "Candidate", "Found", "Search", "Seen"]
