@@ -8,39 +8,29 @@ any of its strategy was, would be among the best.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
-from spbench.bench.advise.estimates import Estimates, WayFigures
-from spbench.bench.advise.layouts import (
-    Layout,
-    Refused,
-    Way,
-    backend_settings,
-    layouts,
-    strategy_settings,
-    ways,
-)
+from spbench.bench.advise.candidates import Candidate, Learned, candidates
+from spbench.bench.advise.estimates import Estimates
+from spbench.bench.advise.layouts import Refused, strategy_settings
 from spbench.bench.advise.looks import Depth, Look
 from spbench.bench.advise.question import Question
-from spbench.bench.advise.references import as_text, references, savings_of
-from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.advise.references import references, savings_of
+from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed
 from spbench.bench.errors import UserError
 from spbench.bench.fit.answers import Answers
 from spbench.bench.measurement import Outcome
-from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
 
 #: layouts that are traced with few layers at once, a worker
 _AT_ONCE = 4
 #: so many of the best are wanted, and traced whole
 BEST = 5
-#: an estimate may be off by this much more than any of its strategy so far, and of the same ranks along axes
-_MARGIN, _MARGIN_OF_WAY = 1.1, 1.02
 #: so many layouts are traced with few layers at the most
 _MOST_LOOKS = 120
 #: until a layout of a strategy was traced, its estimates may be too high, or too low, by so much
@@ -48,31 +38,7 @@ _UNKNOWN = 1.6
 #: of the estimated memory, from which a layout is not traced
 _TOO_LARGE = 1.25
 #: a strategy that is so much slower than the best is not looked at more closely
-_FAR = 2.5
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with a backend and settings of the model.
-
-    Attributes:
-        estimated_s, estimated_bytes: of a step, and of the fullest rank.
-        options: of the strategy.
-        training: backend and its options.
-        saving: of the model, as text.
-    """
-
-    layout: Layout
-    options: Mapping[str, Any]
-    training: Mapping[str, Any]
-    saving: str
-    estimated_s: float
-    estimated_bytes: float
-
-    @property
-    def strategy(self) -> str:
-        """Its name."""
-        return self.layout.way.strategy
+_FAR = 1.5
 
 
 @dataclass
@@ -139,13 +105,11 @@ class Search:
     def __init__(self, question: Question, answers: Answers, say: Callable[[str], None] = lambda text: None):
         self.question, self.answers, self.say = question, answers, say
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
-        self.savings = savings_of(question)
-        self.backends = {as_text(each): each for each in backend_settings(question)}
+        #: a layout that takes more is not traced
+        self.most_bytes = self.usable
         self.found = Found()
         self.seen: dict[str, Seen] = {}
-        #: traced over estimated: seconds of each strategy and way; bytes of each strategy, way and backend
-        self.slower: dict[str, list[float]] = defaultdict(list)
-        self.larger: dict[str, list[float]] = defaultdict(list)
+        self.learned = Learned()
 
     def run(self) -> Found:
         """Search.
@@ -154,87 +118,23 @@ class Search:
             UserError: no layout is possible.
         """
         self.say("small traces of the model and of the backends")
-        estimates = Estimates(
-            self.question.cell,
-            self.question.gpus,
-            *references(self.question, self.answers, self.savings),
-        )
-        candidates = self._candidates(estimates)
-        if not candidates:
+        savings = savings_of(self.question)
+        known = references(self.question, self.answers, savings)
+        estimates = Estimates(self.question.cell, self.question.gpus, *known)
+        every = [*candidates(self.question, estimates, savings, self.found.refused)]
+        if not every:
             reasons = Counter(self.found.refused.reasons.values()).most_common(1)
             why = f": {reasons[0][0]}" if reasons else "; see --only, --without and --fixed"
             raise UserError(f"no layout of {self.question.gpus} GPUs is possible{why}")
-        waiting = self._small_enough(candidates)
-        self.say(f"{len(candidates)} layouts, of which {len(waiting)} may fit")
+        waiting = [c for c in every if c.estimated_bytes <= _TOO_LARGE * self.usable]
+        if not waiting:  # the nearest that would fit is asked for
+            waiting = sorted(every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
+            self.most_bytes = float("inf")
+        self.say(f"{len(every)} layouts, of which {len(waiting)} may fit")
         self._few_layers(waiting)
         self._whole()
-        self._conclude(candidates, waiting)
+        self._conclude(every, waiting)
         return self.found
-
-    # -- candidates ------------------------------------------------------------------------------------
-
-    def _candidates(self, estimates: Estimates) -> list[Candidate]:
-        found: list[Candidate] = []
-        for way in ways(self.question):
-            figures, options = self._figures(estimates, way)
-            if figures is None:
-                continue
-            for layout in layouts(self.question, way, estimates.layers, self.found.refused):
-                for text in estimates.backends:
-                    training = self.backends.get(text, {})
-                    if layout.pp > 1 and not _pipelined(training):
-                        continue
-                    for saving in estimates.references:
-                        found.append(
-                            Candidate(
-                                layout,
-                                options,
-                                training,
-                                saving,
-                                estimates.time(layout, figures, text, saving),
-                                estimates.memory(layout, figures, text, saving),
-                            )
-                        )
-        return found
-
-    def _figures(self, estimates: Estimates, way: Way) -> tuple[WayFigures | None, Mapping[str, Any]]:
-        """With the first of the strategy's settings that can be."""
-        reason = ""
-        for options in strategy_settings(way.strategy):
-            try:
-                return estimates.figures(way, options), options
-            except Unsupported as refusal:
-                reason = str(refusal)
-        self.found.refused.add(str(way), reason)
-        return None, {}
-
-    def _small_enough(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those whose estimated memory may fit; if there are none, the smallest."""
-        small = [c for c in candidates if c.estimated_bytes <= _TOO_LARGE * self.usable]
-        return small or sorted(candidates, key=lambda c: c.estimated_bytes)[: 2 * BEST]
-
-    def cell(self, candidate: Candidate) -> Cell:
-        """The cell of a candidate."""
-        layout, asked = candidate.layout, self.question.cell
-        batch, _ = asked.shape
-        training = {
-            **asked.training.model_dump(exclude_defaults=True),
-            **candidate.training,
-            "micro_batches": batch // (layout.dp * layout.micro_batch),
-        }
-        if asked.training.step == "inference":
-            training.pop("micro_batches")
-        if layout.virtual_stages > 1:
-            training |= {"schedule": "interleaved", "virtual_stages": layout.virtual_stages}
-        return asked.model_copy(
-            update={
-                "strategy": candidate.strategy,
-                "strategy_options": dict(candidate.options),
-                "sizes": Sizes(**layout.sizes),
-                "model_options": {**asked.model_options, **self.savings[candidate.saving]},
-                "training": TrainingOptions.model_validate(training),
-            }
-        )
 
     # -- few layers ------------------------------------------------------------------------------------
 
@@ -243,7 +143,7 @@ class Search:
         while batch := self._next(waiting):
             for candidate in batch:
                 waiting.remove(candidate)
-            self._look({id(c): c for c in batch})
+            self._look(batch)
             fitting = self.fitting()
             if fitting:
                 best = fitting[0]
@@ -260,52 +160,32 @@ class Search:
         far = _FAR * best[0].step_s if best else float("inf")
         chosen: list[Candidate] = []
         begun: set[str] = set()
-        for candidate in sorted(waiting, key=self._expected_s):
-            name, way = candidate.strategy, str(candidate.layout.way)
+        for candidate in sorted(waiting, key=self.learned.expected_s):
+            name, way = candidate.strategy, candidate.way
             if len(chosen) >= min(_AT_ONCE * self.answers.jobs, _MOST_LOOKS - len(self.seen)):
                 break
-            if way in begun or self._bytes(candidate) > self.usable:
+            if way in begun or self.learned.least_bytes(candidate) > self.most_bytes:
                 continue
-            if name not in self.slower:
+            if not self.learned.knows(name):
                 if name in begun or candidate.estimated_s / _UNKNOWN > far:
                     continue
-            elif self._least_s(candidate) > bar:
+            elif self.learned.least_s(candidate) > bar:
                 continue
-            begun |= {name, way} if name not in self.slower else {way}
+            begun |= {name, way} if not self.learned.knows(name) else {way}
             chosen.append(candidate)
         return chosen
 
-    def _expected_s(self, candidate: Candidate) -> float:
-        name, way = candidate.strategy, str(candidate.layout.way)
-        return candidate.estimated_s * median(self.slower.get(way) or self.slower.get(name) or [1.0])
-
-    def _least_s(self, candidate: Candidate) -> float:
-        """Seconds that a candidate takes at the least, as far as is known."""
-        if known := self.slower.get(str(candidate.layout.way)):
-            return candidate.estimated_s * min(known) / _MARGIN_OF_WAY
-        return candidate.estimated_s * min(self.slower[candidate.strategy]) / _MARGIN
-
-    def _bytes(self, candidate: Candidate) -> float:
-        """Bytes that a candidate takes at the least, as far as is known: by traces of the same way and
-        backend, or else by the estimate."""
-        if known := self.larger.get(_states(candidate)):
-            return candidate.estimated_bytes * min(known) / _MARGIN
-        return candidate.estimated_bytes * min([1.0, *self.larger[candidate.strategy]]) / _MARGIN
-
-    def _look(self, chosen: Mapping[int, Candidate]) -> None:
+    def _look(self, chosen: Sequence[Candidate]) -> None:
         cells = {}
-        for candidate in chosen.values():
-            made = Look.at(self.cell(candidate), "few_layers")
+        for candidate in chosen:
+            made = Look.at(candidate.cell(self.question.cell), "few_layers")
             cells[made.key] = candidate, made
         for key, outcome in self._outcomes([made for _, made in cells.values()]):
             candidate, made = cells[key]
             if outcome.status in ("ok", "oom"):
                 seen = Seen(made.cell, outcome, "few_layers", candidate.estimated_s)
                 self.seen[made.cell.key] = seen
-                for name in (candidate.strategy, str(candidate.layout.way)):
-                    self.slower[name].append(seen.step_s / candidate.estimated_s)
-                for name in (candidate.strategy, _states(candidate)):
-                    self.larger[name].append(seen.peak / candidate.estimated_bytes)
+                self.learned.add(candidate, seen.step_s, seen.peak)
             else:
                 self.found.refused.add(f"{candidate.layout.way} {made.mesh_text}", outcome.reason)
                 self.found.counts["cannot be run"] += 1
@@ -381,8 +261,6 @@ class Search:
 
     def _partial(self, cell: Cell) -> Iterator[Mapping[str, Any]]:
         """Of a cell that saves memory, what saves less of it."""
-        from spbench.impls.models.model import model_preset
-
         if cell.model_options != self.question.cell.model_options:
             model = model_preset(*self.question.cell.model_arguments)
             for each in model.savings(cell.sizes.pp * cell.training.virtual_stages):
@@ -397,7 +275,7 @@ class Search:
             best.setdefault(kind(seen.cell), seen)
         return [*best.values()]
 
-    def _conclude(self, candidates: Sequence[Candidate], waiting: Sequence[Candidate]) -> None:
+    def _conclude(self, every: Sequence[Candidate], waiting: Sequence[Candidate]) -> None:
         found, fitting = self.found, self.fitting()
         found.traced = [*self.seen.values()]
         whole = [s for s in fitting if s.depth == "all_layers"]
@@ -405,7 +283,7 @@ class Search:
         found.of_strategies = self._best_of(lambda cell: cell.strategy)
         if not fitting and self.seen:
             found.nearest = min(self.seen.values(), key=lambda s: s.peak)
-        too_large = sum(c.estimated_bytes > _TOO_LARGE * self.usable for c in candidates)
+        too_large = sum(c.estimated_bytes > _TOO_LARGE * self.usable for c in every)
         found.counts |= Counter(
             {
                 "cannot be": len(found.refused.reasons),
@@ -413,17 +291,6 @@ class Search:
                 "too slow by the estimate, or too large after traces of their strategy": len(waiting),
                 "traced with few layers": len(self.seen),
                 "of these with all layers": sum(s.depth == "all_layers" for s in found.traced),
-                "looked at": len(candidates) + len(found.refused.reasons),
+                "looked at": len(every) + len(found.refused.reasons),
             }
         )
-
-
-def _states(candidate: Candidate) -> str:
-    """What layouts have in common whose states of training are divided alike."""
-    return f"{candidate.layout.way} {as_text(candidate.training)}"
-
-
-def _pipelined(training: Mapping[str, Any]) -> bool:
-    from spbench.impls.registries import backend_class
-
-    return backend_class(training["backend"]).pipelined if "backend" in training else True
