@@ -2,14 +2,18 @@
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.calibration import operator_times
 from spbench.bench.calibration.compute_rates import SMALL
+from spbench.bench.calibration.rate_points import RateSweep
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.measurement import run_cell
@@ -26,18 +30,33 @@ groups:
 """
 
 
+Work = Callable[[DeviceMesh, Cell], Any]
+
+
+def freeing_little(mesh: DeviceMesh, cell: Cell, work: Work) -> Any:
+    """The work of a rank, which otherwise writes gigabytes to see what it takes to free them."""
+    with mock.patch.object(operator_times, "_FREED_BYTES", (2**20, 2**22)):
+        return work(mesh, cell)
+
+
 @pytest.fixture
 def on_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of the pool instead of new ones."""
+    """Ranks of the pool in place of new ones, few short samples, and no figure, which has its own tests."""
 
-    def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any]:
-        return dict(enumerate(pool.run(cell.mesh_sizes, work, cell)))
+    def launch(cell: Cell, work: Work) -> dict[int, Any]:
+        return dict(enumerate(pool.run(cell.mesh_sizes, freeing_little, cell, work)))
+
+    def draw(rates: Sequence[Any], title: str, output: Path) -> list[Path]:
+        return [output.with_suffix(suffix) for suffix in (".png", ".svg", ".pdf")]
 
     monkeypatch.setattr("spbench.bench.engines.distributed.launch", launch)
-    monkeypatch.setattr("spbench.bench.commands.machine_report.LADDER", (SMALL,))
+    report = "spbench.bench.commands.machine_report"
+    monkeypatch.setattr(f"{report}.LADDER", (SMALL,))
+    monkeypatch.setattr(f"{report}.RateSweep", partial(RateSweep, samples=2, sample_s=0.002))
+    monkeypatch.setattr(f"{report}.draw_machine_rates", draw)
 
 
-def measure(command_line: Run) -> None:
+def measure(command_line: Run, samples: int = 5) -> None:
     code, out, err = command_line("calibrate", "--engine", "distributed", *TINY, "--output", "ours.yaml")
     assert code == 0, err
     assert "| all_reduce " in out
@@ -52,14 +71,14 @@ def measure(command_line: Run) -> None:
     sizes = {row["nbytes"] for row in rows if row["operation"] == "all_to_all"}
     assert sizes == {"64", "4096"}
     assert {row["wrong"] for row in rows} == {"0"}
-    assert len([row for row in rows if row["operation"] == "matrix product"]) == 4 * 5
+    assert len([row for row in rows if row["operation"] == "matrix product"]) == 4 * samples
 
 
 def test_a_measured_cluster_can_be_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run, on_pool: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    measure(command_line)
+    measure(command_line, samples=2)
     found = run_cell(SMALL.model_copy(update={"cluster": "ours.yaml"}))
     assert found.step_time_s is not None
     assert found.step_time_s > 0

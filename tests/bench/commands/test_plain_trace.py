@@ -11,12 +11,22 @@ import pytest
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.engines import virtual
+from spbench.bench.engines import trace_cache, virtual
 from spbench.bench.measurement import Outcome
 from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.sweep.sweep import as_row
 from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
+from tests.bench.sweep.test_digest import sweep_here
+
+#: a step of each: all operators alike, and loops of a ring, of which the quick way runs a few steps
+SMALL = """
+title: Two small steps
+defaults: {cluster: piz-daint-p100, model: bert-tiny, batch: 4, seq_len: 64, precision: fp16}
+groups:
+  - {strategy: tensor_parallel, sizes: {tp: 2}}
+  - {strategy: ring_self_attention, sizes: {sp: 8}}
+"""
 
 
 def measurements(folder: Path) -> dict[str, Any]:
@@ -27,10 +37,10 @@ def measurements(folder: Path) -> dict[str, Any]:
     return {row["key"]: (row["status"], row["reason"], row["measurement"]) for row in rows}
 
 
-def both(command_line: Run, scenario: str, folder: Path, *narrowing: str) -> None:
+def both(command_line: Run, scenario: str, folder: Path) -> None:
     """Run a scenario in both ways, and compare all that was measured."""
     for name, way in (("plain", "--plain-trace"), ("quick", "--fresh")):
-        words = ["run", "--scenario", scenario, "--output", str(folder / name), *narrowing, way]
+        words = ["run", "--scenario", scenario, "--output", str(folder / name), way]
         code, _, messages = command_line(*words)
         assert code == 0, messages
         assert (folder / "cache" / "traces").exists() == (name == "quick")
@@ -40,10 +50,11 @@ def both(command_line: Run, scenario: str, folder: Path, *narrowing: str) -> Non
 def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "small.yaml").write_text(SCENARIO)
+    """In this process, which keeps traces as a worker does."""
+    (tmp_path / "small.yaml").write_text(SMALL)
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    narrowing = ("--strategy", "tensor_parallel", "--world-size", "2", "--variant", "steady")
-    both(command_line, str(tmp_path / "small.yaml"), tmp_path, *narrowing)
+    monkeypatch.setattr("spbench.bench.sweep.sweep.sweep", trace_cache.used()(sweep_here))
+    both(command_line, str(tmp_path / "small.yaml"), tmp_path)
     assert virtual.PLAIN_TRACE not in os.environ
 
 

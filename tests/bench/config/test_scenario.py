@@ -8,6 +8,7 @@ import yaml
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import cluster_names, load_cluster
+from spbench.bench.config import expand
 from spbench.bench.config.choices import refusal
 from spbench.bench.config.scenario import Scenario, load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells, narrowed_cells
@@ -130,7 +131,7 @@ WRONG_ELSEWHERE: list[tuple[str, Any, str]] = [
     ("groups[1].training", {"backend": "zero3", "gradients": "stale"}, "training.gradients: unknown key"),
     ("groups[1].sizes.dp", 2**16, "groups[1].sizes: dp65536xsp4 are 262144 ranks; there can be 131072"),
     ("groups[1].model_options.heads", 7, "groups[1].model_options: hidden 48 is not divisible by heads 7"),
-    ("defaults.batch", [*range(1, 100_001)], "groups[0]: there are more than 100000 cells; leave out"),
+    ("defaults.batch", [*range(1, 1001)], "groups[0]: there are more than 1000 cells; leave out"),
     ("defaults.search", None, "groups[0].seq_len: is missing; give it, or a search for it"),
     ("groups[0].sizes.tp", [2, 2], "is declared twice here; leave one out"),
     ("claims[0].numerator.world", 9, "claims[0].numerator: no group declares a cell with"),
@@ -162,8 +163,9 @@ def test_an_option_of_the_backend_is_part_of_a_cells_key_where_it_is_not_the_def
     [*((path, value, f"{path}: {message}") for path, value, message in WRONG), *WRONG_ELSEWHERE],
 )
 def test_wrong_content_is_one_line_with_file_and_key(
-    tmp_path: Path, path: str, value: Any, message: str
+    tmp_path: Path, path: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(expand, "MOST_CELLS", 1000)
     file = write(tmp_path, changed(**{path.replace("[", "__").replace("]", "").replace(".", "__"): value}))
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
         load_scenario(file)

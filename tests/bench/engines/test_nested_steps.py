@@ -34,7 +34,14 @@ def cell_of(strategy: str, model: str, sizes: dict[str, int], changes: dict[str,
     return Cell(model=model, strategy=strategy, sizes=Sizes(**sizes), **fields)
 
 
-@pytest.mark.parametrize(("strategy", "model", "changes"), CELLS, ids=[cell[0] for cell in CELLS])
+#: each strategy around, and what is within: attention in turns, in a ring, and states
+ALWAYS = ("megatron_sp+ring_self_attention", "ulysses+ring_attention", "tensor_parallel+lasp")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "changes"),
+    [pytest.param(*of, id=of[0], marks=[] if of[0] in ALWAYS else pytest.mark.slow) for of in CELLS],
+)
 def test_virtual_ranks_are_as_real_ones(
     pool: RankPool, strategy: str, model: str, changes: dict[str, Any]
 ) -> None:

@@ -79,9 +79,9 @@ def check(cell: Cell, traced: list[int]) -> set[int]:
         # Adam's moments are made by the first of two steps, and gradients summed in the last backward
         ({"training": {"backend": "megatron", "moments": "later", "steps": 2}}, {1}),
         # the first and the last of a ring do not do the same; what a stage sends is gathered on the next
-        ({"strategy": "megatron_sp+lasp", "sizes": {"pp": PP, "tp": 2, "sp": 2}, "model": "tnl-tiny",
+        slow({"strategy": "megatron_sp+lasp", "sizes": {"pp": PP, "tp": 2, "sp": 2}, "model": "tnl-tiny",
           "model_options": {"layers": PP, "attention_norm": "head"}}, {1}),
-        (
+        slow(
             {"training": {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 8}, "batch": 8,
              "model_options": {"layers": 2 * PP}},
             set(),
@@ -104,7 +104,7 @@ def test_deeper_pipelines(pp: int, backend: str, traced: list[int]) -> None:
     assert check(cell, traced) == set(range(1, pp - 6))
 
 
-def test_without_events(traced: list[int]) -> None:
+def test_without_events(kept_traces: None, traced: list[int]) -> None:
     quick = virtual.trace_classes(cell_of())
     assert [trace.program for trace in quick.traces] == [None] * PP
     assert len(traced) == PP - 1
@@ -133,7 +133,7 @@ def layers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecoderBlock, "__init__", numbered)
 
 
-@pytest.mark.parametrize("setting", [at_the_eighth_micro_batch, layers_of_their_own])
+@pytest.mark.parametrize("setting", [at_the_eighth_micro_batch, slow(layers_of_their_own)])
 def test_stages_that_differ_otherwise_are_traced(
     setting: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, traced: list[int]
 ) -> None:
@@ -156,6 +156,7 @@ def a_kernel_slower(trace: Trace) -> Trace:
 @pytest.mark.parametrize(("fault", "field"), [(a_storage_larger, "sizes"), (a_kernel_slower, "flops")])
 @pytest.mark.parametrize("proof", [True, slow(False)])
 def test_a_fault_is_seen(
+    kept_traces: None,
     fault: Callable[[Trace], Trace],
     field: str,
     proof: bool,

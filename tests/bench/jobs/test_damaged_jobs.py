@@ -1,7 +1,11 @@
-"""Files of jobs with a mistake: one line says what, or another job is what they are."""
+"""Files of jobs with a mistake: one line says what, or another job is what they are.
+
+SPBENCH_FUZZ is how many mistakes are made in each job; by default a few, so that it is quick.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 
@@ -11,6 +15,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFile
 from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of
+
+MISTAKES = int(os.environ.get("SPBENCH_FUZZ", "15"))
 
 
 def mutated(content: bytes, random: random.Random) -> bytes:
@@ -52,7 +58,7 @@ def test_a_mistake_is_one_line_or_another_job(name: str) -> None:
     """Never a traceback; and what is still a job says so of every key."""
     kind, names = JOBS[name]
     dice = random.Random(7)
-    for _ in range(15):
+    for _ in range(MISTAKES):
         files = [JobFile(INPUTS / each, (INPUTS / each).read_bytes()) for each in names]
         place = dice.randrange(len(files))
         if files[place].path.name == "config.json":

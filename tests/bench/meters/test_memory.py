@@ -23,6 +23,7 @@ from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.layout import Unsupported
 from tests.bench.engines.cells import cell_of
+from tests.slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +260,7 @@ def test_checkpointing_lowers_the_peak(strategy: str, axis: str) -> None:
     assert peaks[1].held["parameters"] == peaks[0].held["parameters"]
 
 
-@pytest.mark.parametrize("plain", ["", "1"])
+@pytest.mark.parametrize("plain", ["", slow("1")])
 def test_more_bytes_than_64_bits_count(monkeypatch: pytest.MonkeyPatch, plain: str) -> None:
     """The scores of 2**28 positions are out of memory, those of 2**29 have too large a sum, and of 2**30 not
     even a fake tensor can be."""

@@ -115,15 +115,15 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
         return real(cell, rank, events=events)
 
     monkeypatch.setattr(virtual, "trace", counted)
-    cell = searching(tmp_path, 512, RSA, 2, LENGTH, batch=8, model_options={"layers": 6})
+    cell = searching(tmp_path, 128, RSA, 2, LENGTH, batch=8, model_options={"layers": 5})
     found = largest_that_fits(cell)
     assert_proved(cell, found)
-    assert traced.count(6) == len(found.proof) <= 3
-    assert set(traced) == {2, 3, 6}
+    assert traced.count(5) == len(found.proof) <= 3
+    assert set(traced) == {2, 3, 5}
     assert len(traced) <= 12
 
 
-@pytest.mark.parametrize("stages", [slow(1), 2])
+@pytest.mark.parametrize("stages", [1, slow(2)])
 def test_timed_search_times_its_answer(stages: int) -> None:
     search = SearchRequest(quantity="batch", step=4, timed=True)
     sizes = Sizes(pp=stages, sp=2)
