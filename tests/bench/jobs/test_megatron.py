@@ -152,6 +152,8 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "sizes, which are 3"),
         ("--global-batch-size 9",
          "--global-batch-size 9 is no multiple of --micro-batch-size 2 x 8 replicas"),
+        ("--use-torch-fsdp2 --untie-embeddings-and-output-weights",
+         "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion"),
         ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2",
          "--num-experts 8, --expert-model-parallel-size 2: a mixture of experts: not modelled"),
         ("--fp8-format hybrid", "--fp8-format hybrid: products in 8 bits: not modelled"),
@@ -171,6 +173,11 @@ def test_what_a_job_cannot_be_is_told_in_a_line(arguments: str, problem: str) ->
     with pytest.raises(UserError) as error:
         job(arguments).scenario_text()
     assert str(error.value) == f"train.sh: {problem}"
+
+
+def test_sequences_are_cut_into_two_chunks_a_rank() -> None:
+    made = job("--context-parallel-size 8", sizes=SIZES.replace("128", "136"))
+    assert made.refusal() == "--seq-length 136 is no multiple of 2 x --context-parallel-size 8"
 
 
 def test_gpus_and_cluster_must_be_known() -> None:
