@@ -13,6 +13,9 @@ CONTAINER = "NVIDIA_PYTORCH_VERSION"
 #: the release with TransformerEngine 1.3: FlashAttention 2 (of 2.4.1 on) also where algorithms must be
 #: deterministic (DotProductAttention of its pytorch/attention.py at v1.2 and at v1.3)
 DETERMINISTIC_FLASH_ATTENTION = (24, 2)
+#: the release with TransformerEngine 1.10, to which a BertModel gives the mask of its keys
+#: (bert_model.py of Megatron-Core, _sanity_check_attention_and_get_attn_mask_dimension)
+MASK_OF_KEYS = (24, 9)
 #: the release with torch 2.12: cuBLAS's workspace on Blackwell is Hopper's
 #: (parseChosenWorkspaceSize, changed by pytorch/pytorch#175344)
 LARGE_WORKSPACE_ON_BLACKWELL = (26, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spbench.bench.jobs.megatron_attention import ignore_absent_fusions, rotary, set_attention
+from spbench.bench.jobs.megatron_container import CONTAINER, MASK_OF_KEYS, runs_before
 from spbench.bench.jobs.megatron_translation import Translation
 
 #: words of tokenizers that need no file to be known: GPT-2's, and BERT's two
@@ -166,7 +167,12 @@ def _set_bert(t: Translation, local: bool) -> None:
     core = "of Megatron-Core's BertModel"
     t.set("model_options.pre_norm", True, note=f"norms before each half of a layer, {core}")
     t.set("model_options.embedding_norm", False, note=f"none after the embedding, {core}")
-    t.set("model_options.mask_shape", "square", note=f"queries and keys, {core}")
+    if local:
+        t.set("model_options.mask_shape", "square", note=f"queries and keys, {core}")
+    elif runs_before(t, MASK_OF_KEYS):
+        t.set("model_options.mask_shape", "square", CONTAINER, note=f"queries and keys, {core}")
+    else:
+        t.set("model_options.mask_shape", "by_layer", note="TransformerEngine's, of the keys' mask")
 
 
 def _set_layers(t: Translation) -> None:

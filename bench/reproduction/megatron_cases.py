@@ -3,7 +3,7 @@ a step would be, and how far that is from the golden values at hand.
 
 A case is imported from its arguments and its environment alone, once for each of its golden values: with the
 machine that these name, and the container that Megatron-LM's tests ran in at the commit that recorded them.
-Nothing here is chosen by looking at golden values, but for the words of BERT's vocabulary (:data:`ADDED`).
+Nothing here is chosen by looking at golden values, but for the words of a BERT's vocabulary (:data:`WORDS`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ _NODE, _SMALL_NODE = 8, 4
 #: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md
 #: has why); 64, which its parallel sizes make; one, as its batch is one micro-batch
 _MACHINES = {"gpt3_15b_8t_release": 256, "bert_release": 64, "gpt3_mcore_reruns_resume_check_grads": 1}
-#: arguments that the files which a case names stand for, by the start of its name: the words of a vocabulary.
-#: 256,000 of Nemotron-4's (arXiv 2402.16819); BERT's are inferred (scenarios/megatron_goldens.yaml)
-ADDED: Mapping[str, Mapping[str, Any]] = {
-    "gpt3_15b_8t_release": {"vocab-size": 256000},
-    "bert": {"vocab-size": 28996},
-}
+#: arguments that the files which a case names stand for, by the start of its name: the words of a vocabulary,
+#: 256,000 of Nemotron-4's (arXiv 2402.16819)
+_ADDED: Mapping[str, Mapping[str, Any]] = {"gpt3_15b_8t_release": {"vocab-size": 256000}}
+#: ... and words by the file of these: of the first data set that BERT's tests had, inferred
+#: (scenarios/megatron_goldens.yaml); later ones have BERT's uncased 30522, the tokenizer's default
+#: (tools/common_pile_dataset of Megatron-LM)
+WORDS = {"${DATA_PATH}/vocab.txt": 28996}
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def cases() -> list[Case]:
         for golden in row["goldens"].split():
             then = of_golden[row["case"], golden]
             changed = json.loads(then["args"] or "{}")
-            arguments = {**json.loads(row["args"]), **changed, **_by_name(ADDED, row["case"], {})}
+            arguments = {**json.loads(row["args"]), **changed, **_by_name(_ADDED, row["case"], {})}
+            if (words := WORDS.get(arguments.get("vocab-file", ""))) is not None:
+                arguments["vocab-size"] = words
             variables = {CONTAINER: then["container"], **json.loads(row["env"])}
             content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
             text = json.dumps(content)  # which is YAML too

@@ -82,7 +82,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
         if self.linformer:
             return always
-        pre_norm = {"pre_norm": True, "library": "transformer-engine"}
+        pre_norm = {"pre_norm": True, "library": "transformer-engine", "mask_shape": "by_layer"}
         return [*always, {"mask_shape": "square"}, {"heads": 3}, pre_norm]
 
     def shrunk(self) -> BertModel:
@@ -123,7 +123,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         inner = hidden | {"F": 4 * self.hidden}
         sites = [Site("linear_in", 2 * layers, inner, again), Site("linear_out", 2 * layers, inner, again)]
         if self.linformer is None:
-            mask = {"mask_rows": seq_len if self.mask_shape == "square" else 1}
+            mask = {"mask_rows": 1 if self.mask_shape == "keys" else seq_len}
             if self.library == "torch":
                 sites.append(Site("attention", layers, heads | mask, again))
             else:
@@ -258,7 +258,7 @@ class Bert(nn.Module):
         return batch, length, self.model.hidden
 
     def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
-        mask = attention_mask(inputs["padding"], self.model.mask_shape, self.strategy)
+        mask = attention_mask(inputs["padding"], self.model, self.strategy)
         if hidden is None:
             hidden = self.embeddings(inputs["tokens"], inputs["token_types"], inputs["positions"])
         x = hidden

@@ -89,6 +89,7 @@ class AttentionHooks:
         scores: str | None = None,
         into: ReusedBuffer | None = None,
         mask: Tensor | None = None,
+        clear: bool = False,
     ) -> Tensor:
         """Softmax attention of heads whose positions this rank has all, with dropout of probabilities or with
         all scores in memory: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
@@ -99,6 +100,7 @@ class AttentionHooks:
             into: lends the memory that Megatron-LM hands to the product of queries and keys; for scores only.
             mask: for scores only, True where a key must not be attended [B, 1, 1 or L, L]; None: the causal
                 mask.
+            clear: probabilities under the mask are set to 0, which a query without any key needs.
         """
         axes = self.outermost.attention_axes
         if scores is None:
@@ -109,6 +111,8 @@ class AttentionHooks:
         products = strided_product(q, k.mT, q.shape[-1] ** -0.5)
         probabilities = softmax_of_scores(products, mask, scores)
         del products
+        if clear and mask is not None:
+            probabilities = probabilities.masked_fill(mask, 0)
         return strided_product(self.random.dropout(probabilities, dropout, axes), v)
 
     @left_within

@@ -26,7 +26,7 @@ from spbench.impls.options import Saving, check_choices
 from spbench.impls.strategies.base import Strategy
 
 _WAYS = {
-    "mask_shape": ("keys", "square"),
+    "mask_shape": ("keys", "square", "by_layer"),
     "softmax": ("fused", "plain", "megatron"),
     "bias_dropout_add": ("fused", "plain", "torchscript"),
     "library": LIBRARIES,
@@ -39,7 +39,9 @@ class BlockOptions(AttentionHeads):
 
     Attributes:
         mask_shape: "keys" masks padded keys with [B, 1, 1, L]; "square" builds Megatron-LM's
-            [B, 1, queries, L] from an int64 product of the padding mask with itself.
+            [B, 1, queries, L] from an int64 product of the padding mask with itself; "by_layer": each layer
+            of library transformer-engine makes that of the keys' mask, and sets the probabilities under it to
+            0, for which it keeps it, as TransformerEngine does since 1.10 (UnfusedDotProductAttention).
         linformer: K, or None for full attention.
         checkpointing: recompute each block in backward.
         softmax: "fused", "plain" or "megatron"; see :func:`masked_softmax`.
@@ -73,6 +75,11 @@ class BlockOptions(AttentionHeads):
         if self.linformer is not None and self.mask_shape != "keys":
             raise ValueError("Linformer attends to projected keys; its mask_shape is 'keys'")
 
+    @property
+    def masks_by_layer(self) -> bool:
+        """Whether each layer makes its mask of all queries and keys."""
+        return self.mask_shape == "by_layer" and self.library == "transformer-engine"
+
     def savings(self, stages: int = 1) -> Iterator[Saving]:
         """See :meth:`Model.savings`."""
         if not self.checkpointing:
@@ -105,13 +112,24 @@ class EncoderAttention(nn.Module):
         del heads
         y = self.attend(q, k, v, mask)
         del q, k, v
+        if self.model.mask_shape == "by_layer":
+            y = y.masked_fill(mask.all(-1, keepdim=True), 0)  # as if all probabilities were 0
         return self.out.project(y.transpose(1, 2).flatten(2))
 
     def attend_in_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Attention to views of one projection, which is kept as it is."""
         into = self.strategy.buffer if self.model.library == "megatron-local" else None
-        dropout = self.model.dropout
-        return self.strategy.whole_attention(q, k, v, dropout=dropout, scores="fused", into=into, mask=mask)
+        clear = self.model.masks_by_layer
+        return self.strategy.whole_attention(
+            q,
+            k,
+            v,
+            dropout=self.model.dropout,
+            scores="fused",
+            into=into,
+            mask=mask | mask.mT if clear else mask,
+            clear=clear,
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         how: dict[str, Any] = {"dropout": self.model.dropout, "softmax": self.model.softmax}
@@ -190,9 +208,9 @@ class LoneEncoderLayer(nn.Module):
         self.layer = layer(model, strategy, seq_len)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        mask = attention_mask(inputs["padding"], self.model.mask_shape, self.strategy)
+        mask = attention_mask(inputs["padding"], self.model, self.strategy)
         y = self.layer(inputs["x"], mask)
-        if self.model.mask_shape == "square":
+        if self.model.mask_shape != "keys":
             # a padded query has no key; no loss reads what it gets, and the fused softmax has no true
             # gradient for it (see masked_softmax), so nothing is asked of it here either
             padded = self.strategy.shard(inputs["padding"], 1) > 0
@@ -200,13 +218,14 @@ class LoneEncoderLayer(nn.Module):
         return {"y": y}
 
 
-def attention_mask(padding: Tensor, shape: str, strategy: Strategy) -> Tensor:
+def attention_mask(padding: Tensor, model: BlockOptions, strategy: Strategy) -> Tensor:
     """True where a key must not be attended, from padding [B, L] (1: padded), whole on every rank.
 
-    "keys": [B, 1, 1, L]. "square": [B, 1, queries, L] with padded queries masked too, through the int64
-    product [B, L, L] that Megatron-LM builds, whatever part of its rows this rank needs.
+    Of keys alone, also where layers make more of it: [B, 1, 1, L]. Else [B, 1, queries, L] with padded
+    queries masked too, through the int64 product [B, L, L] that Megatron-LM builds, whatever part of its
+    rows this rank needs.
     """
-    if shape == "keys":
+    if model.mask_shape == "keys" or model.masks_by_layer:
         return (padding > 0)[:, None, None, :]
     present = 1 - padding
     product = present[:, None, :] * present[:, :, None]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from spbench.bench.errors import UserError
-from tests.bench.jobs.test_megatron import job, settings
+from spbench.bench.jobs.job_files import JobFile, read_job
+from tests.bench.jobs.test_megatron import SIZES, job, settings
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,18 @@ def test_the_workspace_of_cublas_on_blackwell(cluster: str, container: str, conf
 def test_a_container_that_is_no_release() -> None:
     with pytest.raises(UserError, match="NVIDIA_PYTORCH_VERSION=new is no release of NVIDIA's container"):
         job("", before="export NVIDIA_PYTORCH_VERSION=new").scenario_text()
+
+
+@pytest.mark.parametrize(
+    ("container", "arguments", "shape"),
+    [
+        ("24.01", "--attention-backend unfused", "square"),
+        ("25.03", "--attention-backend unfused", "by_layer"),
+        ("25.03", "--spec local", "square"),
+    ],
+)
+def test_the_mask_of_a_bert(container: str, arguments: str, shape: str) -> None:
+    script = f"NVIDIA_PYTORCH_VERSION={container} python pretrain_bert.py {SIZES} {arguments}"
+    made = read_job("megatron", [JobFile(Path("train.sh"), script.encode())], gpus=8, cluster="dgx-a100")
+    assert made.refusal() == ""
+    assert {s.path: s.value for s in made.settings}["model_options.mask_shape"] == shape
