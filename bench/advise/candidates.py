@@ -163,13 +163,11 @@ class Learned:
         """The way of the same strategy that is most like this one and was traced, and how many doublings of
         ranks along an axis lie between."""
         if way not in self._nearest:
-            alike = [
-                (_doublings(way, known), known) for known in self._slower if known.strategy == way.strategy
-            ]
+            alike = [known for known in self._slower if known.strategy == way.strategy]
             if not alike:
                 return None
-            steps, nearest = min(alike, key=lambda each: each[0])
-            self._nearest[way] = nearest, steps
+            nearest = min(alike, key=lambda known: _doublings(way, known))
+            self._nearest[way] = nearest, _doublings(way, nearest)
         return self._nearest[way]
 
 
