@@ -38,6 +38,12 @@ class Options:
         """The changes that take less memory than these options do, the cheapest first."""
         yield from ()
 
+    @classmethod
+    def searched(cls) -> Iterator[Mapping[str, Any]]:
+        """The settings that a search for the fastest layout looks at, the most promising first; here the
+        defaults alone."""
+        yield {}
+
 
 def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What is wrong with values of the fields of a frozen dataclass: their types, and the bounds of whole

@@ -72,6 +72,24 @@ class Length(click.IntRange):
         return number
 
 
+class Counts(click.ParamType[tuple[int, ...]]):
+    """Whole numbers as :class:`Length` has them, separated by commas; ``8..512`` is 8 and its doublings up to
+    512."""
+
+    name = "n[,n...]"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        found: list[int] = []
+        for word in str(value).split(","):
+            first, *last = (Length().convert(end.strip(), param, ctx) for end in word.split("..", 1))
+            found.append(first)
+            while last and found[-1] * 2 <= last[0]:
+                found.append(found[-1] * 2)
+        return tuple(dict.fromkeys(found))
+
+
 def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(value for several in values for value in several))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePosixPath
 
 from spbench.bench.errors import UserError
@@ -94,7 +95,7 @@ def _gpus(
 ) -> tuple[int | None, str]:
     """The GPUs of a command, by its launcher's words or else by Slurm's options and by WORLD_SIZE."""
     given: dict[str, str] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         name, _, value = word.partition("=")
         given.setdefault(name, value or following)
     torchrun = any(w.endswith("torchrun") or w.startswith("torch.distributed") for w in words)

@@ -120,6 +120,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    #: whether a search for the fastest layout looks at it; not at one that is here for a comparison alone
+    searched: ClassVar[bool] = True
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
     #: whether a backward between the first and the last of a step depends on how many came before it

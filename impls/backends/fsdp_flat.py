@@ -24,6 +24,7 @@ class FlatFullySharded(Backend):
     """One flat unit for all parameters whose gradients are summed over the same group."""
 
     name = "fsdp_flat"
+    searched = False
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
 

@@ -93,6 +93,7 @@ class LegacyDistributedDataParallel(Backend):
     each of them, and then one over the replicas, of all gradients."""
 
     name = "legacy_ddp"
+    searched = False
     shares_out = frozenset()
     counts_backwards = False
     host_waits_for_transfers = True

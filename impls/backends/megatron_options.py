@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from spbench.impls.backends.buffer_layout import Sharding
 from spbench.impls.composition import Composition
@@ -47,6 +48,13 @@ class MegatronOptions(Options):
             raise ValueError("num_distributed_optimizer_instances needs distributed_optimizer")
         if self.bucket_size is not None and self.bucket_size < 1:
             raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
+
+    @classmethod
+    def searched(cls) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`."""
+        overlapped = {"overlap_grad_reduce": True}
+        yield {"distributed_optimizer": True, **overlapped, "overlap_param_gather": True}
+        yield overlapped
 
     def savings(self) -> Iterator[Saving]:
         if not self.distributed_optimizer:

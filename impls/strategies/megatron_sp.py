@@ -125,6 +125,12 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
         if self.loss == "gathered" and self.vocabulary == "whole":
             raise ValueError("loss gathered: the logits are whole already; use it with vocabulary: split")
 
+    @classmethod
+    def searched(cls) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`."""
+        for vocabulary in ("split", "whole"):
+            yield {"vocabulary": vocabulary}
+
     def savings(self) -> Iterator[Saving]:
         if self.vocabulary == "whole":
             yield Saving({"vocabulary": "split"}, "each rank has its rows of the vocabulary alone")

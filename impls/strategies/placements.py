@@ -11,8 +11,9 @@ Under a causal mask, where queries see no later key, the placement of positions 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,12 @@ class PlacementOptions(GridOptions):
     """
 
     placement: str = "contiguous"
+
+    @classmethod
+    def searched(cls) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`; without a causal mask the placement changes nothing."""
+        for placement in ("zigzag", "contiguous", "striped"):
+            yield {"placement": placement}
 
     def __post_init__(self) -> None:
         check_choices(self, {"placement": PLACEMENTS})

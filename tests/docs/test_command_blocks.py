@@ -19,7 +19,7 @@ from spbench.bench.cli import cli
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.history.expectations import MEANT_FILE, TARGETS_FILE, read_meant, read_targets
-from tests.docs.blocks import ALL_BLOCKS, PAGES, ROOT, SHELL_BLOCKS, Block, blocks, simple_commands
+from tests.docs.blocks import ALL_BLOCKS, ROOT, SHELL_BLOCKS, Block, blocks, simple_commands
 from tests.docs.reader import Reader
 
 LANGUAGES = {"sh", "console", "yaml", "toml", "python", "text", "json", "groovy"}
@@ -111,7 +111,7 @@ def test_toml(block: Block) -> None:
 def pages_with(when: str) -> list[Path]:
     """The pages with a block of commands or a program to run then."""
     runnable = ("sh", "console", "python")
-    return [page for page in PAGES if any(b.when == when and b.language in runnable for b in blocks(page))]
+    return list(dict.fromkeys(b.page for b in ALL_BLOCKS if b.when == when and b.language in runnable))
 
 
 @pytest.mark.parametrize("page", pages_with("default"), ids=named)

@@ -49,6 +49,7 @@ ADDITIONS = (
         "from_osu_latency.py", "spbench.logs", "bench/calibration", "osu-latency = from_osu_latency:read"
     ),
     Addition("sizes.py", "spbench.jobs", "bench/jobs", "sizes = sizes:read"),
+    Addition("to_sizes.py", "spbench.flags", "bench/jobs", "sizes = to_sizes:flags"),
     Addition("peaks.py", "spbench.commands", "bench/commands", "peaks = peaks:command"),
     Addition("peak_bars.py", "spbench.figures", "plots", "peak_bars = peak_bars:draw"),
 )

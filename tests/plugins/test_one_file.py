@@ -218,6 +218,16 @@ def test_a_job(installation: Installation) -> None:
     assert content["groups"][0]["sizes"] == {"tp": 4}, done.stderr
 
 
+@pytest.mark.slow
+def test_flags(installation: Installation) -> None:
+    group = "{model: bert-base, strategy: tensor_parallel, sizes: {tp: 4}, batch: 8, seq_len: 128}"
+    (installation.folder / "line.yaml").write_text(f"title: A line\ngroups: [{group}]\n")
+    done = installation.spbench("flags", "sizes", "--scenario", "line.yaml")
+    assert done.stdout == "tp=4 batch=8 seq_len=128\n", done.stderr
+    done = installation.spbench("flags", "sizes", "--scenario", "line.yaml", "--set", "precision=fp16")
+    assert done.stderr.splitlines()[-1] == "spbench: sizes has no precision fp16 (it has fp32)"
+
+
 def test_a_command(installation: Installation, rows: Rows) -> None:
     assert "peaks      Show the largest peak memory of each strategy" in installation.spbench("--help").stdout
     done = installation.spbench("peaks", "rows", "--format", "csv")

@@ -79,6 +79,7 @@ def test_exported_variables_and_those_before_a_command_are_its_environment() -> 
         ("mpirun -np 16 python pretrain_gpt.py", 16),
         ("export WORLD_SIZE=$((2*8))\npython pretrain_gpt.py", 16),
         ("python pretrain_gpt.py", None),
+        ("./pretrain_gpt.py --bf16", None),
         ("torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py", None),
     ],
 )

@@ -1,0 +1,165 @@
+"""What a search found, for people and programs: ties, why the winner wins, and the winner's scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from spbench.bench.advise.question import Question
+from spbench.bench.advise.search import Found, Seen
+from spbench.bench.cell import Cell
+from spbench.bench.config.changes import written
+from spbench.bench.trust.bands import packaged_model, with_band
+from spbench.impls.strategies.nesting import PLUS
+
+#: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
+_PARTS = {
+    "products_s": "products",
+    "attention_s": "attention",
+    "memory_bound_s": "operators bound by memory",
+    "within_nodes_s": "waiting for links within a node",
+    "across_nodes_s": "waiting for links across nodes",
+    "bubble_s": "bubble",
+    "overhead_s": "launches",
+    "host_s": "host",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer to one question.
+
+    Attributes:
+        seconds: that the search took.
+    """
+
+    question: Question
+    found: Found
+    seconds: float
+
+    @property
+    def ranked(self) -> list[Seen]:
+        """The best layouts: those that tie with the fastest, the simplest first, and then the others."""
+        best = self.found.best
+        ties = [seen for seen in best if self.is_tie(seen)]
+        return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *best[len(ties) :]]
+
+    def is_tie(self, seen: Seen) -> bool:
+        """Whether its time differs from the shortest by less than the errors of two layouts do."""
+        fastest = self.found.best[0]
+        limit = packaged_model().tie(fastest.outcome.measurement["rates"])
+        return seen.step_s <= fastest.step_s * limit
+
+    @property
+    def winner(self) -> Seen | None:
+        """The simplest of the fastest; None: nothing fits."""
+        return next(iter(self.ranked), None)
+
+    def records(self) -> list[dict[str, Any]]:
+        """One mapping a layout, the best first: plain data."""
+        return [self._record(rank, seen) for rank, seen in enumerate(self.ranked, start=1)]
+
+    def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
+        cell, measured = seen.cell, self.measured(seen)
+        step, breakdown = seen.step_s, measured["breakdown"]
+        return {
+            "rank": rank,
+            "tie": self.is_tie(seen) and sum(map(self.is_tie, self.found.best)) > 1,
+            "strategy": cell.strategy,
+            "mesh": cell.mesh_text,
+            "backend": cell.training.backend,
+            "micro_batch": cell.shape[0] // (cell.sizes.dp * cell.training.micro_batches),
+            "settings": written(settings_beside(self.question.cell, cell)),
+            "step_time_s": step,
+            "step_time_low_s": measured.get("step_time_low_s"),
+            "step_time_high_s": measured.get("step_time_high_s"),
+            "tokens_per_s": measured["tokens_per_s"],
+            "mfu": measured["mfu"],
+            "peak_memory_bytes": seen.peak,
+            "spare_bytes": (measured["usable_memory_bytes"] or 0) - seen.peak,
+            "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
+            "exposed_communication": breakdown["exposed_communication_s"] / step,
+            "bubble": breakdown["bubble_s"] / step,
+            "bound": measured["bound"],
+            "cell": cell.key,
+        }
+
+    def measured(self, seen: Seen) -> Mapping[str, Any]:
+        """The measurement of a layout, with the interval of its time."""
+        row = {"cell": seen.cell.model_dump(), "measurement": seen.outcome.measurement}
+        found: Mapping[str, Any] = with_band(row)["measurement"]
+        return found
+
+    def why(self) -> str:
+        """Why the winner is before the best of the next strategy, in a sentence with numbers; "" where there
+        is none."""
+        winner = self.winner
+        if winner is None:
+            return ""
+        others = [s for s in self.found.of_strategies if s.cell.strategy != winner.cell.strategy]
+        if not others:
+            return f"no other strategy fits than {winner.cell.strategy}"
+        other = others[0]
+        mine, theirs = (_parts(seen) for seen in (winner, other))
+        differences = {name: theirs[name] - mine[name] for name in _PARTS}
+        sign = 1 if other.step_s >= winner.step_s else -1
+        reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
+        told = ", ".join(
+            f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+            for name in reasons
+            if sign * differences[name] > 0.001 * winner.step_s
+        )
+        ratio = other.step_s / winner.step_s - 1
+        than = f"{_named(other.cell)} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
+        if self.is_tie(other) and self.is_tie(winner):
+            head = f"a tie: {than}, which is within the errors of such times"
+        else:
+            head = f"the next strategy, {than}"
+        return head + (f"; {told}" if told else "")
+
+
+def _named(cell: Cell) -> str:
+    return f"{cell.strategy} {cell.mesh_text}"
+
+
+def _parts(seen: Seen) -> dict[str, float]:
+    measured = seen.outcome.measurement
+    seconds = {**measured["breakdown"], **measured["parts"]}
+    return {name: float(seconds.get(name, 0.0)) for name in _PARTS}
+
+
+def complexity(cell: Cell) -> tuple[int, ...]:
+    """How much there is to set up: strategies, axes of several ranks, stages, what is computed again."""
+    axes = sum(n > 1 for n in cell.sizes.by_axis.values())
+    return (
+        len(cell.strategy.split(PLUS)) if cell.strategy != "single" else 0,
+        axes,
+        cell.training.virtual_stages,
+        len(cell.model_options),
+    )
+
+
+def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
+    """What a layout sets beside strategy, ranks, backend and micro-batches, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in cell.model_options.items():
+        if asked.model_options.get(name) != value:
+            found[f"model_options.{name}"] = value
+    found |= {f"strategy_options.{name}": value for name, value in cell.strategy_options.items()}
+    if cell.training.virtual_stages > 1:
+        found["training.virtual_stages"] = cell.training.virtual_stages
+    if cell.mesh is not None:
+        found["mesh"] = cell.mesh
+    return found
+
+
+def scenario_text(cells: Sequence[Cell], title: str) -> str:
+    """A scenario file with these cells, to run, verify, trace and ask fit about."""
+    left_out = {"engine", "timing", "model_config_json"}
+    groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
+    for group in groups:
+        group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
+    return yaml.safe_dump({"title": title, "groups": groups}, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,175 @@
+"""The candidates of a search, with their estimates, and what traces have taught about these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from spbench.bench.advise.estimates import Estimates, WayFigures
+from spbench.bench.advise.layouts import (
+    Layout,
+    Refused,
+    Way,
+    backend_settings,
+    layouts,
+    strategy_settings,
+    ways,
+)
+from spbench.bench.advise.question import Question
+from spbench.bench.advise.references import as_text
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.impls.layout import Unsupported
+from spbench.impls.registries import backend_class
+
+#: the seconds of an estimate may be off by this much more than any of the same ranks along axes were, and by
+#: this much for each doubling of these; its bytes by this much
+_MARGIN, _MARGIN_OF_STEP, _MARGIN_OF_BYTES = 1.02, 1.08, 1.1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with a backend and settings of the model.
+
+    Attributes:
+        options: of the strategy.
+        training: backend and its options.
+        saving: settings of the model that take less memory.
+        estimated_s, estimated_bytes: of a step, and of the fullest rank.
+    """
+
+    layout: Layout
+    options: Mapping[str, Any]
+    training: Mapping[str, Any]
+    saving: Mapping[str, Any]
+    estimated_s: float
+    estimated_bytes: float
+
+    @property
+    def strategy(self) -> str:
+        """Its name."""
+        return self.layout.way.strategy
+
+    @property
+    def states(self) -> str:
+        """What layouts have in common whose states of training are divided alike."""
+        return f"{self.layout.way} {as_text(self.training)}"
+
+    def cell(self, asked: Cell) -> Cell:
+        """The cell that it makes of the one that was asked about."""
+        layout, (batch, _) = self.layout, asked.shape
+        training = {**asked.training.model_dump(exclude_defaults=True), **self.training}
+        if asked.training.step == "training":
+            training["micro_batches"] = batch // (layout.dp * layout.micro_batch)
+        if layout.virtual_stages > 1:
+            training |= {"schedule": "interleaved", "virtual_stages": layout.virtual_stages}
+        return asked.model_copy(
+            update={
+                "strategy": self.strategy,
+                "strategy_options": dict(self.options),
+                "sizes": Sizes(**layout.sizes),
+                "model_options": {**asked.model_options, **self.saving},
+                "training": TrainingOptions.model_validate(training),
+            }
+        )
+
+
+def candidates(
+    question: Question,
+    estimates: Estimates,
+    savings: Mapping[str, Mapping[str, Any]],
+    refused: Refused,
+) -> Iterator[Candidate]:
+    """All layouts of a question, with every backend and saving that there is a figure of.
+
+    Args:
+        savings: settings of the model by their text.
+        refused: takes what cannot be.
+    """
+    forward_only = question.cell.training.step == "inference"
+    backends = {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
+    for way in ways(question):
+        made = _figures(estimates, way, refused)
+        if made is None:
+            continue
+        figures, options = made
+        for layout in layouts(question, way, estimates.layers, refused):
+            for text in estimates.backends:
+                training = backends[text]
+                if layout.pp > 1 and not (training and backend_class(training["backend"]).pipelined):
+                    continue
+                for saving in estimates.references:
+                    seconds = estimates.time(layout, figures, text, saving)
+                    nbytes = estimates.memory(layout, figures, text, saving)
+                    yield Candidate(layout, options, training, savings[saving], seconds, nbytes)
+
+
+def _figures(estimates: Estimates, way: Way, refused: Refused) -> tuple[WayFigures, Mapping[str, Any]] | None:
+    """With the first of the strategy's settings that can be; None: none can."""
+    reason = ""
+    for options in strategy_settings(way.strategy):
+        try:
+            return estimates.figures(way, options), options
+        except Unsupported as refusal:
+            reason = str(refusal)
+    refused.add(str(way), reason)
+    return None
+
+
+class Learned:
+    """How far estimates were off, traced over estimated: of seconds by way, of bytes by way and backend."""
+
+    def __init__(self) -> None:
+        self._slower: dict[Way, list[float]] = {}
+        self._larger: dict[str, list[float]] = {}
+        self._nearest: dict[Way, tuple[Way, int]] = {}
+
+    def knows(self, strategy: str) -> bool:
+        """Whether a layout of it was traced."""
+        return any(way.strategy == strategy for way in self._slower)
+
+    def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
+        """What a trace of a candidate found."""
+        way = candidate.layout.way
+        if way not in self._slower:
+            self._nearest.clear()
+        self._slower.setdefault(way, []).append(seconds / candidate.estimated_s)
+        for name in (candidate.strategy, candidate.states):
+            self._larger.setdefault(name, []).append(nbytes / candidate.estimated_bytes)
+
+    def expected_s(self, candidate: Candidate) -> float:
+        """Seconds that a candidate probably takes: of an unknown strategy by the estimate alone."""
+        near = self._near(candidate.layout.way)
+        return candidate.estimated_s * (median(self._slower[near[0]]) if near else 1.0)
+
+    def least_s(self, candidate: Candidate) -> float:
+        """Seconds that a candidate takes at the least, of a strategy of which layouts were traced."""
+        near = self._near(candidate.layout.way)
+        assert near is not None
+        way, steps = near
+        return candidate.estimated_s * min(self._slower[way]) / (_MARGIN * _MARGIN_OF_STEP**steps)
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Bytes that a candidate takes at the least: by traces of the same way and backend, or else by the
+        estimate."""
+        if known := self._larger.get(candidate.states):
+            return candidate.estimated_bytes * min(known) / _MARGIN_OF_BYTES
+        known = [1.0, *self._larger.get(candidate.strategy, [])]
+        return candidate.estimated_bytes * min(known) / _MARGIN_OF_BYTES
+
+    def _near(self, way: Way) -> tuple[Way, int] | None:
+        """The way of the same strategy that is most like this one and was traced, and how many doublings of
+        ranks along an axis lie between."""
+        if way not in self._nearest:
+            alike = [known for known in self._slower if known.strategy == way.strategy]
+            if not alike:
+                return None
+            nearest = min(alike, key=lambda known: _doublings(way, known))
+            self._nearest[way] = nearest, _doublings(way, nearest)
+        return self._nearest[way]
+
+
+def _doublings(way: Way, other: Way) -> int:
+    return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))

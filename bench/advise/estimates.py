@@ -1,0 +1,229 @@
+"""Estimates of layouts from closed forms and a few small traces; they decide in which order layouts are
+traced, and what is plainly too slow or too large.
+
+One layer of one sample takes on one rank what two small traces say; a layout divides that by its ranks, adds
+what its strategy sends by the closed forms at the speed of the links, fills the pipeline, and adds what the
+backend sends. How much of it really is hidden behind computation only traces tell: :mod:`.search` learns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spbench.bench.advise.layouts import Layout, Way
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines.plan import model_parameters, planned_strategy
+from spbench.bench.simulator.costs import Costs
+from spbench.impls.axes import MESH_AXES
+from spbench.impls.backends.backend import planned_sums
+from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.models.model import model_preset
+
+#: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
+#: behind one micro-batch; what it sends with each, behind each
+_HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
+
+
+@dataclass(frozen=True)
+class Depths:
+    """A number at one layer and at two, and so at any depth."""
+
+    one: float
+    two: float
+
+    @property
+    def layer(self) -> float:
+        """Of a layer."""
+        return self.two - self.one
+
+    @property
+    def ends(self) -> float:
+        """Of what is not layers."""
+        return max(0.0, self.one - self.layer)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one sample takes on one rank.
+
+    Attributes:
+        seconds: of a step without communication.
+        activation_bytes: at the peak.
+        elements: of parameters.
+    """
+
+    seconds: Depths
+    activation_bytes: Depths
+    elements: Depths
+
+
+@dataclass(frozen=True)
+class BackendFigures:
+    """Of a backend, for each element of parameters that a rank has.
+
+    Attributes:
+        whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
+        once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
+    """
+
+    whole_bytes: float
+    shared_bytes: float
+    once: Mapping[str, float]
+    each: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WayFigures:
+    """Of a way to divide a sample, on a rank.
+
+    Attributes:
+        sent_s: seconds of what the strategy sends for one sample of one micro-batch.
+        elements: of parameters.
+    """
+
+    sent_s: Depths
+    elements: Depths
+
+
+class Estimates:
+    """Estimates for one question.
+
+    Args:
+        cell: of the question, on one rank.
+        gpus: of all layouts.
+        references: by the settings of the model that take less memory, as text; "" for none.
+        backends: by settings as text.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        gpus: int,
+        references: Mapping[str, Reference],
+        backends: Mapping[str, BackendFigures],
+    ):
+        self.cell, self.gpus = cell, gpus
+        self.references, self.backends = references, backends
+        self.layers = getattr(model_preset(*cell.model_arguments), "layers", 1)
+        self._known: dict[tuple[Any, ...], float] = {}
+
+    @cached_property
+    def _costs(self) -> Costs:
+        cluster = load_cluster(self.cell.cluster)
+        calibration = cluster.calibration_of(self.cell.precision)
+        return Costs(cluster, calibration, model_parameters(self.cell))
+
+    def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
+        """What a way sends and holds.
+
+        Raises:
+            Unsupported: it cannot divide the model so.
+        """
+        sizes = {"dp": self.gpus // way.ranks, **way.axes}
+        sent, elements = [], []
+        for layers in (1, 2):
+            made = at_depth(self.cell, layers).model_copy(
+                update={
+                    "strategy": way.strategy,
+                    "strategy_options": dict(options),
+                    "sizes": Sizes(**way.axes),
+                    "batch": 1,
+                }
+            )
+            strategy, model = planned_strategy(made), model_preset(*made.model_arguments)
+            precision, (_, length) = PRECISIONS[made.precision], made.shape
+            sites = list(model.sites(1, length, strategy.vocabulary_parts))
+            strategy.check(sites)
+            entries = strategy.traffic(sites, precision.parameters.itemsize)
+            sent.append(
+                sum(
+                    each.count * self.seconds(each.collective, each.payload_bytes, each.axes, sizes)
+                    for each in entries
+                    if each.phase in ("forward", "backward")
+                )
+            )
+            elements.append(float(sum(s.elements for s in planned_sums(sites, strategy, 1))))
+        return WayFigures(Depths(*sent), Depths(*elements))
+
+    def seconds(
+        self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
+    ) -> float:
+        """Seconds of one call among the ranks along these axes, all of whose groups call at once."""
+        mesh = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+        around = tuple(axis for axis in axes if mesh[axis] > 1)
+        if not around or not nbytes:
+            return 0.0
+        key = (collective, nbytes, around, tuple(mesh.values()))
+        if key not in self._known:
+            self._known[key] = self._seconds(collective, nbytes, around, mesh)
+        return self._known[key]
+
+    def _seconds(
+        self, collective: str, nbytes: float, axes: tuple[str, ...], mesh: Mapping[str, int]
+    ) -> float:
+        ranks = np.arange(int(np.prod([*mesh.values()]))).reshape([*mesh.values()])
+        last = [list(mesh).index(axis) for axis in axes]
+        groups = np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))
+        if collective in ("send", "recv"):
+            if collective == "recv":
+                return 0.0
+            nexts = np.roll(groups, -1, axis=1)
+            latency, per_byte = self._costs.transfers(groups.ravel().tolist(), nexts.ravel().tolist(), 1)
+            return float((latency + per_byte * nbytes).max())
+        if collective == "barrier":
+            return 0.0
+        return max(self._costs.collectives(collective, nbytes, groups.tolist()))
+
+    def time(self, layout: Layout, way: WayFigures, backend: str, saving: str) -> float:
+        """Seconds of a step."""
+        batch, _ = self.cell.shape
+        reference, ranks, b = self.references[saving], layout.way.ranks, layout.micro_batch
+        parts = batch // (layout.dp * b)
+        layer = b * (reference.seconds.layer / ranks + way.sent_s.layer)
+        ends = b * (reference.seconds.ends / ranks + way.sent_s.ends)
+        stage = self.layers / layout.pp * layer
+        slowest = stage + (ends if layout.pp > 1 else 0.0)
+        fill = (layout.pp - 1) * stage / layout.virtual_stages
+        computing = parts * (slowest if layout.pp > 1 else stage + ends) + fill
+        return computing + self._backend_s(layout, way, backend, computing / parts, parts)
+
+    def _backend_s(self, layout: Layout, way: WayFigures, backend: str, part_s: float, parts: int) -> float:
+        figures, elements = self.backends[backend], self._elements(layout, way)
+        sizes = {"dp": layout.dp * layout.pp, **layout.way.axes}  # replicas lie as far apart as stages do
+
+        def sent(of: Mapping[str, float]) -> float:
+            return sum(
+                self.seconds(name, float(f"{n * elements:.2g}"), ("dp",), sizes) for name, n in of.items()
+            )
+
+        if layout.dp == 1:
+            return 0.0
+        once = max(0.0, sent(figures.once) - _HIDDEN_ONCE * part_s)
+        return once + parts * max(0.0, sent(figures.each) - _HIDDEN_EACH * part_s)
+
+    def _elements(self, layout: Layout, way: WayFigures) -> float:
+        ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
+        return way.elements.layer * self.layers / layout.pp + ends
+
+    def memory(self, layout: Layout, way: WayFigures, backend: str, saving: str) -> float:
+        """Bytes of the fullest rank at its peak."""
+        figures, reference = self.backends[backend], self.references[saving]
+        states = figures.whole_bytes + figures.shared_bytes / layout.dp
+        batch, _ = self.cell.shape
+        at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
+        sample = self.layers / layout.pp * reference.activation_bytes.layer * at_once
+        sample += reference.activation_bytes.ends
+        return states * self._elements(layout, way) + layout.micro_batch * sample / layout.way.ranks
+
+
+def at_depth(cell: Cell, layers: int) -> Cell:
+    """The cell with that many layers, where its model has a number of them."""
+    if not hasattr(model_preset(*cell.model_arguments), "layers"):
+        return cell
+    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})

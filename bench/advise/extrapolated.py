@@ -1,0 +1,160 @@
+"""The step time and the peak of a cell from traces of fewer layers and micro-batches.
+
+A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
+same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
+:class:`PeakModel`; a step of all layers is traced with that many, and only micro-batches are added.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spbench.bench.advise.looks import Depth
+from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines import virtual
+from spbench.bench.engines.plan import plan
+from spbench.bench.engines.step_times import add_step_time, bound_of, utilization
+from spbench.bench.engines.traces import ClassTraces
+from spbench.bench.measurement import Measurement
+from spbench.bench.meters.memory_log import MemoryLog
+from spbench.bench.search.extrapolate import DEPTHS, PeakModel
+from spbench.impls.models.model import model_preset
+
+
+@dataclass(frozen=True)
+class Step:
+    """Numbers of a simulated step that grow by the same amount with each layer and micro-batch.
+
+    Attributes:
+        seconds: "step" and what the step is made of, by name.
+        parts: as :attr:`Measurement.parts`.
+        forward_flops: of all ranks.
+    """
+
+    seconds: Mapping[str, float]
+    parts: Mapping[str, float]
+    forward_flops: float
+
+    @classmethod
+    def of(cls, traces: ClassTraces) -> Step:
+        """Simulated from traces of the classes of ranks."""
+        timeline = traces.simulator()()
+        return cls(
+            {"step": timeline.step_time_s, **timeline.breakdown}, timeline.parts, timeline.forward_flops
+        )
+
+    def on(self, other: Step, times: float) -> Step:
+        """This and ``times`` what another one has more."""
+
+        def grown(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+            return {
+                name: max(0.0, a.get(name, 0.0) + times * (b.get(name, 0.0) - a.get(name, 0.0)))
+                for name in {**a, **b}
+            }
+
+        flops = self.forward_flops + times * (other.forward_flops - self.forward_flops)
+        return Step(grown(self.seconds, other.seconds), grown(self.parts, other.parts), flops)
+
+
+def look(cell: Cell, depth: Depth) -> Measurement:
+    """The measurement of a cell, timed even where it does not fit: its peaks, step time and bytes.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes.
+    """
+    plan(cell)
+    layers, unit = stage_layers(cell)
+    counts = _counts(cell)
+    if depth != "few_layers" or layers <= max(DEPTHS):
+        made = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
+        most = made[counts[-1]]
+        found = most.memory_measurement()
+        step = _grown({n: Step.of(traces) for n, traces in made.items()}, cell.training.micro_batches)
+    else:
+        deep = {
+            (d, n): virtual.trace_classes(_with(cell, d * unit, n), events=True)
+            for d, n in itertools.product(DEPTHS, counts)
+        }
+        found = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers, cell)
+        by_depth = [
+            _grown({n: Step.of(deep[d, n]) for n in counts}, cell.training.micro_batches) for d in DEPTHS
+        ]
+        step = by_depth[0].on(by_depth[1], (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
+    _set_bytes(found, cell)
+    breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
+    add_step_time(found, cell, step.seconds["step"], breakdown)
+    found.parts = dict(step.parts)
+    found.bound = bound_of({**found.breakdown, **found.parts})
+    found.mfu = utilization(cell, step.forward_flops, step.seconds["step"])
+    return found
+
+
+def stage_layers(cell: Cell) -> tuple[int, int]:
+    """(layers of a stage, in runs that are computed again together; layers of the model for one of these);
+    0 where a model has no number of layers."""
+    model = model_preset(*cell.model_arguments)
+    together = getattr(model, "recompute_layers", 1) if getattr(model, "recomputes_layers", False) else 1
+    unit = cell.sizes.pp * cell.training.virtual_stages * together
+    return getattr(model, "layers", 0) // unit, unit
+
+
+def _counts(cell: Cell) -> list[int]:
+    """The numbers of micro-batches that are traced: two from which on each more takes as long as the one
+    before, or all if there are no more."""
+    training, pp = cell.training, cell.sizes.pp
+    more = pp if training.virtual_stages > 1 else 1
+    return [pp, pp + more] if training.micro_batches > pp + more else [training.micro_batches]
+
+
+def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
+    """The cell with other numbers of layers and micro-batches, these as large as they are."""
+    training = cell.training.model_copy(update={"micro_batches": micro_batches})
+    batch, _ = cell.shape
+    options = cell.model_options if layers is None else {**cell.model_options, "layers": layers}
+    return cell.model_copy(
+        update={
+            "training": training,
+            "batch": batch // cell.training.micro_batches * micro_batches,
+            "model_options": options,
+        }
+    )
+
+
+def _grown(steps: Mapping[int, Step], micro_batches: int) -> Step:
+    """The step of that many micro-batches."""
+    (first, a), *rest = steps.items()
+    if not rest:
+        return a
+    ((second, b),) = rest
+    return a.on(b, (micro_batches - first) / (second - first))
+
+
+def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
+    """The peak of the rank class with the largest, and whether that fits the card."""
+    shallow = by_depth[DEPTHS[0]]
+    usable = load_cluster(cell.cluster).usable_memory_bytes
+    peaks = []
+    for at in range(len(shallow.classes)):
+
+        def log(_: int, depth: int | None, at: int = at) -> MemoryLog:
+            return by_depth[depth or DEPTHS[0]].traces[at].memory
+
+        peaks.append(PeakModel(log, [1], layers)(1))
+    peak = max(peaks)
+    fits = usable is None or peak <= usable
+    reason = "" if fits else f"about {peak / 2**30:.0f} GiB by traces of few layers"
+    return Measurement("ok" if fits else "oom", reason, peak_memory_bytes=peak, usable_memory_bytes=usable)
+
+
+def _set_bytes(found: Measurement, cell: Cell) -> None:
+    """Set what the ranks send, by the closed forms of the cell as it is; of all classes that which sends
+    most. Traces of fewer micro-batches are held to their own."""
+    planned = plan(cell)
+    by_class = [planned.formula(each.first) for each in planned.classes]
+    most: list[dict[str, Any]] = max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
+    found.formula = most
+    found.communication = []

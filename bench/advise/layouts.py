@@ -1,0 +1,181 @@
+"""The layouts that a search looks at: strategies, alone and around each other, times the ranks along axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spbench.bench.advise.question import Question
+from spbench.impls.axes import spelled
+from spbench.impls.options import Options
+from spbench.impls.registries import backends, strategies
+from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
+
+#: strategies around each other, at the most; a mesh has no more axes for them
+_DEEPEST = 3
+#: positions of a rank and micro-batch from which larger micro-batches make kernels no faster
+_MANY_POSITIONS = 16384
+#: micro-batches are doubled so often at the most
+_DOUBLINGS = 4
+#: runs of layers a rank of the pipeline holds
+_VIRTUAL_STAGES = (1, 2)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to divide a sample, with the ranks along the axes of its strategies, each 2 or more."""
+
+    strategy: str
+    axes: Mapping[str, int]
+
+    def __hash__(self) -> int:
+        return hash((self.strategy, *self.axes.items()))
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share a sample."""
+        product = 1
+        for n in self.axes.values():
+            product *= n
+        return product
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {spelled(self.axes)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way with the ranks around it.
+
+    Attributes:
+        micro_batch: samples of one.
+    """
+
+    way: Way
+    dp: int
+    pp: int
+    micro_batch: int
+    virtual_stages: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return {"dp": self.dp, "pp": self.pp, **self.way.axes}
+
+
+@dataclass
+class Refused:
+    """Layouts that cannot be, and why, as far as no trace is needed to say so."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(self, what: str, reason: str) -> None:
+        """One more."""
+        self.reasons.setdefault(what, reason)
+
+
+def divisors(n: int) -> list[int]:
+    """Of n, in ascending order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def searched_strategies(question: Question) -> list[Nesting]:
+    """The strategies that may be asked, alone and around each other; no peers, which stand for the same."""
+    own = {name: cls for name, cls in strategies().items() if not cls.requires}
+    found = []
+    for depth in range(1, _DEEPEST + 1):
+        for parts in itertools.permutations(own, depth):
+            if not question.allows(PLUS.join(parts)):
+                continue
+            try:
+                found.append(nesting(PLUS.join(parts)))
+            except ValueError:
+                continue
+    return found
+
+
+def ways(question: Question) -> Iterator[Way]:
+    """The ways to divide a sample over a divisor of the ranks."""
+    for strategy in searched_strategies(question):
+        for axes in _meshes(strategy.axes, question.gpus, question.fixed):
+            yield Way(strategy.name, axes)
+
+
+def _meshes(axes: tuple[str, ...], ranks: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Ranks along each axis, 2 or more, that together divide the ranks, with every fixed axis among them."""
+    if any(n > 1 and axis not in (*axes, "dp", "pp") for axis, n in fixed.items() if axis != "micro_batch"):
+        return
+    if not axes:
+        yield {}
+        return
+    axis, *others = axes
+    for n in divisors(ranks)[1:]:
+        if axis not in fixed or n == fixed[axis]:
+            own = {k: v for k, v in fixed.items() if k != axis}
+            for rest in _meshes(tuple(others), ranks // n, own):
+                yield {axis: n, **rest}
+
+
+def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iterator[Layout]:
+    """The replicas, stages and micro-batches around a way.
+
+    Args:
+        layers: of the model.
+        refused: takes what cannot be.
+    """
+    batch, length = question.cell.shape
+    around, fixed = question.gpus // way.ranks, question.fixed
+    for pp in divisors(around):
+        dp = around // pp
+        if fixed.get("pp", pp) != pp or fixed.get("dp", dp) != dp:
+            continue
+        what = f"{way} dp{dp} pp{pp}"
+        if batch % dp:
+            refused.add(what, f"{batch} sequences are no whole number for {dp} replicas")
+        elif pp > 1 and layers % pp:
+            refused.add(what, f"{layers} layers are no whole number for {pp} stages")
+        else:
+            for samples in _micro_batches(question, way, batch // dp, length):
+                for virtual in _VIRTUAL_STAGES:
+                    parts = batch // (dp * samples)
+                    if virtual == 1 or (pp > 1 and layers % (pp * virtual) == 0 and parts % pp == 0):
+                        yield Layout(way, dp, pp, samples, virtual)
+
+
+def _micro_batches(question: Question, way: Way, samples: int, length: int) -> Iterator[int]:
+    """Samples of a micro-batch of a replica: doubled until kernels become no faster."""
+    if "micro_batch" in question.fixed:
+        if samples % question.fixed["micro_batch"] == 0:
+            yield question.fixed["micro_batch"]
+        return
+    for n in (2**k for k in range(_DOUBLINGS + 1)):
+        if n == 1 or (samples % n == 0 and n * length // way.ranks <= _MANY_POSITIONS):
+            yield n
+
+
+def first_settings(options: type[Options]) -> dict[str, Any]:
+    """The most promising settings of options."""
+    return dict(next(iter(options.searched())))
+
+
+def strategy_settings(strategy: str) -> list[dict[str, Any]]:
+    """The settings of a strategy that are worth a look: the most promising of each of its classes, and then
+    those with one class's other settings."""
+    kinds = list(dict.fromkeys(cls.options_type for cls in nesting(strategy).classes))
+    first: dict[str, Any] = {}
+    for kind in kinds:
+        first |= first_settings(kind)
+    others = [{**first, **settings} for kind in kinds for settings in [*kind.searched()][1:]]
+    return [first, *others]
+
+
+def backend_settings(question: Question) -> list[dict[str, Any]]:
+    """The settings of ``training`` for each backend that is searched, and each of its own choices."""
+    return [
+        {"backend": name, **settings}
+        for name, cls in sorted(backends().items())
+        if cls.searched and question.allows_backend(name)
+        for settings in cls.options_type.searched()
+    ]

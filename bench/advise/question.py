@@ -1,0 +1,141 @@
+"""What `spbench advise` is asked: one model, length and batch on so many GPUs of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.config.choices import names, unknown
+from spbench.bench.counts import MOST_RANKS
+from spbench.bench.engines.step_times import can_time
+from spbench.bench.errors import UserError
+from spbench.bench.fit.subject import Asked, subject
+from spbench.impls.axes import MESH_AXES
+from spbench.impls.strategies.nesting import PLUS
+
+#: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
+BATCH_TOKENS = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        cell: the model, its options, precision, batch, length and cluster; on one rank.
+        gpus: how many.
+        only: parts of names of strategies and backends, of which a layout must have one; none: any.
+        without: those that it must not have.
+        fixed: ranks along axes, or micro_batch, that are given.
+        remarks: on how it was made, one a line.
+    """
+
+    cell: Cell
+    gpus: int
+    only: Sequence[str] = ()
+    without: Sequence[str] = ()
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+
+    def allows(self, strategy: str) -> bool:
+        """Whether a strategy may be among the answers."""
+        return self._allowed("strategy", strategy.split(PLUS))
+
+    def allows_backend(self, backend: str) -> bool:
+        """Whether a backend may be among the answers."""
+        return self._allowed("backend", [backend])
+
+    def _allowed(self, kind: str, parts: Sequence[str]) -> bool:
+        known = names(kind)
+        wanted = [name for name in self.only if name in known or (PLUS in name and kind == "strategy")]
+        if (
+            wanted
+            and PLUS.join(parts) not in wanted
+            and not set(parts) & {w for w in wanted if PLUS not in w}
+        ):
+            return False
+        return not set(parts) & set(self.without)
+
+
+def question(
+    words: Sequence[str],
+    asked: Asked,
+    batch_tokens: int | None = None,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    fixed: Sequence[tuple[str, str]] = (),
+) -> Question:
+    """The question that words and options ask, of a model, a job or a scenario.
+
+    Raises:
+        UserError: it cannot be asked so.
+    """
+    for name in (*only, *without):
+        _check_name(name)
+    settings = dict(asked.settings)
+    remarks: list[str] = []
+    length = settings.get("seq_len")
+    if batch_tokens is not None:
+        if length is None:
+            raise UserError("--batch-tokens needs --seq-len")
+        if batch_tokens < length:
+            raise UserError(
+                f"--batch-tokens {batch_tokens}: less than one sequence of {length} tokens; give that or more"
+            )
+        settings["batch"] = batch_tokens // length
+    elif "batch" not in settings and length is not None:
+        settings["batch"] = max(1, BATCH_TOKENS // length)
+        remarks.append(
+            f"not said, so taken: batch {settings['batch']} ({BATCH_TOKENS} tokens); --batch-tokens"
+        )
+    if asked.gpus is not None and asked.gpus > MOST_RANKS:
+        raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
+    found = subject(words, Asked(asked.cluster, None, asked.strategy, settings))
+    distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in found.cells}
+    if len(distinct) > 1:
+        raise UserError(
+            f"{' '.join(words)} has {len(distinct)} questions; choose one model, length and batch, as by "
+            "--seq-len and --batch"
+        )
+    (cell,) = distinct.values()
+    gpus = asked.gpus or cell.sizes.world
+    training = {"step": cell.training.step, "cublas_workspace": cell.training.cublas_workspace}
+    plain = cell.model_copy(
+        update={
+            "strategy": "single",
+            "strategy_options": {},
+            "sizes": Sizes(),
+            "mesh": None,
+            "training": TrainingOptions.model_validate({k: v for k, v in training.items() if v is not None}),
+            "variant": "",
+        }
+    )
+    if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
+        raise UserError(
+            f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
+            f"see spbench list cluster {cell.cluster}"
+        )
+    return Question(plain, gpus, only, without, _fixed(fixed), [*remarks, *_said(found.remarks)])
+
+
+def _said(remarks: Sequence[str]) -> list[str]:
+    """Without what is searched for here."""
+    return [each for each in remarks if not each.startswith("not said")]
+
+
+def _check_name(name: str) -> None:
+    known = [*names("strategy"), *names("backend")]
+    for part in name.split(PLUS):
+        if part not in known:
+            raise UserError(unknown("strategy", part, known))
+
+
+def _fixed(pairs: Sequence[tuple[str, str]]) -> dict[str, int]:
+    known = [*MESH_AXES, "micro_batch"]
+    found = {}
+    for name, text in pairs:
+        if name not in known or not text.isdecimal() or int(text) < 1:
+            raise UserError(f"--fixed {name}={text}: give {', '.join(known)} as a whole number from 1 on")
+        found[name] = int(text)
+    return found

@@ -1,0 +1,150 @@
+"""The small traces that estimates rest on: the model with one and two layers on one rank, also with each of
+the settings by which it takes less memory, and each backend on two and four replicas."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spbench.bench.advise.estimates import BackendFigures, Depths, Reference, at_depth
+from spbench.bench.advise.layouts import backend_settings
+from spbench.bench.advise.looks import Look
+from spbench.bench.advise.question import Question
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.engines.plan import model_parameters, plan
+from spbench.bench.fit.answers import Answers
+from spbench.bench.measurement import Outcome
+from spbench.impls.models.model import model_preset
+
+#: replicas of the traces of backends
+_REPLICAS = (2, 4)
+#: categories of memory that are states of training
+STATES = ("parameters", "gradients", "optimizer_state")
+#: no settings, as text
+AS_IT_IS = ""
+
+
+def as_text(settings: Mapping[str, Any]) -> str:
+    """Settings as a key."""
+    return json.dumps(settings, sort_keys=True) if settings else AS_IT_IS
+
+
+def savings_of(question: Question) -> dict[str, dict[str, Any]]:
+    """The settings of the model that take less memory whatever the stages, by their text; the first: none."""
+    model = model_preset(*question.cell.model_arguments)
+    at_any = {as_text(dict(each.options)) for each in model.savings(2)}
+    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
+    for each in model.savings(1):
+        if (text := as_text(dict(each.options))) in at_any:
+            found[text] = dict(each.options)
+    return found
+
+
+def cell_of(
+    question: Question,
+    *,
+    batch: int,
+    dp: int = 1,
+    model: Mapping[str, Any] = {},
+    training: Mapping[str, Any] = {},
+) -> Cell:
+    """The question's cell on a mesh of replicas alone."""
+    cell = question.cell
+    content = {**cell.training.model_dump(exclude_defaults=True), **training}
+    return cell.model_copy(
+        update={
+            "batch": batch,
+            "sizes": Sizes(dp=dp),
+            "model_options": {**cell.model_options, **model},
+            "training": TrainingOptions.model_validate(content),
+        }
+    )
+
+
+def references(
+    question: Question, answers: Answers, savings: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Reference], dict[str, BackendFigures]]:
+    """By the settings of the model and of the backend, as text. A setting that cannot be run is left out."""
+    looks: dict[str, tuple[str, str, int]] = {}
+    cells: list[Cell] = []
+
+    def ask(kind: str, text: str, at: int, cell: Cell) -> None:
+        asked = Look.at(cell, "small")
+        looks[asked.key] = kind, text, at
+        cells.append(asked)
+
+    for text, settings in savings.items():
+        for layers in (1, 2):
+            ask("model", text, layers, at_depth(cell_of(question, batch=1, model=settings), layers))
+    forward_only = question.cell.training.step == "inference"
+    kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
+    for settings in kinds:
+        for dp in _REPLICAS:
+            made = cell_of(question, batch=dp, dp=dp, training=settings)
+            short = made.model_copy(update={"seq_len": min(made.shape[1], 256)})
+            ask("backend", as_text(settings), dp, at_depth(short, 1))
+    found: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
+    for cell, outcome in answers(cells):
+        if outcome.status in ("ok", "oom"):
+            found[looks[cell.key]] = cell, outcome
+    return (
+        {text: reference for text in savings if (reference := _reference(found, text))},
+        {text: figures for text in map(as_text, kinds) if (figures := _backend(found, text))},
+    )
+
+
+Found = Mapping[tuple[str, str, int], tuple[Cell, Outcome]]
+
+
+def _reference(found: Found, text: str) -> Reference | None:
+    both = [found.get(("model", text, layers)) for layers in (1, 2)]
+    if None in both:
+        return None
+    measured = [each[1].measurement for each in both if each]
+    return Reference(
+        Depths(*(m["step_time_s"] for m in measured)),
+        Depths(*(_held(m, lambda name: name not in STATES) for m in measured)),
+        Depths(*(_elements(each[0]) for each in both if each)),
+    )
+
+
+def _held(measurement: Mapping[str, Any], counts: Callable[[str], bool]) -> float:
+    return float(sum(n for name, n in measurement["peak_held"].items() if counts(name)))
+
+
+def _elements(cell: Cell) -> float:
+    return float(model_parameters(cell))
+
+
+def _backend(found: Found, text: str) -> BackendFigures | None:
+    both = [found.get(("backend", text, dp)) for dp in _REPLICAS]
+    if None in both:
+        return None
+    (cell, few), (_, many) = (each for each in both if each)
+    elements = _elements(cell)
+    few_bytes, many_bytes = (
+        _held(outcome.measurement, lambda name: name in STATES) / elements for outcome in (few, many)
+    )
+    # bytes = whole + shared / replicas, at both numbers of replicas
+    a, b = _REPLICAS
+    shared = max(0.0, (few_bytes - many_bytes) / (1 / a - 1 / b))
+    once, twice = (_sent(cell, n, elements) for n in (1, 2))
+    each = {name: max(0.0, twice[name] - once[name]) for name in once}
+    return BackendFigures(
+        max(0.0, few_bytes - shared / a),
+        shared,
+        {name: max(0.0, n - each[name]) for name, n in once.items()},
+        each,
+    )
+
+
+def _sent(cell: Cell, micro_batches: int, elements: float) -> Counter[str]:
+    """By collective, what a rank exchanges with its replicas in a step, for each element."""
+    training = cell.training.model_copy(update={"micro_batches": micro_batches})
+    made = cell.model_copy(update={"training": training, "batch": cell.sizes.dp * micro_batches})
+    sent: Counter[str] = Counter()
+    for row in plan(made).formula(0):
+        sent[row["collective"]] += row["payload_bytes"] * row["count"] / elements
+    return sent

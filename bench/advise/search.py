@@ -1,0 +1,299 @@
+"""The search: layouts in the order of their estimates, the promising ones traced with few layers, the best of
+these with all.
+
+What a trace of few layers finds also says how far estimates of layouts of the same strategy are off, and the
+order is mended by it. The search ends where no layout is left whose estimate, off as far to the good side as
+any of its strategy was, would be among the best.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spbench.bench.advise.candidates import Candidate, Learned, candidates
+from spbench.bench.advise.estimates import Estimates
+from spbench.bench.advise.layouts import Refused, strategy_settings
+from spbench.bench.advise.looks import Depth, Look
+from spbench.bench.advise.question import Question
+from spbench.bench.advise.references import references, savings_of
+from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.config.changes import changed
+from spbench.bench.errors import UserError
+from spbench.bench.fit.answers import Answers
+from spbench.bench.measurement import Outcome
+from spbench.impls.models.model import model_preset
+
+#: layouts that are traced with few layers at once, a worker
+_AT_ONCE = 4
+#: so many of the best are wanted, and traced whole
+BEST = 5
+#: after so many traces of few layers in a row of which none is faster by more than so much, none is awaited
+_PATIENCE, _GAIN = 32, 1.005
+#: until a layout of a strategy was traced, its estimates may be too high, or too low, by so much
+_UNKNOWN = 1.6
+#: layouts whose estimated memory is so much more than a card has are not traced
+_TOO_LARGE = 1.25
+#: a strategy that is so much slower than the best is not looked at more closely
+_FAR = 1.5
+
+
+@dataclass
+class Seen:
+    """A cell that was traced.
+
+    Attributes:
+        outcome: of the closest look so far.
+        depth: of it.
+    """
+
+    cell: Cell
+    outcome: Outcome
+    depth: Depth
+    estimated_s: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits its card."""
+        return self.outcome.status == "ok"
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        seconds: float = self.outcome.measurement["step_time_s"]
+        return seconds
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank at its peak."""
+        nbytes: int = self.outcome.measurement["peak_memory_bytes"]
+        return nbytes
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: that fit, traced whole, the fastest first; of each strategy and mesh one.
+        of_strategies: the best of each strategy that fits, the fastest first.
+        nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
+        counts: what became of how many layouts.
+        refused: why which layouts cannot be.
+        traced: every look.
+    """
+
+    best: list[Seen] = field(default_factory=list)
+    of_strategies: list[Seen] = field(default_factory=list)
+    nearest: Seen | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    refused: Refused = field(default_factory=Refused)
+    traced: list[Seen] = field(default_factory=list)
+
+
+class Search:
+    """The search for one question; see the module.
+
+    Args:
+        answers: whose run is :func:`look`.
+        say: told what is done.
+    """
+
+    def __init__(self, question: Question, answers: Answers, say: Callable[[str], None] = lambda text: None):
+        self.question, self.answers, self.say = question, answers, say
+        self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
+        #: a layout that takes more is not traced
+        self.most_bytes = self.usable
+        self.found = Found()
+        self.seen: dict[str, Seen] = {}
+        self.learned = Learned()
+
+    def run(self) -> Found:
+        """Search.
+
+        Raises:
+            UserError: no layout is possible.
+        """
+        self.say("small traces of the model and of the backends")
+        savings = savings_of(self.question)
+        known = references(self.question, self.answers, savings)
+        estimates = Estimates(self.question.cell, self.question.gpus, *known)
+        every = [*candidates(self.question, estimates, savings, self.found.refused)]
+        if not every:
+            reasons = Counter(self.found.refused.reasons.values()).most_common(1)
+            why = f": {reasons[0][0]}" if reasons else "; see --only, --without and --fixed"
+            raise UserError(f"no layout of {self.question.gpus} GPUs is possible{why}")
+        waiting = [c for c in every if c.estimated_bytes <= _TOO_LARGE * self.usable]
+        if not waiting:  # the nearest that would fit is asked for
+            waiting = sorted(every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
+            self.most_bytes = float("inf")
+        self.say(f"{len(every)} layouts, of which {len(waiting)} may fit")
+        self._few_layers(waiting)
+        self._whole()
+        self._conclude(every, waiting)
+        return self.found
+
+    # -- few layers ------------------------------------------------------------------------------------
+
+    def _few_layers(self, waiting: list[Candidate]) -> None:
+        """Trace candidates with few layers until none is left that could be among the best."""
+        best_s, patience = float("inf"), _PATIENCE
+        while patience > 0 and (batch := self._next(waiting)):
+            for candidate in batch:
+                waiting.remove(candidate)
+            self._look(batch)
+            if fitting := self.fitting():
+                patience -= len(batch)
+                best = fitting[0]
+                if best.step_s * _GAIN < best_s:
+                    best_s, patience = best.step_s, _PATIENCE
+                self.say(
+                    f"{len(self.seen)} layouts traced with few layers; the best: {best.step_s:.3g} s, "
+                    f"{best.cell.strategy} {best.cell.mesh_text}"
+                )
+
+    def _next(self, waiting: Sequence[Candidate]) -> list[Candidate]:
+        """The most promising of those that could be among the best, of each way one at a time; of a strategy
+        that was not traced yet, one."""
+        best = self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
+        bar = best[0].step_s if len(best) >= BEST else float("inf")
+        far = _FAR * best[0].step_s if best else float("inf")
+        chosen: list[Candidate] = []
+        begun: set[str] = set()
+        for candidate in sorted(waiting, key=self.learned.expected_s):
+            name, way = candidate.strategy, str(candidate.layout.way)
+            if len(chosen) >= _AT_ONCE * self.answers.jobs:
+                break
+            if way in begun or self.learned.least_bytes(candidate) > self.most_bytes:
+                continue
+            if not self.learned.knows(name):
+                if name in begun or candidate.estimated_s / _UNKNOWN > far:
+                    continue
+            elif self.learned.least_s(candidate) > bar:
+                continue
+            begun |= {name, way} if not self.learned.knows(name) else {way}
+            chosen.append(candidate)
+        return chosen
+
+    def _look(self, chosen: Sequence[Candidate]) -> None:
+        cells = {}
+        for candidate in chosen:
+            made = Look.at(candidate.cell(self.question.cell), "few_layers")
+            cells[made.key] = candidate, made
+        for key, outcome in self._outcomes([made for _, made in cells.values()]):
+            candidate, made = cells[key]
+            if outcome.status in ("ok", "oom"):
+                seen = Seen(made.cell, outcome, "few_layers", candidate.estimated_s)
+                self.seen[made.cell.key] = seen
+                self.learned.add(candidate, seen.step_s, seen.peak)
+            else:
+                self.found.refused.add(f"{candidate.layout.way} {made.mesh_text}", outcome.reason)
+                self.found.counts["cannot be run"] += 1
+
+    def _outcomes(self, cells: Sequence[Cell]) -> Iterator[tuple[str, Outcome]]:
+        for cell, outcome in self.answers(cells):
+            if outcome.status in ("failed", "timeout"):
+                raise RuntimeError(f"{cell.key}: {outcome.reason}\n{outcome.traceback}")
+            yield cell.key, outcome
+
+    def fitting(self) -> list[Seen]:
+        """The cells that fit, the fastest first."""
+        return sorted((s for s in self.seen.values() if s.fits), key=lambda s: s.step_s)
+
+    # -- all layers ------------------------------------------------------------------------------------
+
+    def _whole(self) -> None:
+        """Trace the best with all layers, until the best :data:`BEST` are; and the best of each strategy that
+        is near them."""
+        self._polish()
+        while True:
+            best = self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
+            chosen = [s for s in best[:BEST] if s.depth != "all_layers"]
+            if not chosen:
+                break
+            self._trace_whole(chosen)
+        if not self.fitting():
+            return
+        near = [
+            s for s in self._best_of(lambda cell: cell.strategy) if s.step_s < _FAR * self.fitting()[0].step_s
+        ]
+        self._trace_whole([s for s in near[:BEST] if s.depth != "all_layers"])
+
+    def _trace_whole(self, chosen: Sequence[Seen]) -> None:
+        if chosen:
+            self.say(f"tracing {len(chosen)} of the best with all layers")
+        cells = {made.key: made for s in chosen if (made := Look.at(s.cell, "all_layers"))}
+        for key, outcome in self._outcomes([*cells.values()]):
+            seen = self.seen[cells[key].cell.key]
+            seen.outcome, seen.depth = outcome, "all_layers"
+
+    def _polish(self) -> None:
+        """Look at single changes of the best: other settings of its strategy, another order of the mesh, a
+        part of the layers computed again."""
+        fitting = self.fitting()
+        if not fitting:
+            return
+        cells = {}
+        for cell in (s.cell for s in fitting[:2]):
+            for settings in self._changes(cell):
+                try:
+                    made = changed(cell, settings)
+                except UserError:
+                    continue
+                if made.key not in self.seen:
+                    cells[made.key] = Look.at(made, "few_layers")
+        self.say(f"{len(cells)} single changes of the best")
+        by_key = {each.key: each for each in cells.values()}
+        for key, outcome in self._outcomes([*cells.values()]):
+            if outcome.status in ("ok", "oom"):
+                cell = by_key[key].cell
+                self.seen[cell.key] = Seen(cell, outcome, "few_layers")
+
+    def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        for options in strategy_settings(cell.strategy)[1:]:
+            yield {f"strategy_options.{name}": value for name, value in options.items()}
+        if cell.sizes.pp > 1 and cell.sizes.dp > 1:
+            yield {"mesh": ["pp", "dp", "cp", "tp", "sp"]}
+        if cell.sizes.cp > 1 and cell.sizes.sp > 1:
+            yield {"mesh": ["dp", "pp", "sp", "tp", "cp"]}
+        for saving in self._partial(cell):
+            yield {f"model_options.{name}": value for name, value in saving.items()}
+
+    def _partial(self, cell: Cell) -> Iterator[Mapping[str, Any]]:
+        """Of a cell that saves memory, what saves less of it."""
+        if cell.model_options != self.question.cell.model_options:
+            model = model_preset(*self.question.cell.model_arguments)
+            for each in model.savings(cell.sizes.pp * cell.training.virtual_stages):
+                yield each.options
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
+        """Of each kind of cells the fastest that fits, the fastest first."""
+        best: dict[Hashable, Seen] = {}
+        for seen in self.fitting():
+            best.setdefault(kind(seen.cell), seen)
+        return [*best.values()]
+
+    def _conclude(self, every: Sequence[Candidate], waiting: Sequence[Candidate]) -> None:
+        found, fitting = self.found, self.fitting()
+        found.traced = [*self.seen.values()]
+        whole = [s for s in fitting if s.depth == "all_layers"]
+        found.best = [s for s in self._best_of(lambda cell: (cell.strategy, cell.mesh_text)) if s in whole]
+        found.of_strategies = self._best_of(lambda cell: cell.strategy)
+        if not fitting and self.seen:
+            found.nearest = min(self.seen.values(), key=lambda s: s.peak)
+        too_large = sum(c.estimated_bytes > _TOO_LARGE * self.usable for c in every)
+        found.counts |= Counter(
+            {
+                "cannot be": len(found.refused.reasons),
+                "need too much by the estimate": too_large,
+                "too slow by the estimate, or too large after traces of their strategy": len(waiting),
+                "traced with few layers": len(self.seen),
+                "of these with all layers": sum(s.depth == "all_layers" for s in found.traced),
+                "looked at": len(every) + len(found.refused.reasons),
+            }
+        )

@@ -1,0 +1,98 @@
+"""`spbench advise`: which layout of a model is the fastest on so many GPUs of a cluster."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spbench.bench.commands.options import (
+    SETTINGS,
+    WORDS,
+    Counts,
+    Length,
+    changes,
+    jobs,
+    many,
+    path_option,
+    printed,
+)
+from spbench.bench.commands.output import Output
+from spbench.bench.commands.progress import message
+
+if TYPE_CHECKING:
+    from spbench.bench.advise.question import Question
+
+
+@click.command("advise")
+@click.option(
+    "--model",
+    "subject",
+    required=True,
+    multiple=True,
+    metavar="MODEL",
+    help="A model (name, config.json or .py file), a scenario, or the files of a job, one option each.",
+)
+@click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file.")
+@click.option("--gpus", type=Counts(), metavar="N[,N...]", help="How many, as 64, or 8,64 or 8..512.")
+@click.option("--seq-len", type=Counts(), metavar="L[,L...]", help="Positions of a sequence, as 128K.")
+@click.option("--batch-tokens", type=Length(), help="Of the whole batch, as 4M; 4M if left out.")
+@click.option("--batch", type=click.IntRange(min=1), help="Samples of the whole batch instead.")
+@many("--only", WORDS, "Only layouts with one of these strategies, and one of these backends.")
+@many("--without", WORDS, "No layout with one of these strategies or backends.")
+@many("--fixed", SETTINGS, "Ranks along an axis that are given, as tp=8; also micro_batch=1.")
+@changes
+@many(
+    "--why", SETTINGS, "Say why layouts with so many ranks along an axis, as tp=16, are not among the best."
+)
+@path_option("--figure", "Draw which strategy wins where, of several --gpus or --seq-len, into this file.")
+@path_option("--output", "Write the best layouts as a scenario, to run, verify, trace and ask fit about.")
+@jobs
+@printed
+def command(
+    subject: tuple[str, ...],
+    cluster: str | None,
+    gpus: tuple[int, ...] | None,
+    seq_len: tuple[int, ...] | None,
+    batch_tokens: int | None,
+    batch: int | None,
+    only: tuple[str, ...],
+    without: tuple[str, ...],
+    fixed: tuple[tuple[str, str], ...],
+    changes: tuple[tuple[str, str], ...],
+    why: tuple[tuple[str, str], ...],
+    figure: Path | None,
+    output: Path | None,
+    jobs: int | None,
+) -> Output:
+    """Say which layout of a model is the fastest that fits: strategies, ranks along each axis, backend,
+    micro-batches and recomputation.
+
+    Layouts are estimated, the promising ones traced with few layers and the best with all. Times that differ
+    by less than the errors of such predictions are a tie, and the simplest of them is named first.
+    """
+    from spbench.bench.advise.ask import advise
+    from spbench.bench.advise.question import question
+    from spbench.bench.commands.advise_report import report
+    from spbench.bench.config.changes import given
+    from spbench.bench.errors import UserError
+    from spbench.bench.fit.subject import Asked
+
+    if batch is not None and batch_tokens is not None:
+        raise UserError("--batch and --batch-tokens say the same: give one")
+    settings = given(changes)
+    if batch is not None:
+        settings["batch"] = batch
+    questions: list[Question] = []
+    for length, n in itertools.product(seq_len or [None], gpus or [None]):
+        own = settings if length is None else {**settings, "seq_len": length}
+        asked = Asked(cluster, n, None, own)
+        questions.append(question(subject, asked, batch_tokens, only, without, fixed))
+    answers = []
+    for answer in advise(questions, jobs, message):
+        answers.append(answer)
+        if len(questions) > 1:
+            message(f"[{len(answers)}/{len(questions)}] answered in {answer.seconds:.0f} s")
+    return report(answers, why, figure, output)

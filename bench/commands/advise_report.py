@@ -1,0 +1,222 @@
+"""What `spbench advise` says: the best layouts, why the first wins, and what became of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.advise.advice import Advice, scenario_text
+from spbench.bench.advise.search import Seen
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.cell import Cell
+from spbench.bench.commands.output import Output, Table
+from spbench.bench.jobs import FLAGS
+from spbench.bench.jobs.flags import program_flags
+from spbench.bench.trust.bands import TIE, shown_band
+from spbench.impls.axes import MESH_AXES
+
+_GIB = 2**30
+#: refusals of layouts that are shown for --why, at the most
+_MOST_REASONS = 20
+
+
+def report(
+    answers: Sequence[Advice],
+    why: Sequence[tuple[str, str]] = (),
+    figure: Path | None = None,
+    output: Path | None = None,
+) -> Output:
+    """The answers for people and for programs.
+
+    Args:
+        why: ranks along axes that are asked about.
+        figure: a map of several answers is drawn there.
+        output: the best layouts are written there, as a scenario.
+    """
+    files = []
+    sections: list[Table | str] = []
+    if len(answers) > 1:
+        sections.append(_map(answers))
+    for answer in answers:
+        sections += _sections(answer)
+        if why:
+            sections.append(_reasons(answer, why))
+    if output is not None:
+        cells = [seen.cell for answer in answers for seen in answer.ranked]
+        files.append(write_whole(output, scenario_text(cells, "The best layouts of spbench advise")))
+    if figure is not None:
+        from spbench.plots.advice import draw_advice
+
+        files.append(draw_advice([_point(answer) for answer in answers], figure))
+    records = [{**_asked(answer), **record} for answer in answers for record in answer.records()]
+    content = [
+        {
+            "question": _asked(answer),
+            "layouts": answer.records(),
+            "why": answer.why(),
+            "strategies": [_brief(answer, seen) for seen in answer.found.of_strategies],
+            "nearest": answer.found.nearest and _brief(answer, answer.found.nearest),
+            "counts": dict(answer.found.counts),
+            "refused": answer.found.refused.reasons,
+            "seconds": answer.seconds,
+        }
+        for answer in answers
+    ]
+    notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
+    return Output(sections, content, records, notes=notes, files=files)
+
+
+def _asked(answer: Advice) -> dict[str, Any]:
+    cell = answer.question.cell
+    return {
+        "model": cell.model,
+        "cluster": cell.cluster,
+        "gpus": answer.question.gpus,
+        "seq_len": cell.seq_len,
+        "batch": cell.batch,
+    }
+
+
+def _brief(answer: Advice, seen: Seen) -> dict[str, Any]:
+    return {
+        "strategy": seen.cell.strategy,
+        "mesh": seen.cell.mesh_text,
+        "step_time_s": seen.step_s,
+        "peak_memory_bytes": seen.peak,
+        "traced": "whole" if seen.depth == "all_layers" else "with few layers",
+        "cell": seen.cell.key,
+    }
+
+
+def _point(answer: Advice) -> dict[str, Any]:
+    """Of a map: the winner's strategy, "" where nothing fits, and whether the next strategy ties with it."""
+    winner = answer.winner
+    of_others = [
+        seen
+        for seen in answer.found.of_strategies
+        if winner and seen.cell.strategy != winner.cell.strategy and answer.is_tie(seen)
+    ]
+    return {
+        **_asked(answer),
+        "strategy": winner.cell.strategy if winner else "",
+        "mesh": winner.cell.mesh_text if winner else "",
+        "tie": bool(of_others),
+        "tokens_per_s": winner.outcome.measurement["tokens_per_s"] if winner else None,
+    }
+
+
+def _map(answers: Sequence[Advice]) -> Table:
+    lines = []
+    for answer in answers:
+        point = _point(answer)
+        rate = point["tokens_per_s"]
+        lines.append(
+            {
+                "GPUs": point["gpus"],
+                "length": point["seq_len"],
+                "batch": point["batch"],
+                "best": f"{point['strategy']} {point['mesh']}" if point["strategy"] else "nothing fits",
+                "": TIE if point["tie"] else "",
+                "tokens/s a GPU": f"{rate / point['gpus']:.3g}" if rate else None,
+                "layouts": answer.found.counts["looked at"],
+                "took": f"{answer.seconds:.0f} s",
+            }
+        )
+    return Table("Which layout where", lines)
+
+
+def _sections(answer: Advice) -> Iterator[Table | str]:
+    question, found = answer.question, answer.found
+    cell = question.cell
+    asked = f"{cell.model}, {question.gpus} GPUs of {cell.cluster}, {cell.batch} sequences of {cell.seq_len}"
+    winner = answer.winner
+    if winner is None:
+        yield f"{asked}: nothing fits{_nearest(answer)}"
+    else:
+        yield Table(f"The best layouts: {asked}", [*_lines(answer)])
+        yield f"{winner.cell.strategy} {winner.cell.mesh_text}: {answer.why()}"
+        if others := [*_others(answer)]:
+            yield f"other strategies, by traces of few layers: {', '.join(others)}"
+        yield "\n".join(_as_jobs(winner.cell))
+    counts = found.counts
+    yield (
+        f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s: "
+        + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
+    )
+
+
+def _nearest(answer: Advice) -> str:
+    near = answer.found.nearest
+    if near is None:
+        return ""
+    usable = near.outcome.measurement["usable_memory_bytes"]
+    needed, missing = (f"{nbytes / _GIB:.1f}" for nbytes in (near.peak, near.peak - usable))
+    what = f"{near.cell.strategy} {near.cell.mesh_text} with {near.cell.training.backend}"
+    return f"; the nearest is {what}, which needs {needed} GiB: {missing} more than a card has for tensors"
+
+
+def _lines(answer: Advice) -> Iterator[dict[str, Any]]:
+    for seen, record in zip(answer.ranked, answer.records(), strict=True):
+        mfu = record["mfu"]
+        yield {
+            "": TIE if record["tie"] else "",
+            "strategy": record["strategy"],
+            "mesh": record["mesh"],
+            "backend": record["backend"],
+            "micro-batch": record["micro_batch"],
+            "beside": record["settings"].replace("model_options.", "").replace("strategy_options.", ""),
+            "step": shown_band(answer.measured(seen)),
+            "tokens/s": f"{record['tokens_per_s']:.3g}",
+            "MFU": None if mfu is None else f"{mfu:.0%}",
+            "peak GiB": f"{seen.peak / _GIB:.1f}",
+            "spare": f"{record['spare_bytes'] / _GIB:.1f}",
+            "sends GiB": f"{record['sent_bytes'] / _GIB:.3g}",
+            "exposed": f"{record['exposed_communication']:.0%}",
+            "bubble": f"{record['bubble']:.0%}",
+            "bound": record["bound"],
+        }
+
+
+def _others(answer: Advice) -> Iterator[str]:
+    """The strategies that are not among the best."""
+    shown = {seen.cell.strategy for seen in answer.found.best}
+    best = answer.found.best[0].step_s
+    for seen in answer.found.of_strategies:
+        if seen.cell.strategy not in shown:
+            yield f"{seen.cell.strategy} {seen.cell.mesh_text} {seen.step_s / best - 1:+.0%}"
+
+
+def _as_jobs(cell: Cell) -> Iterator[str]:
+    """The winner as arguments of programs, or what these lack."""
+    for kind in FLAGS.names():
+        flags = program_flags(kind, cell)
+        program = flags.program.split()[0]
+        if flags.missing:
+            yield f"{program} has no {'; no '.join(flags.missing)}"
+        else:
+            arguments = " ".join(" ".join(filter(None, [line.argument, line.value])) for line in flags.lines)
+            yield f"{program}: {arguments}"
+
+
+def _reasons(answer: Advice, why: Sequence[tuple[str, str]]) -> Table | str:
+    """Why layouts with these ranks are not the best."""
+    wanted = {f"{axis}{n}" for axis, n in why if axis in MESH_AXES}
+
+    def has(text: str) -> bool:
+        return wanted <= {part for word in text.split() for part in word.split("x")}
+
+    lines: list[dict[str, Any]] = [
+        {"layout": what, "why": reason} for what, reason in answer.found.refused.reasons.items() if has(what)
+    ]
+    best = answer.found.best[0].step_s if answer.found.best else None
+    for seen in answer.found.traced:
+        if has(seen.cell.mesh_text):
+            if seen.fits:
+                why_not = f"takes {seen.step_s / best - 1:+.1%}" if best else "fits"
+            else:
+                why_not = f"needs {seen.peak / _GIB:.1f} GiB"
+            lines.append({"layout": f"{seen.cell.strategy} {seen.cell.mesh_text}", "why": why_not})
+    if not lines:
+        return f"no layout with {', '.join(sorted(wanted))} came so far: slower or larger by the estimate"
+    return Table(f"Layouts with {', '.join(sorted(wanted))}", lines[:_MOST_REASONS])
