@@ -113,10 +113,11 @@ class Advice:
             if sign * differences[name] > 0.001 * winner.step_s
         )
         ratio = other.step_s / winner.step_s - 1
+        than = f"{_named(other.cell)} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
         if self.is_tie(other) and self.is_tie(winner):
-            head = f"a tie: {_named(other.cell)} takes {ratio:+.1%} of the time, which is within the errors"
+            head = f"a tie: {than}, which is within the errors of such times"
         else:
-            head = f"the next strategy, {_named(other.cell)}, takes {ratio:+.1%}"
+            head = f"the next strategy, {than}"
         return head + (f"; {told}" if told else "")
 
 

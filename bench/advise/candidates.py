@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,8 +24,9 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
 
-#: an estimate may be off by this much more than any of its strategy so far, and of the same ranks along axes
-_MARGIN, _MARGIN_OF_WAY = 1.1, 1.02
+#: the seconds of an estimate may be off by this much more than any of the same ranks along axes were, and by
+#: this much for each doubling of these; its bytes by this much
+_MARGIN, _MARGIN_OF_STEP, _MARGIN_OF_BYTES = 1.02, 1.08, 1.1
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,9 @@ class Candidate:
         return self.layout.way.strategy
 
     @property
-    def way(self) -> str:
-        """Strategy and ranks along its axes."""
-        return str(self.layout.way)
-
-    @property
     def states(self) -> str:
         """What layouts have in common whose states of training are divided alike."""
-        return f"{self.way} {as_text(self.training)}"
+        return f"{self.layout.way} {as_text(self.training)}"
 
     def cell(self, asked: Cell) -> Cell:
         """The cell that it makes of the one that was asked about."""
@@ -122,43 +118,58 @@ def _figures(estimates: Estimates, way: Way, refused: Refused) -> tuple[WayFigur
     return None
 
 
-@dataclass
 class Learned:
-    """How far estimates were off: traced over estimated.
+    """How far estimates were off, traced over estimated: of seconds by way, of bytes by way and backend."""
 
-    Attributes:
-        slower: of seconds, by strategy and by way.
-        larger: of bytes, by strategy, and by way and backend.
-    """
-
-    slower: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    larger: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    def __init__(self) -> None:
+        self._slower: dict[Way, list[float]] = {}
+        self._larger: dict[str, list[float]] = {}
+        self._nearest: dict[Way, tuple[Way, int]] = {}
 
     def knows(self, strategy: str) -> bool:
         """Whether a layout of it was traced."""
-        return strategy in self.slower
+        return any(way.strategy == strategy for way in self._slower)
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
         """What a trace of a candidate found."""
-        for name in (candidate.strategy, candidate.way):
-            self.slower[name].append(seconds / candidate.estimated_s)
+        way = candidate.layout.way
+        if way not in self._slower:
+            self._nearest.clear()
+        self._slower.setdefault(way, []).append(seconds / candidate.estimated_s)
         for name in (candidate.strategy, candidate.states):
-            self.larger[name].append(nbytes / candidate.estimated_bytes)
+            self._larger.setdefault(name, []).append(nbytes / candidate.estimated_bytes)
 
     def expected_s(self, candidate: Candidate) -> float:
-        """Seconds that a candidate probably takes."""
-        known = self.slower.get(candidate.way) or self.slower.get(candidate.strategy) or [1.0]
-        return candidate.estimated_s * median(known)
+        """Seconds that a candidate probably takes: of an unknown strategy by the estimate alone."""
+        near = self._near(candidate.layout.way)
+        return candidate.estimated_s * (median(self._slower[near[0]]) if near else 1.0)
 
     def least_s(self, candidate: Candidate) -> float:
-        """Seconds that a candidate of a known strategy takes at the least."""
-        if known := self.slower.get(candidate.way):
-            return candidate.estimated_s * min(known) / _MARGIN_OF_WAY
-        return candidate.estimated_s * min(self.slower[candidate.strategy]) / _MARGIN
+        """Seconds that a candidate takes at the least, of a strategy of which layouts were traced."""
+        near = self._near(candidate.layout.way)
+        assert near is not None
+        way, steps = near
+        return candidate.estimated_s * min(self._slower[way]) / (_MARGIN * _MARGIN_OF_STEP**steps)
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the least: by traces of the same way and backend, or else by the
         estimate."""
-        if known := self.larger.get(candidate.states):
-            return candidate.estimated_bytes * min(known) / _MARGIN
-        return candidate.estimated_bytes * min([1.0, *self.larger.get(candidate.strategy, [])]) / _MARGIN
+        if known := self._larger.get(candidate.states):
+            return candidate.estimated_bytes * min(known) / _MARGIN_OF_BYTES
+        known = [1.0, *self._larger.get(candidate.strategy, [])]
+        return candidate.estimated_bytes * min(known) / _MARGIN_OF_BYTES
+
+    def _near(self, way: Way) -> tuple[Way, int] | None:
+        """The way of the same strategy that is most like this one and was traced, and how many doublings of
+        ranks along an axis lie between."""
+        if way not in self._nearest:
+            alike = [known for known in self._slower if known.strategy == way.strategy]
+            if not alike:
+                return None
+            nearest = min(alike, key=lambda known: _doublings(way, known))
+            self._nearest[way] = nearest, _doublings(way, nearest)
+        return self._nearest[way]
+
+
+def _doublings(way: Way, other: Way) -> int:
+    return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))

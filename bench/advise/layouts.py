@@ -30,6 +30,9 @@ class Way:
     strategy: str
     axes: Mapping[str, int]
 
+    def __hash__(self) -> int:
+        return hash((self.strategy, *self.axes.items()))
+
     @property
     def ranks(self) -> int:
         """Ranks that share a sample."""

@@ -31,11 +31,11 @@ from spbench.impls.models.model import model_preset
 _AT_ONCE = 4
 #: so many of the best are wanted, and traced whole
 BEST = 5
-#: so many layouts are traced with few layers at the most
-_MOST_LOOKS = 120
+#: after so many traces of few layers in a row of which none is faster by more than so much, none is awaited
+_PATIENCE, _GAIN = 32, 1.005
 #: until a layout of a strategy was traced, its estimates may be too high, or too low, by so much
 _UNKNOWN = 1.6
-#: of the estimated memory, from which a layout is not traced
+#: layouts whose estimated memory is so much more than a card has are not traced
 _TOO_LARGE = 1.25
 #: a strategy that is so much slower than the best is not looked at more closely
 _FAR = 1.5
@@ -140,13 +140,16 @@ class Search:
 
     def _few_layers(self, waiting: list[Candidate]) -> None:
         """Trace candidates with few layers until none is left that could be among the best."""
-        while batch := self._next(waiting):
+        best_s, patience = float("inf"), _PATIENCE
+        while patience > 0 and (batch := self._next(waiting)):
             for candidate in batch:
                 waiting.remove(candidate)
             self._look(batch)
-            fitting = self.fitting()
-            if fitting:
+            if fitting := self.fitting():
+                patience -= len(batch)
                 best = fitting[0]
+                if best.step_s * _GAIN < best_s:
+                    best_s, patience = best.step_s, _PATIENCE
                 self.say(
                     f"{len(self.seen)} layouts traced with few layers; the best: {best.step_s:.3g} s, "
                     f"{best.cell.strategy} {best.cell.mesh_text}"
@@ -161,8 +164,8 @@ class Search:
         chosen: list[Candidate] = []
         begun: set[str] = set()
         for candidate in sorted(waiting, key=self.learned.expected_s):
-            name, way = candidate.strategy, candidate.way
-            if len(chosen) >= min(_AT_ONCE * self.answers.jobs, _MOST_LOOKS - len(self.seen)):
+            name, way = candidate.strategy, str(candidate.layout.way)
+            if len(chosen) >= _AT_ONCE * self.answers.jobs:
                 break
             if way in begun or self.learned.least_bytes(candidate) > self.most_bytes:
                 continue

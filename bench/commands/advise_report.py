@@ -9,7 +9,10 @@ from typing import Any
 from spbench.bench.advise.advice import Advice, scenario_text
 from spbench.bench.advise.search import Seen
 from spbench.bench.atomic_write import write_whole
+from spbench.bench.cell import Cell
 from spbench.bench.commands.output import Output, Table
+from spbench.bench.jobs import FLAGS
+from spbench.bench.jobs.flags import program_flags
 from spbench.bench.trust.bands import TIE, shown_band
 from spbench.impls.axes import MESH_AXES
 
@@ -135,6 +138,7 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
         yield f"{winner.cell.strategy} {winner.cell.mesh_text}: {answer.why()}"
         if others := [*_others(answer)]:
             yield f"other strategies, by traces of few layers: {', '.join(others)}"
+        yield "\n".join(_as_jobs(winner.cell))
     counts = found.counts
     yield (
         f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s: "
@@ -181,6 +185,18 @@ def _others(answer: Advice) -> Iterator[str]:
     for seen in answer.found.of_strategies:
         if seen.cell.strategy not in shown:
             yield f"{seen.cell.strategy} {seen.cell.mesh_text} {seen.step_s / best - 1:+.0%}"
+
+
+def _as_jobs(cell: Cell) -> Iterator[str]:
+    """The winner as arguments of programs, or what these lack."""
+    for kind in FLAGS.names():
+        flags = program_flags(kind, cell)
+        program = flags.program.split()[0]
+        if flags.missing:
+            yield f"{program} has no {'; no '.join(flags.missing)}"
+        else:
+            arguments = " ".join(" ".join(filter(None, [line.argument, line.value])) for line in flags.lines)
+            yield f"{program}: {arguments}"
 
 
 def _reasons(answer: Advice, why: Sequence[tuple[str, str]]) -> Table | str:

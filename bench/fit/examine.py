@@ -72,6 +72,10 @@ def shallow_peak(cell: Cell) -> int | None:
     """The peak of the first class of ranks, in bytes, extrapolated from stages of two and three layers; None:
     four layers have another peak than these predict, or there are no more layers than four."""
     model = model_preset(*cell.model_arguments)
+    if getattr(model, "recompute_method", "") == "block":
+        stages = cell.sizes.pp * cell.training.virtual_stages
+        recomputed: int = getattr(model, "recompute_layers", 1) * stages
+        return _peak_between(cell, min(1.0, recomputed / getattr(model, "layers", 1)))
     # a stage is whole runs of layers that are computed again together, of which more and more are alike
     unit = cell.sizes.pp * getattr(model, "recompute_layers", 1)
     layers = getattr(model, "layers", 0) // unit
@@ -87,3 +91,13 @@ def shallow_peak(cell: Cell) -> int | None:
     if abs(PeakModel(trace, [1], _CHECKED)(1) / checked - 1) > _NEAR:
         return None
     return PeakModel(trace, [1], layers)(1)
+
+
+def _peak_between(cell: Cell, part: float) -> int | None:
+    """As :func:`shallow_peak`, where this part of each stage's layers is recomputed: as far between the peaks
+    where none and where all of them are, which is too much by at most a layer's activations."""
+    options = cell.model_options
+    without = {name: value for name, value in options.items() if not name.startswith("recompute")}
+    whole = {**options, "recompute_method": "uniform", "recompute_layers": 1}
+    none, all_ = (shallow_peak(cell.model_copy(update={"model_options": o})) for o in (without, whole))
+    return None if none is None or all_ is None else round(none + part * (all_ - none))
