@@ -58,6 +58,22 @@ class Advice:
         """The simplest of the fastest; None: nothing fits."""
         return next(iter(self.ranked), None)
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The question in plain data."""
+        cell = self.question.cell
+        return {
+            "model": cell.model,
+            "cluster": cell.cluster,
+            "gpus": self.question.gpus,
+            "seq_len": cell.seq_len,
+            "batch": cell.batch,
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """One mapping a layout, with the question."""
+        return [{**self.asked, **record} for record in self.records()]
+
     def records(self) -> list[dict[str, Any]]:
         """One mapping a layout, the best first: plain data."""
         return [self._record(rank, seen) for rank, seen in enumerate(self.ranked, start=1)]

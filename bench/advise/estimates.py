@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from spbench.bench.advise.layouts import Layout, Way
+from spbench.bench.advise.layouts import ORDER, Layout, Way
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines.plan import model_parameters, planned_strategy
 from spbench.bench.simulator.costs import Costs
-from spbench.impls.axes import MESH_AXES
 from spbench.impls.backends.backend import planned_sums
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.models.model import model_preset
@@ -155,7 +154,7 @@ class Estimates:
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
     ) -> float:
         """Seconds of one call among the ranks along these axes, all of whose groups call at once."""
-        mesh = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+        mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
         around = tuple(axis for axis in axes if mesh[axis] > 1)
         if not around or not nbytes:
             return 0.0

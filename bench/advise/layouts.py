@@ -13,6 +13,8 @@ from spbench.impls.options import Options
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
+#: the order of the mesh: tensor parallel ranks next to each other, since they send most
+ORDER = ("dp", "pp", "cp", "sp", "tp")
 #: strategies around each other, at the most; a mesh has no more axes for them
 _DEEPEST = 3
 #: positions of a rank and micro-batch from which larger micro-batches make kernels no faster

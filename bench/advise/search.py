@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spbench.bench.advise.candidates import Candidate, Learned, candidates
+from spbench.bench.advise.candidates import Candidate, Learned, candidates, ordered
 from spbench.bench.advise.estimates import Estimates
 from spbench.bench.advise.layouts import Refused, strategy_settings
 from spbench.bench.advise.looks import Depth, Look
@@ -37,6 +37,12 @@ _PATIENCE, _GAIN = 32, 1.005
 _UNKNOWN = 1.6
 #: layouts whose estimated memory is so much more than a card has are not traced
 _TOO_LARGE = 1.25
+#: orders of the mesh that are tried for the best
+_OTHER_ORDERS = (
+    ("pp", "dp", "cp", "sp", "tp"),
+    ("dp", "pp", "sp", "cp", "tp"),
+    ("dp", "pp", "tp", "cp", "sp"),
+)
 #: a strategy that is so much slower than the best is not looked at more closely
 _FAR = 1.5
 
@@ -255,10 +261,10 @@ class Search:
     def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
         for options in strategy_settings(cell.strategy)[1:]:
             yield {f"strategy_options.{name}": value for name, value in options.items()}
-        if cell.sizes.pp > 1 and cell.sizes.dp > 1:
-            yield {"mesh": ["pp", "dp", "cp", "tp", "sp"]}
-        if cell.sizes.cp > 1 and cell.sizes.sp > 1:
-            yield {"mesh": ["dp", "pp", "sp", "tp", "cp"]}
+        sizes = cell.sizes.by_axis
+        for order in _OTHER_ORDERS:
+            if (mesh := ordered(sizes, order)) != cell.mesh:
+                yield {"mesh": mesh}
         for saving in self._partial(cell):
             yield {f"model_options.{name}": value for name, value in saving.items()}
 

@@ -73,7 +73,7 @@ def command(
     Layouts are estimated, the promising ones traced with few layers and the best with all. Times that differ
     by less than the errors of such predictions are a tie, and the simplest of them is named first.
     """
-    from spbench.bench.advise.ask import advise
+    from spbench.bench.advise.ask import answered
     from spbench.bench.advise.question import question
     from spbench.bench.commands.advise_report import report
     from spbench.bench.config.changes import given
@@ -91,7 +91,7 @@ def command(
         asked = Asked(cluster, n, None, own)
         questions.append(question(subject, asked, batch_tokens, only, without, fixed))
     answers = []
-    for answer in advise(questions, jobs, message):
+    for answer in answered(questions, jobs, message):
         answers.append(answer)
         if len(questions) > 1:
             message(f"[{len(answers)}/{len(questions)}] answered in {answer.seconds:.0f} s")
