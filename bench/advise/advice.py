@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.question import Question
-from spbench.bench.advise.search import Found, Seen
 from spbench.bench.cell import Cell
 from spbench.bench.config.changes import written
 from spbench.bench.trust.bands import packaged_model, with_band

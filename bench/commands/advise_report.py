@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.advise.advice import Advice, scenario_text
-from spbench.bench.advise.search import Seen
+from spbench.bench.advise.findings import Seen
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.commands.output import Output, Table
