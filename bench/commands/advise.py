@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 @click.option("--seq-len", type=Counts(), metavar="L[,L...]", help="Positions of a sequence, as 128K.")
 @click.option("--batch-tokens", type=Length(), help="Of the whole batch, as 4M; 4M if left out.")
 @click.option("--batch", type=click.IntRange(min=1), help="Samples of the whole batch instead.")
-@many("--only", WORDS, "Only layouts with one of these strategies, and one of these backends.")
-@many("--without", WORDS, "No layout with one of these strategies or backends.")
+@many("--only", WORDS, "Only these strategies, such as ulysses+ring_attention, and these backends.")
+@many("--without", WORDS, "None of these strategies, alone or around others, and none of these backends.")
 @many("--fixed", SETTINGS, "Ranks along an axis that are given, as tp=8; also micro_batch=1.")
 @changes
 @many(
