@@ -97,7 +97,7 @@ def references(
 
 
 def _short(cell: Cell) -> Cell:
-    """The cell with few positions, so that states are what its peak is made of, where its model takes so few."""
+    """The cell with few positions, where its model takes so few: states are then what its peak is made of."""
     short = cell.model_copy(update={"seq_len": min(cell.shape[1], _FEW_POSITIONS)})
     try:
         plan(short)
