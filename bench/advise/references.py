@@ -3,6 +3,7 @@ the settings by which it takes less memory, and each backend on two and four rep
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ from spbench.impls.models.model import model_preset
 #: replicas of the traces of backends
 _REPLICAS = (2, 4)
 _FEW_POSITIONS = 256
+#: stages of a pipeline, of which each asks for the same settings
+_STAGES = (1, 2, 4)
 #: categories of memory that are states of training
 STATES = ("parameters", "gradients", "optimizer_state")
 #: no settings, as text
@@ -34,13 +37,15 @@ def as_text(settings: Mapping[str, Any]) -> str:
 
 
 def savings_of(question: Question) -> dict[str, dict[str, Any]]:
-    """The settings of the model that take less memory whatever the stages, by their text; the first: none."""
+    """The settings of the model that take less memory whatever the stages, alone and two of other options
+    together, by their text; the first: none."""
     model = model_preset(*question.cell.model_arguments)
-    at_any = {as_text(dict(each.options)) for each in model.savings(2)}
-    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
-    for each in model.savings(1):
-        if (text := as_text(dict(each.options))) in at_any:
-            found[text] = dict(each.options)
+    of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
+    alone = {text: found for text, found in of_stages[0].items() if all(text in each for each in of_stages)}
+    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}, **alone}
+    for one, other in itertools.combinations(alone.values(), 2):
+        if not one.keys() & other.keys():
+            found[as_text({**one, **other})] = {**one, **other}
     return found
 
 
