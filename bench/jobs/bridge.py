@@ -17,7 +17,8 @@ from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys, shown
 from spbench.bench.jobs.megatron_arguments import parse
 from spbench.bench.jobs.megatron_model import model_name, set_model
-from spbench.bench.jobs.megatron_training import set_batch, set_optimizer, set_parallelism, set_schedule
+from spbench.bench.jobs.megatron_stages import set_schedule
+from spbench.bench.jobs.megatron_training import set_batch, set_optimizer, set_parallelism
 from spbench.bench.jobs.megatron_translation import Translation
 from spbench.bench.yaml_files import read_yaml
 

@@ -13,7 +13,8 @@ from spbench.bench.jobs.launch import Launch, launched
 from spbench.bench.jobs.megatron_arguments import parse, program
 from spbench.bench.jobs.megatron_container import CONTAINER, container_problems
 from spbench.bench.jobs.megatron_model import model_name, set_model
-from spbench.bench.jobs.megatron_training import set_batch, set_optimizer, set_parallelism, set_schedule
+from spbench.bench.jobs.megatron_stages import set_schedule
+from spbench.bench.jobs.megatron_training import set_batch, set_optimizer, set_parallelism
 from spbench.bench.jobs.megatron_translation import Translation
 from spbench.bench.jobs.shell import Shell, shown
 from spbench.bench.jobs.shell_words import ShellError

@@ -26,8 +26,6 @@ def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
     else:
         t.ignore("without --group-query-attention each head has its own", "--num-query-groups")
     if g.on("--qk-layernorm"):
-        if g.text("--normalization") != "RMSNorm":
-            t.refuse("layer norms of queries and keys; --normalization RMSNorm", "--qk-layernorm")
         t.set("model_options.qk_norm", True, "--qk-layernorm")
     t.set("model_options.attention_dropout", g.share("--attention-dropout"), "--attention-dropout")
     asked, version = g.text("--attention-backend"), g.number("--flash-attention-version")

@@ -59,3 +59,14 @@ def card_of(cluster: str | None) -> tuple[str, int]:
     except UserError:
         card = ""  # told with the cell
     return card, next((number for part, number in _CAPABILITY.items() if part in card), 0)
+
+
+def set_workspace(t: Translation, cluster: str | None) -> None:
+    """Set cuBLAS's workspace, where it is not what the cluster has."""
+    variable = "CUBLAS_WORKSPACE_CONFIG"
+    if variable in t.environment:
+        t.set("training.cublas_workspace", t.environment[variable], variable)
+    elif t.given.on("--deterministic-mode"):
+        t.set("training.cublas_workspace", ":4096:8", "--deterministic-mode")
+    elif card_of(cluster)[1] >= 10 and runs_since(t, LARGE_WORKSPACE_ON_BLACKWELL):
+        t.set("training.cublas_workspace", ":4096:8", CONTAINER, note="torch's default on Blackwell")

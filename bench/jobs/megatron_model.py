@@ -32,6 +32,7 @@ def set_model(t: Translation, *, bert: bool, cluster: str | None) -> None:
     if bert:
         _set_bert(t, local)
         return
+    t.ignore("of a BertModel", "--bert-no-binary-head")
     _set_layers(t)
     _set_positions(t)
     set_attention(t, local, cluster)
@@ -164,6 +165,8 @@ def _set_bert(t: Translation, local: bool) -> None:
     t.ignore("BertModel makes its own masks", "--no-create-attention-mask-in-dataloader")
     for name in ignore_absent_fusions(t, local):
         t.refuse("a BertModel without a single fusion", name)
+    if t.given.on("--bert-no-binary-head"):
+        t.set("model_options.binary_head", False, "--bert-no-binary-head")
     core = "of Megatron-Core's BertModel"
     t.set("model_options.pre_norm", True, note=f"norms before each half of a layer, {core}")
     t.set("model_options.embedding_norm", False, note=f"none after the embedding, {core}")

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from spbench.bench.jobs.megatron_container import (
-    CONTAINER,
-    LARGE_WORKSPACE_ON_BLACKWELL,
-    card_of,
-    runs_since,
-)
-from spbench.bench.jobs.megatron_model import layers_of, length_of
+from spbench.bench.jobs.megatron_container import set_workspace
+from spbench.bench.jobs.megatron_model import length_of
 from spbench.bench.jobs.megatron_translation import Translation
-from spbench.impls.options import LARGEST_OF
 
-_PIPELINE_SPLITS = (
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
-#: of interleaved schedules alone
-_INTERLEAVED = (
-    "--overlap-p2p-communication-warmup-flush",
-    "--microbatch-group-size-per-virtual-pipeline-stage",
-    "--no-overlap-p2p-communication",
-)
 #: by --cp-comm-type: the strategy within tensor parallelism's, and whether it takes chunks in zigzag
 CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
 
@@ -152,76 +134,6 @@ def set_batch(t: Translation, replicas: int | None) -> None:
     )
 
 
-def set_schedule(t: Translation) -> None:
-    """Set how the pipeline runs."""
-    g = t.given
-    stages, layers = g.number("--pipeline-model-parallel-size") or 1, layers_of(t) or 0
-    each, virtual = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
-    counted = layers + g.on(_PIPELINE_SPLITS[2]) + g.on(_PIPELINE_SPLITS[3])
-    chunks, name = g.number(virtual) or 1, virtual
-    if (of_each := g.number(each)) is not None:
-        name = each
-        if g.on(virtual):
-            t.problems.append(f"{each} and {virtual} are both given; leave one")
-        if of_each < 1 or counted % (stages * of_each):
-            t.problems.append(f"--num-layers {layers} is no multiple of {stages} stages x {t.spelled(each)}")
-            return
-        chunks = counted // (stages * of_each)
-    if chunks > 1 and stages == 1:
-        t.problems.append(f"{t.spelled(name)} needs --pipeline-model-parallel-size of 2 or more")
-    parts = stages * max(1, chunks)
-    if parts > 1 and parts > min(counted, LARGEST_OF["layers"]):
-        t.problems.append(f"{counted} layers are fewer than {parts} stages or parts of these")
-        return
-    _set_stages(t, layers, stages, max(1, chunks))
-    if chunks > 1:
-        t.set("training.schedule", "interleaved", name)
-        t.set("training.virtual_stages", chunks, name)
-        waits, group = "--no-overlap-p2p-communication", "--microbatch-group-size-per-virtual-pipeline-stage"
-        t.set("training.overlap_p2p_communication", not g.on(waits), waits)
-        if g.on(waits) and stages < 3:
-            t.problems.append(
-                f"{waits} with virtual stages needs --pipeline-model-parallel-size of 3 or more"
-            )
-        if (size := g.number(group)) is not None:
-            t.set("training.microbatch_group_size", size, group)
-        moved = "transfers of the warm-up and of the flush, below the peak; their time is not modelled"
-        t.ignore(moved, "--overlap-p2p-communication-warmup-flush")
-        return
-    t.ignore("a rank has one run of layers", each, virtual, *_INTERLEAVED)
-
-
-def _set_stages(t: Translation, layers: int, stages: int, chunks: int) -> None:
-    """Set how many layers each stage has, as get_num_layers_to_build of Megatron-Core does."""
-    g = t.given
-    first, last = (g.number(name) for name in _PIPELINE_SPLITS[:2])
-    embedding, loss = (g.on(name) for name in _PIPELINE_SPLITS[2:])
-    if stages == 1:
-        t.ignore("there is one stage", *_PIPELINE_SPLITS)
-        return
-    if (embedding or loss) and (first is not None or last is not None):
-        t.problems.append(f"{_PIPELINE_SPLITS[2 if embedding else 3]} and a number of layers are both given")
-        return
-    between = [*range(first is not None, stages - (last is not None))]
-    left = layers + embedding + loss - (first or 0) - (last or 0)
-    if left < 0 or (left % len(between) if between else left):
-        t.problems.append(f"{left} layers cannot be split evenly over {len(between)} stages")
-        return
-    of_rank = [left // len(between) if between else 0] * stages
-    for rank, given in ((0, first), (stages - 1, last)):
-        of_rank[rank] = of_rank[rank] if given is None else given
-    if any(n % chunks for n in of_rank):
-        t.problems.append(f"stages of {of_rank} layers cannot be split into {chunks} parts each")
-        return
-    sizes = [n // chunks for n in of_rank] * chunks
-    sizes[0] -= embedding
-    sizes[-1] -= loss
-    if len({*sizes}) > 1:
-        t.set("training.stage_layers", sizes, *_PIPELINE_SPLITS)
-    else:
-        t.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
-
-
 def set_optimizer(t: Translation, cluster: str | None) -> None:
     """Set data parallelism and the optimizer."""
     g = t.given
@@ -251,10 +163,15 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
     for option, name in flags.items():
         if g.on(name):
             t.set(f"training.{option}", True, name)
-    if g.on("--overlap-param-gather"):
-        for needed in ("--use-distributed-optimizer", "--overlap-grad-reduce"):
-            if not g.on(needed):
-                t.problems.append(f"--overlap-param-gather needs {needed}")
+    early = "--overlap-param-gather-with-optimizer-step"
+    pairs = [("--overlap-param-gather", "--use-distributed-optimizer")]
+    pairs += [("--overlap-param-gather", "--overlap-grad-reduce"), (early, "--overlap-param-gather")]
+    for name, needed in pairs:
+        if g.on(name) and not g.on(needed):
+            t.problems.append(f"{name} needs {needed}")
+    if g.on(early):
+        t.remarks.append(f"{early}: the first all-gather starts after all of the optimizer's step")
+        t.ignore("an all-gather of the same buffers starts earlier; its time is not modelled", early)
     fusion = "--no-gradient-accumulation-fusion"
     t.set("training.gradient_accumulation_fusion", not g.on(fusion), fusion)
     _set_main_gradients(t)
@@ -268,7 +185,6 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
         t.set("training.num_distributed_optimizer_instances", g.number(instances), instances)
     t.refuse("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     t.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
-    t.refuse("gathering weights within the optimizer's step", "--overlap-param-gather-with-optimizer-step")
     _set_moments(t, cluster)
 
 
@@ -287,13 +203,7 @@ def _set_main_gradients(t: Translation) -> None:
 
 
 def _set_moments(t: Translation, cluster: str | None) -> None:
-    variable = "CUBLAS_WORKSPACE_CONFIG"
-    if variable in t.environment:
-        t.set("training.cublas_workspace", t.environment[variable], variable)
-    elif t.given.on("--deterministic-mode"):
-        t.set("training.cublas_workspace", ":4096:8", "--deterministic-mode")
-    elif card_of(cluster)[1] >= 10 and runs_since(t, LARGE_WORKSPACE_ON_BLACKWELL):
-        t.set("training.cublas_workspace", ":4096:8", CONTAINER, note="torch's default on Blackwell")
+    set_workspace(t, cluster)
     t.ignore("slower kernels, whose times are not modelled", "--deterministic-mode")
     t.set("training.moments", "later", note="a first step, before Adam has made its moments,")
     one = t.given.text("--train-iters") == "1"

@@ -203,6 +203,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                     "machines": gpu,
                     "golden values": len(sizes),
                     "median": f"{median(sizes):.3%}",
+                    "within 1%": f"{sum(size <= 0.01 for size in sizes) / len(sizes):.0%}",
                     "95% are within": f"{sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]:.2%}",
                     "worst": f"{sizes[-1]:.2%}",
                 }

@@ -67,9 +67,15 @@ class _LayerNorm(torch.autograd.Function):
         return (d_x, d_weight, d_bias, None) if d_weight.numel() else (d_x, None, None, None)
 
 
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer normalisation over the last dim, [..., H] -> [..., H], with a weight [H] and a bias [H] or
+    without both; keeps its input and two numbers a row."""
+    y: Tensor = _LayerNorm.apply(x, weight, bias, eps)
+    return y
+
+
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last dim, [..., H] -> [..., H], with a weight and a bias or without; keeps
-    its input and two numbers a row."""
+    """:func:`layer_norm` with weights of its own, or without any."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -81,4 +87,4 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)

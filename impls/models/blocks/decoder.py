@@ -71,8 +71,6 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     activation: ClassVar[str] = "silu"
     #: whether norms have a weight
     weighted_norms: ClassVar[bool] = True
-    #: "rms" or "layer", which has a bias too
-    norm: ClassVar[str] = "rms"
     #: whether projections have biases
     biases: ClassVar[bool] = False
     #: whether the MLP has the input of the mixer, not its result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import LIBRARIES
@@ -35,7 +36,8 @@ class DecoderOptions(AttentionHeads):
             (grouped-query attention, arXiv 2305.13245); None: as many as ``heads``.
         head_dim: features of a head of softmax attention, A, where they are not ``hidden / heads`` (Qwen3).
         qk_norm: queries and keys of softmax attention are normalised head by head, with a weight of one
-            head's size each, before RoPE (Qwen3, arXiv 2505.09388).
+            head's size each, before RoPE (Qwen3, arXiv 2505.09388); with a bias where the model's norms have
+            one.
         inner: width of the MLP.
         attention_norm: the output of linear attention is normalised over all features ("hidden"), or over
             those of each head ("head"), which a strategy that splits heads needs.
@@ -85,6 +87,9 @@ class DecoderOptions(AttentionHeads):
     recompute_layers: int = 1
     recompute_early_stop: bool = False
     checkpointing: bool = False
+
+    #: "rms" or "layer", which has a bias too
+    norm: ClassVar[str] = "rms"
 
     def __post_init__(self) -> None:
         if self.head_dim is None:

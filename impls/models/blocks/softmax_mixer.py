@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
@@ -72,6 +73,10 @@ class SoftmaxAttention:
         """Whether only a rank that has all positions can compute it."""
         return self.dropout > 0 or self.kernel == "unfused"
 
+    def norm_weights(self, model: DecoderOptions) -> int:
+        """How many weights and biases the norms of queries and keys have."""
+        return (4 if model.norm == "layer" else 2) if model.qk_norm else 0
+
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
         """Counts of the layer's parameters: those that can be ``split`` over features, of these the
         ``key_value`` ones that grouped heads share, and the ``whole`` ones that every rank holds."""
@@ -80,7 +85,7 @@ class SoftmaxAttention:
         return {
             "split": model.attention_width * (columns + model.hidden) + key_value,
             "key_value": key_value if model.grouped else 0,
-            "whole": 2 * model.head_size if model.qk_norm else 0,
+            "whole": model.head_size * self.norm_weights(model),
         }
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
@@ -94,7 +99,7 @@ class SoftmaxAttention:
             bias = {"bias": 1} if self.bias else {}
             sites.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
         if model.qk_norm:
-            sites.append(Site("shared_by_heads", 2, {"A": model.head_size}, again))
+            sites.append(Site("shared_by_heads", self.norm_weights(model), {"A": model.head_size}, again))
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         kept = {"kept": 1} if model.keeps_operators else {}
@@ -121,6 +126,8 @@ class SoftmaxAttentionMixer(nn.Module):
             self.project = strategy.grouped_linear_in(hidden, model.attention_width, 3)
         if model.qk_norm:
             self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
+        if model.qk_norm and model.norm == "layer":
+            self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(model.head_size)) for _ in "qk")
         self.out = strategy.linear_out(model.attention_width, hidden)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
@@ -208,11 +215,15 @@ class SoftmaxAttentionMixer(nn.Module):
         else:
             q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
         if self.model.qk_norm:
-            q, k = self._normalised(q, self.q_norm), self._normalised(k, self.k_norm)
+            q, k = self._normalised(q, "q_norm"), self._normalised(k, "k_norm")
         q, k, v = (y.movedim(1, -2) for y in (q, k, v))
         return q, k, v
 
-    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[..., A] -> [..., A]."""
-        weight = self.strategy.shared_by_heads(weight)
-        return rms_norm(x, weight, self.model.norm_epsilon, way=self.model.rms_norm)
+    def _normalised(self, x: Tensor, name: str) -> Tensor:
+        """[..., A] -> [..., A], by the kind of norm that the model has."""
+        shared, epsilon = self.strategy.shared_by_heads, self.model.norm_epsilon
+        weight = shared(self.get_parameter(name))
+        if self.model.norm != "layer":
+            return rms_norm(x, weight, epsilon, way=self.model.rms_norm)
+        # libraries' kernels take no views: what is kept is a copy of the projection's part
+        return layer_norm(x.contiguous(), weight, shared(self.get_parameter(f"{name}_bias")), epsilon)

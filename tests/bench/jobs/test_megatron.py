@@ -92,6 +92,7 @@ def test_what_is_imported_is_a_cell() -> None:
         ("", "model_options.cross_entropy", "fused"),
         ("--cross-entropy-loss-fusion", "model_options.cross_entropy", "native"),
         ("--squared-relu", "model_options.mlp", "squared_relu"),
+        ("--qk-layernorm", "model_options.qk_norm", True),
         ("--no-bias-dropout-fusion", "model_options.unfused", ["bias_dropout"]),
         ("--deterministic-mode", "training.cublas_workspace", ":4096:8"),
         ("", "training.gradient_accumulation_fusion", True),
@@ -129,6 +130,8 @@ def test_transformer_engine_chooses_attention_by_the_card(cluster: str, argument
             [1, 1, 1, 2, 1, 1, 1, 2],
         ),
         ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [2, 3, 3, 2]),
+        ("--pipeline-model-parallel-layout 'Ett|(ttt|)*2tL'", [2, 3, 3, 1]),
+        ("--pipeline-model-parallel-layout 'E,t*2|(tt|)*5,t*3|L'", [2, 2, 2, 2, 2, 2, 3, 0]),
     ],
 )
 def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]) -> None:
@@ -165,6 +168,14 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "leaves it out"),
         ("--overlap-param-gather", "--overlap-param-gather needs --use-distributed-optimizer; "
          "--overlap-param-gather needs --overlap-grad-reduce"),
+        ("--pipeline-model-parallel-layout 'Ett|tL|'", "--pipeline-model-parallel-layout 'Ett|tL|' is no E, "
+         "then t and | for layers and stages, then L"),
+        ("--pipeline-model-parallel-layout 'Ett|ttL'", "--pipeline-model-parallel-layout has 2 stages, which "
+         "--pipeline-model-parallel-size 1 cannot have"),
+        ("--pipeline-model-parallel-layout EttL",
+         "--pipeline-model-parallel-layout has 2 layers, not --num-layers 4"),
+        ("--overlap-param-gather-with-optimizer-step",
+         "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather"),
         ("--tokenizer-type HuggingFaceTokenizer",
          "how many words the HuggingFaceTokenizer has is not said; add --vocab-size N"),
     ],

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.cell import Cell
+from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify, verify_case
 from spbench.bench.verification.oracle import Case
@@ -136,6 +138,18 @@ def test_every_softmax_and_mask(pool: RankPool, softmax: str, mask_shape: str, s
     model = model_preset("bert-tiny", {"softmax": softmax, "mask_shape": mask_shape})
     for cls in (TensorParallel, RingSelfAttention):
         assert_green(pool, Case(cls, model, "attention", batch=1, seq_len=seq_len), 4)
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "megatron_sp"])
+def test_layer_norms_of_queries_and_keys(pool: RankPool, strategy: str) -> None:
+    """Their biases too have gradients from all heads; the closed form knows of both. With RoPE: without it,
+    the scores of a query all have the same of the keys' bias, so that its gradient is 0."""
+    options = {"qk_norm": True, "position": "rotary"}
+    cls, model = strategies()[strategy], model_preset("gpt3-tiny", options)
+    assert_green(pool, Case(cls, model, "model"), 3)
+    settings = {"model": "gpt3-tiny", "strategy": strategy, "sizes": {"tp": 3}, "batch": 1, "seq_len": 24}
+    asked = Cell.model_validate(settings | {"model_options": options, "cluster": "dgx-a100"})
+    assert VirtualEngine().measure(asked).formula_difference == []
 
 
 def test_heads_need_not_divide_for_a_ring(pool: RankPool) -> None:
