@@ -32,7 +32,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from spbench.api import read_results, run, verify
+    from spbench.api import advise, read_results, run, verify
     from spbench.bench.calibration.findings import (
         AttentionSpeed,
         Findings,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 #: the modules in which the public names are, for :func:`__getattr__`; type checkers read the imports above
 _HOMES = {
-    "spbench.api": ("read_results", "run", "verify"),
+    "spbench.api": ("advise", "read_results", "run", "verify"),
     "spbench.bench.calibration.findings": (
         "AttentionSpeed",
         "Findings",
@@ -156,6 +156,7 @@ __all__ = [
     "Traffic",
     "Unsupported",
     "UserError",
+    "advise",
     "collectives",
     "load_scenario",
     "mark_shard",

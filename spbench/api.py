@@ -1,4 +1,4 @@
-"""What ``spbench.run``, ``spbench.verify`` and ``spbench.read_results`` do; see :mod:`spbench`."""
+"""What ``spbench.run``, ``spbench.advise``, ``spbench.verify`` and ``spbench.read_results`` do."""
 
 from __future__ import annotations
 
@@ -114,6 +114,55 @@ def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrow
         for path, message in impossible(cell):
             raise UserError(f"{cell.key}: {dotted(path)}: {message}")
     return list(cells.values())
+
+
+def advise(
+    *model: str,
+    cluster: str | None = None,
+    gpus: int | Sequence[int] | None = None,
+    seq_len: int | Sequence[int] | None = None,
+    batch_tokens: int | None = None,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    jobs: int | None = None,
+) -> DataFrame:
+    """The fastest layouts that fit, as `spbench advise` finds them.
+
+    Args:
+        model: a name, or the path of a config.json or .py file; a scenario; or the files of a job.
+        cluster: its name or file.
+        gpus, seq_len: one or several; None: those of the job or scenario.
+        batch_tokens: of the whole batch; None: 4 Mi, or the batch of the job or scenario.
+        only, without: names of strategies and backends.
+        jobs: worker processes; None: one a usable core.
+
+    Returns:
+        A row for each of the best layouts of each question, the best first: ``strategy``, ``mesh``,
+        ``backend``, ``step_time_s`` with its interval, ``peak_memory_bytes`` and more; ``tie`` where its time
+        cannot be told from the shortest. A question whose layouts all need too much memory has none.
+
+    Raises:
+        UserError: something is unknown or missing, or no layout is possible.
+    """
+    from pandas import DataFrame
+
+    from spbench.bench.advise.ask import answered
+    from spbench.bench.advise.question import question
+    from spbench.bench.fit.subject import Asked
+
+    lengths, ranks = ([each] if each is None or isinstance(each, int) else each for each in (seq_len, gpus))
+    questions = [
+        question(
+            model,
+            Asked(cluster, n, None, {} if length is None else {"seq_len": length}),
+            batch_tokens,
+            only,
+            without,
+        )
+        for length in lengths
+        for n in ranks
+    ]
+    return DataFrame(line for answer in answered(questions, jobs) for line in answer.table())
 
 
 def read_results(path: str | PathLike[str]) -> DataFrame:

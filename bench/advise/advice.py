@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.question import Question
-from spbench.bench.advise.search import Found, Seen
 from spbench.bench.cell import Cell
 from spbench.bench.config.changes import written
 from spbench.bench.trust.bands import packaged_model, with_band
@@ -57,6 +57,22 @@ class Advice:
     def winner(self) -> Seen | None:
         """The simplest of the fastest; None: nothing fits."""
         return next(iter(self.ranked), None)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The question in plain data."""
+        cell = self.question.cell
+        return {
+            "model": cell.model,
+            "cluster": cell.cluster,
+            "gpus": self.question.gpus,
+            "seq_len": cell.seq_len,
+            "batch": cell.batch,
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """One mapping a layout, with the question."""
+        return [{**self.asked, **record} for record in self.records()]
 
     def records(self) -> list[dict[str, Any]]:
         """One mapping a layout, the best first: plain data."""

@@ -12,7 +12,7 @@ from spbench.bench.advise.search import Search
 from spbench.bench.fit.answers import Answers
 
 
-def advise(
+def answered(
     questions: Iterable[Question], jobs: int | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[Advice]:
     """The answers, each as soon as it is there.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from spbench.bench.advise.estimates import Estimates, WayFigures
 from spbench.bench.advise.layouts import (
+    ORDER,
     Layout,
     Refused,
     Way,
@@ -21,12 +22,19 @@ from spbench.bench.advise.layouts import (
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import as_text
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.impls.axes import MESH_AXES
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
 
 #: the seconds of an estimate may be off by this much more than any of the same ranks along axes were, and by
 #: this much for each doubling of these; its bytes by this much
 _MARGIN, _MARGIN_OF_STEP, _MARGIN_OF_BYTES = 1.02, 1.08, 1.1
+
+
+def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
+    """The axes of several ranks in that order; None: as they are by default."""
+    axes = [axis for axis in order if sizes.get(axis, 1) > 1]
+    return None if axes == sorted(axes, key=MESH_AXES.index) else axes
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Candidate:
             training |= {"schedule": "interleaved", "virtual_stages": layout.virtual_stages}
         return asked.model_copy(
             update={
+                "mesh": ordered(layout.sizes),
                 "strategy": self.strategy,
                 "strategy_options": dict(self.options),
                 "sizes": Sizes(**layout.sizes),

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from spbench.bench.advise.layouts import Layout, Way
+from spbench.bench.advise.layouts import ORDER, Layout, Way
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines.plan import model_parameters, planned_strategy
 from spbench.bench.simulator.costs import Costs
-from spbench.impls.axes import MESH_AXES
+from spbench.impls.axes import ranks_along
 from spbench.impls.backends.backend import planned_sums
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.models.model import model_preset
@@ -85,10 +85,12 @@ class WayFigures:
     Attributes:
         sent_s: seconds of what the strategy sends for one sample of one micro-batch.
         elements: of parameters.
+        alike: the axes of the strategy along which ranks hold the same of most parameters.
     """
 
     sent_s: Depths
     elements: Depths
+    alike: tuple[str, ...]
 
 
 class Estimates:
@@ -148,14 +150,16 @@ class Estimates:
                     if each.phase in ("forward", "backward")
                 )
             )
-            elements.append(float(sum(s.elements for s in planned_sums(sites, strategy, 1))))
-        return WayFigures(Depths(*sent), Depths(*elements))
+            sums = planned_sums(sites, strategy, 1)
+            elements.append(float(sum(each.elements for each in sums)))
+        most = max(sums, key=lambda each: each.elements)
+        return WayFigures(Depths(*sent), Depths(*elements), most.axes)
 
     def seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
     ) -> float:
         """Seconds of one call among the ranks along these axes, all of whose groups call at once."""
-        mesh = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+        mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
         around = tuple(axis for axis in axes if mesh[axis] > 1)
         if not around or not nbytes:
             return 0.0
@@ -195,15 +199,14 @@ class Estimates:
 
     def _backend_s(self, layout: Layout, way: WayFigures, backend: str, part_s: float, parts: int) -> float:
         figures, elements = self.backends[backend], self._elements(layout, way)
-        sizes = {"dp": layout.dp * layout.pp, **layout.way.axes}  # replicas lie as far apart as stages do
+        sizes = {"dp": layout.dp, "pp": layout.pp, **layout.way.axes}
 
         def sent(of: Mapping[str, float]) -> float:
+            group = ("dp", *way.alike)
             return sum(
-                self.seconds(name, float(f"{n * elements:.2g}"), ("dp",), sizes) for name, n in of.items()
+                self.seconds(name, float(f"{n * elements:.2g}"), group, sizes) for name, n in of.items()
             )
 
-        if layout.dp == 1:
-            return 0.0
         once = max(0.0, sent(figures.once) - _HIDDEN_ONCE * part_s)
         return once + parts * max(0.0, sent(figures.each) - _HIDDEN_EACH * part_s)
 
@@ -214,7 +217,7 @@ class Estimates:
     def memory(self, layout: Layout, way: WayFigures, backend: str, saving: str) -> float:
         """Bytes of the fullest rank at its peak."""
         figures, reference = self.backends[backend], self.references[saving]
-        states = figures.whole_bytes + figures.shared_bytes / layout.dp
+        states = figures.whole_bytes + figures.shared_bytes / layout.dp / ranks_along(way.alike, layout.sizes)
         batch, _ = self.cell.shape
         at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
         sample = self.layers / layout.pp * reference.activation_bytes.layer * at_once

@@ -13,6 +13,8 @@ from spbench.impls.options import Options
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
+#: the order of the mesh: tensor parallel ranks next to each other, since they send most
+ORDER = ("dp", "pp", "cp", "sp", "tp")
 #: strategies around each other, at the most; a mesh has no more axes for them
 _DEEPEST = 3
 #: positions of a rank and micro-batch from which larger micro-batches make kernels no faster
@@ -127,7 +129,8 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
     """
     batch, length = question.cell.shape
     around, fixed = question.gpus // way.ranks, question.fixed
-    for pp in divisors(around):
+    forward_only = question.cell.training.step == "inference"
+    for pp in [1] if forward_only else divisors(around):
         dp = around // pp
         if fixed.get("pp", pp) != pp or fixed.get("dp", dp) != dp:
             continue
@@ -137,7 +140,8 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
         elif pp > 1 and layers % pp:
             refused.add(what, f"{layers} layers are no whole number for {pp} stages")
         else:
-            for samples in _micro_batches(question, way, batch // dp, length):
+            samples_of = _micro_batches(question, way, batch // dp, length)
+            for samples in [batch // dp] if forward_only else samples_of:
                 for virtual in _VIRTUAL_STAGES:
                     parts = batch // (dp * samples)
                     if virtual == 1 or (pp > 1 and layers % (pp * virtual) == 0 and parts % pp == 0):

@@ -25,8 +25,8 @@ class Question:
     Attributes:
         cell: the model, its options, precision, batch, length and cluster; on one rank.
         gpus: how many.
-        only: parts of names of strategies and backends, of which a layout must have one; none: any.
-        without: those that it must not have.
+        only: strategies and backends; of those of which there are none, any.
+        without: strategies and backends that a layout must not have, also around or within others.
         fixed: ranks along axes, or micro_batch, that are given.
         remarks: on how it was made, one a line.
     """
@@ -40,22 +40,16 @@ class Question:
 
     def allows(self, strategy: str) -> bool:
         """Whether a strategy may be among the answers."""
-        return self._allowed("strategy", strategy.split(PLUS))
+        return self._wanted("strategy", strategy) and not set(strategy.split(PLUS)) & set(self.without)
 
     def allows_backend(self, backend: str) -> bool:
         """Whether a backend may be among the answers."""
-        return self._allowed("backend", [backend])
+        return self._wanted("backend", backend) and backend not in self.without
 
-    def _allowed(self, kind: str, parts: Sequence[str]) -> bool:
+    def _wanted(self, kind: str, name: str) -> bool:
         known = names(kind)
-        wanted = [name for name in self.only if name in known or (PLUS in name and kind == "strategy")]
-        if (
-            wanted
-            and PLUS.join(parts) not in wanted
-            and not set(parts) & {w for w in wanted if PLUS not in w}
-        ):
-            return False
-        return not set(parts) & set(self.without)
+        wanted = [each for each in self.only if each.split(PLUS)[0] in known]
+        return not wanted or name in wanted
 
 
 def question(

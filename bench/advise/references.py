@@ -3,6 +3,7 @@ the settings by which it takes less memory, and each backend on two and four rep
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,10 +17,14 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines.plan import model_parameters, plan
 from spbench.bench.fit.answers import Answers
 from spbench.bench.measurement import Outcome
+from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 
 #: replicas of the traces of backends
 _REPLICAS = (2, 4)
+_FEW_POSITIONS = 256
+#: stages of a pipeline, of which each asks for the same settings
+_STAGES = (1, 2, 4)
 #: categories of memory that are states of training
 STATES = ("parameters", "gradients", "optimizer_state")
 #: no settings, as text
@@ -32,13 +37,15 @@ def as_text(settings: Mapping[str, Any]) -> str:
 
 
 def savings_of(question: Question) -> dict[str, dict[str, Any]]:
-    """The settings of the model that take less memory whatever the stages, by their text; the first: none."""
+    """The settings of the model that take less memory whatever the stages, alone and two of other options
+    together, by their text; the first: none."""
     model = model_preset(*question.cell.model_arguments)
-    at_any = {as_text(dict(each.options)) for each in model.savings(2)}
-    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
-    for each in model.savings(1):
-        if (text := as_text(dict(each.options))) in at_any:
-            found[text] = dict(each.options)
+    of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
+    alone = {text: found for text, found in of_stages[0].items() if all(text in each for each in of_stages)}
+    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}, **alone}
+    for one, other in itertools.combinations(alone.values(), 2):
+        if not one.keys() & other.keys():
+            found[as_text({**one, **other})] = {**one, **other}
     return found
 
 
@@ -82,9 +89,8 @@ def references(
     kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
     for settings in kinds:
         for dp in _REPLICAS:
-            made = cell_of(question, batch=dp, dp=dp, training=settings)
-            short = made.model_copy(update={"seq_len": min(made.shape[1], 256)})
-            ask("backend", as_text(settings), dp, at_depth(short, 1))
+            made = at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1)
+            ask("backend", as_text(settings), dp, _short(made))
     found: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
     for cell, outcome in answers(cells):
         if outcome.status in ("ok", "oom"):
@@ -93,6 +99,16 @@ def references(
         {text: reference for text in savings if (reference := _reference(found, text))},
         {text: figures for text in map(as_text, kinds) if (figures := _backend(found, text))},
     )
+
+
+def _short(cell: Cell) -> Cell:
+    """The cell with few positions, where its model takes so few: states are then what its peak is made of."""
+    short = cell.model_copy(update={"seq_len": min(cell.shape[1], _FEW_POSITIONS)})
+    try:
+        plan(short)
+    except Unsupported:
+        return cell
+    return short
 
 
 Found = Mapping[tuple[str, str, int], tuple[Cell, Outcome]]
@@ -130,7 +146,8 @@ def _backend(found: Found, text: str) -> BackendFigures | None:
     # bytes = whole + shared / replicas, at both numbers of replicas
     a, b = _REPLICAS
     shared = max(0.0, (few_bytes - many_bytes) / (1 / a - 1 / b))
-    once, twice = (_sent(cell, n, elements) for n in (1, 2))
+    forward_only = cell.training.step == "inference"
+    once, twice = (_sent(cell, n, elements) for n in ((1, 1) if forward_only else (1, 2)))
     each = {name: max(0.0, twice[name] - once[name]) for name in once}
     return BackendFigures(
         max(0.0, few_bytes - shared / a),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from spbench.bench.advise.candidates import Candidate, Learned, candidates
+from spbench.bench.advise.candidates import Candidate, Learned, candidates, ordered
 from spbench.bench.advise.estimates import Estimates
-from spbench.bench.advise.layouts import Refused, strategy_settings
-from spbench.bench.advise.looks import Depth, Look
+from spbench.bench.advise.findings import Found, Seen
+from spbench.bench.advise.layouts import strategy_settings
+from spbench.bench.advise.looks import Look
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import references, savings_of
 from spbench.bench.cell import Cell
@@ -37,61 +37,14 @@ _PATIENCE, _GAIN = 32, 1.005
 _UNKNOWN = 1.6
 #: layouts whose estimated memory is so much more than a card has are not traced
 _TOO_LARGE = 1.25
+#: orders of the mesh that are tried for the best
+_OTHER_ORDERS = (
+    ("pp", "dp", "cp", "sp", "tp"),
+    ("dp", "pp", "sp", "cp", "tp"),
+    ("dp", "pp", "tp", "cp", "sp"),
+)
 #: a strategy that is so much slower than the best is not looked at more closely
 _FAR = 1.5
-
-
-@dataclass
-class Seen:
-    """A cell that was traced.
-
-    Attributes:
-        outcome: of the closest look so far.
-        depth: of it.
-    """
-
-    cell: Cell
-    outcome: Outcome
-    depth: Depth
-    estimated_s: float = 0.0
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits its card."""
-        return self.outcome.status == "ok"
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        seconds: float = self.outcome.measurement["step_time_s"]
-        return seconds
-
-    @property
-    def peak(self) -> int:
-        """Bytes of the fullest rank at its peak."""
-        nbytes: int = self.outcome.measurement["peak_memory_bytes"]
-        return nbytes
-
-
-@dataclass
-class Found:
-    """What a search found.
-
-    Attributes:
-        best: that fit, traced whole, the fastest first; of each strategy and mesh one.
-        of_strategies: the best of each strategy that fits, the fastest first.
-        nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
-        counts: what became of how many layouts.
-        refused: why which layouts cannot be.
-        traced: every look.
-    """
-
-    best: list[Seen] = field(default_factory=list)
-    of_strategies: list[Seen] = field(default_factory=list)
-    nearest: Seen | None = None
-    counts: Counter[str] = field(default_factory=Counter)
-    refused: Refused = field(default_factory=Refused)
-    traced: list[Seen] = field(default_factory=list)
 
 
 class Search:
@@ -255,10 +208,10 @@ class Search:
     def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
         for options in strategy_settings(cell.strategy)[1:]:
             yield {f"strategy_options.{name}": value for name, value in options.items()}
-        if cell.sizes.pp > 1 and cell.sizes.dp > 1:
-            yield {"mesh": ["pp", "dp", "cp", "tp", "sp"]}
-        if cell.sizes.cp > 1 and cell.sizes.sp > 1:
-            yield {"mesh": ["dp", "pp", "sp", "tp", "cp"]}
+        sizes = cell.sizes.by_axis
+        for order in _OTHER_ORDERS:
+            if (mesh := ordered(sizes, order)) != cell.mesh:
+                yield {"mesh": mesh}
         for saving in self._partial(cell):
             yield {f"model_options.{name}": value for name, value in saving.items()}
 

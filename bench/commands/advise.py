@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 @click.option("--seq-len", type=Counts(), metavar="L[,L...]", help="Positions of a sequence, as 128K.")
 @click.option("--batch-tokens", type=Length(), help="Of the whole batch, as 4M; 4M if left out.")
 @click.option("--batch", type=click.IntRange(min=1), help="Samples of the whole batch instead.")
-@many("--only", WORDS, "Only layouts with one of these strategies, and one of these backends.")
-@many("--without", WORDS, "No layout with one of these strategies or backends.")
+@many("--only", WORDS, "Only these strategies, such as ulysses+ring_attention, and these backends.")
+@many("--without", WORDS, "None of these strategies, alone or around others, and none of these backends.")
 @many("--fixed", SETTINGS, "Ranks along an axis that are given, as tp=8; also micro_batch=1.")
 @changes
 @many(
@@ -73,7 +73,7 @@ def command(
     Layouts are estimated, the promising ones traced with few layers and the best with all. Times that differ
     by less than the errors of such predictions are a tie, and the simplest of them is named first.
     """
-    from spbench.bench.advise.ask import advise
+    from spbench.bench.advise.ask import answered
     from spbench.bench.advise.question import question
     from spbench.bench.commands.advise_report import report
     from spbench.bench.config.changes import given
@@ -91,7 +91,7 @@ def command(
         asked = Asked(cluster, n, None, own)
         questions.append(question(subject, asked, batch_tokens, only, without, fixed))
     answers = []
-    for answer in advise(questions, jobs, message):
+    for answer in answered(questions, jobs, message):
         answers.append(answer)
         if len(questions) > 1:
             message(f"[{len(answers)}/{len(questions)}] answered in {answer.seconds:.0f} s")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.advise.advice import Advice, scenario_text
-from spbench.bench.advise.search import Seen
+from spbench.bench.advise.findings import Seen
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.commands.output import Output, Table
@@ -49,10 +49,10 @@ def report(
         from spbench.plots.advice import draw_advice
 
         files.append(draw_advice([_point(answer) for answer in answers], figure))
-    records = [{**_asked(answer), **record} for answer in answers for record in answer.records()]
+    records = [line for answer in answers for line in answer.table()]
     content = [
         {
-            "question": _asked(answer),
+            "question": answer.asked,
             "layouts": answer.records(),
             "why": answer.why(),
             "strategies": [_brief(answer, seen) for seen in answer.found.of_strategies],
@@ -65,17 +65,6 @@ def report(
     ]
     notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
     return Output(sections, content, records, notes=notes, files=files)
-
-
-def _asked(answer: Advice) -> dict[str, Any]:
-    cell = answer.question.cell
-    return {
-        "model": cell.model,
-        "cluster": cell.cluster,
-        "gpus": answer.question.gpus,
-        "seq_len": cell.seq_len,
-        "batch": cell.batch,
-    }
 
 
 def _brief(answer: Advice, seen: Seen) -> dict[str, Any]:
@@ -98,7 +87,7 @@ def _point(answer: Advice) -> dict[str, Any]:
         if winner and seen.cell.strategy != winner.cell.strategy and answer.is_tie(seen)
     ]
     return {
-        **_asked(answer),
+        **answer.asked,
         "strategy": winner.cell.strategy if winner else "",
         "mesh": winner.cell.mesh_text if winner else "",
         "tie": bool(of_others),

@@ -91,7 +91,8 @@ class PeakModel:
 
     def __call__(self, x: int) -> int:
         """Peak allocated bytes of the full model at size x."""
-        lives = [curve.live(x) for curve in self.curves]
+        changes = [curve.log.signed_bytes(curve.sizes(x)) for curve in self.curves]
+        lives = [np.cumsum(each) for each in changes]
         shallow = self.curves[0].log
         if len(self.curves) == 1:
             return int(lives[0][shallow.step_start :].max())
@@ -100,15 +101,18 @@ class PeakModel:
         for spans in zip(*(curve.log.spans() for curve in self.curves), strict=True):
             where = [span for _, span in spans]
             here, deeper = (live[span] for live, span in zip(lives, where, strict=True))
+            born, born_deeper = (change[span] > 0 for change, span in zip(changes, where, strict=True))
             # a deeper model has the same first layers as seen from the start of a phase, and the same last
             # ones as seen from its end; what lies between are equal layers, and linear in depth
             front, back = self._alike(x, where)
             for a, b in (
-                (here[:front], deeper[:front]),
-                (here[len(here) - back :], deeper[len(deeper) - back :]),
+                (slice(front), slice(front)),
+                (slice(len(here) - back, None), slice(len(deeper) - back, None)),
             ):
-                if len(a):
-                    peaks.append((a + (self.layers - DEPTHS[0]) * (b - a)).max())
+                # a peak is where something is born; what dies, dies at other events in a deeper model
+                if (rises := born[a] & born_deeper[b]).any():
+                    low, high = here[a][rises], deeper[b][rises]
+                    peaks.append((low + (self.layers - DEPTHS[0]) * (high - low)).max())
         return int(max(peaks))
 
     def _alike(self, x: int, where: Sequence[slice]) -> tuple[int, int]:

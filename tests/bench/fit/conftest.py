@@ -5,44 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.fit import answers, proofs
 from spbench.bench.fit.suggestions import Change, single_changes
-from spbench.bench.measurement import Outcome, Run, measure
 from tests.bench.commands.conftest import Run as CommandLine
 from tests.bench.commands.conftest import command_line
+from tests.bench.crew import CrewHere
 from tests.bench.engines.cells import write_cluster
 
 __all__ = ["command_line"]
-
-
-class CrewHere:
-    """In place of :class:`Crew`: gives a cell its outcome when that is asked for."""
-
-    def __init__(self, run: Run):
-        self.run = run
-        self.given: list[Cell] = []
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.given)
-
-    def idle(self, at_most: int) -> Any:
-        return None if self.given else self
-
-    def give(self, cell: Cell) -> None:
-        self.given.append(cell)
-
-    def ended(self) -> list[tuple[Cell, Outcome]]:
-        cell = self.given.pop()
-        return [(cell, measure(self.run, cell))]
-
-    def dismiss(self) -> None:
-        self.given.clear()
 
 
 @pytest.fixture

@@ -91,15 +91,15 @@ def test_sizes_of_two_programs_are_not_mixed() -> None:
 
 def test_programs_are_told_apart() -> None:
     trace = tracer("seq_len", "single", 1, batch=1, model_options={"softmax": "megatron"})
-    programs = Programs(lambda units, layers: trace(64 * units, layers), [2, 3, 4], 4)
+    programs = Programs(lambda units, layers: trace(64 * units, layers), [2, 3, 4], 3)
     assert programs.confirm(32)  # 2048 keys
     assert not programs.confirm(50)
     assert programs.starts == [0, 33]  # the other kernel runs from 2112 keys on
     assert programs.confirm(50)
     assert programs.confirm(20)
-    for units in (32, 33, 50):
+    for units in (32, 50):
         predicted = programs.model(units)(units)
-        assert predicted == pytest.approx(trace(64 * units, 4).peak().nbytes, rel=1e-3)
+        assert predicted == pytest.approx(trace(64 * units, 3).peak().nbytes, rel=1e-3)
 
 
 def test_a_program_below_the_samples_is_not_taken_for_theirs() -> None:

@@ -62,13 +62,13 @@ ONE_OF_EACH_KIND = ["bert-tiny", "tnl-tiny", "st-dit-tiny"]
 def in_float64() -> Iterator[Any]:
     """Strategies, models, ranks and parts; by default on three ranks: a first, a middle and a last one.
 
-    By default a strategy runs a model of each kind of attention and a quarter of the others, another quarter
+    By default a strategy runs a model of each kind of attention and a sixth of the others, another sixth
     than the strategy before it. One of these kinds has its parts alone, too, which name what is wrong in the
     whole.
     """
     for (i, strategy), (j, model) in product(enumerate(strategies()), enumerate(TINY)):
         kind = model in ONE_OF_EACH_KIND
-        marks = () if kind or (i + j) % 4 == 0 else pytest.mark.slow
+        marks = () if kind or (i + j) % 6 == 0 else pytest.mark.slow
         parts = None if kind and (i + ONE_OF_EACH_KIND.index(model)) % 3 == 0 else ["model"]
         yield pytest.param(strategy, model, {3}, parts, id=f"{strategy}-{model}-3", marks=marks)
         yield pytest.param(

@@ -1,0 +1,134 @@
+"""The questions of docs/advice.md, answered: the best layouts of each, with the seconds that it took.
+
+    python scripts/advice_tables.py [NAME...]
+
+writes results/advice/layouts.csv and questions.csv, a line of which is replaced where its question was asked
+again, and the table between the marks of docs/advice.md. Cold: no trace is kept from one run to the next.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.advise.advice import Advice
+from spbench.bench.advise.ask import answered
+from spbench.bench.advise.question import question
+from spbench.bench.commands.progress import message
+from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.fit.subject import Asked
+
+FOLDER = Path("results", "advice")
+PAGE = Path("docs", "advice.md")
+BEGIN, END = "<!-- scripts/advice_tables.py -->", "<!-- end -->"
+_K, _M = 2**10, 2**20
+#: by name: model, cluster, GPUs, length, tokens of a batch
+QUESTIONS: Mapping[str, tuple[str, str, int, int, int]] = {
+    "8b-8-8k": ("llama3-8b", "dgx-h100", 8, 8 * _K, _M),
+    "8b-8-128k": ("llama3-8b", "dgx-h100", 8, 128 * _K, _M),
+    "8b-8-1m": ("llama3-8b", "dgx-h100", 8, _M, _M),
+    "8b-64-8k": ("llama3-8b", "dgx-h100", 64, 8 * _K, 4 * _M),
+    "8b-64-128k": ("llama3-8b", "dgx-h100", 64, 128 * _K, 4 * _M),
+    "8b-64-1m": ("llama3-8b", "dgx-h100", 64, _M, 4 * _M),
+    "bert-64": ("bert-large", "piz-daint-p100", 64, 4 * _K, 256 * _K),
+    "tnl-64": ("tnl-1b", "dgx-a100", 64, 128 * _K, 4 * _M),
+    "st-dit-128": ("st-dit-3b", "dgx-h100", 128, 256 * _K, 4 * _M),
+    "70b-64-8k": ("llama3-70b", "dgx-h100", 64, 8 * _K, 4 * _M),
+    "70b-64-128k": ("llama3-70b", "dgx-h100", 64, 128 * _K, 4 * _M),
+    "8b-512-8k": ("llama3-8b", "dgx-h100", 512, 8 * _K, 16 * _M),
+    "70b-512-8k": ("llama3-70b", "dgx-h100", 512, 8 * _K, 16 * _M),
+    "8b-8-8k-a100": ("llama3-8b", "dgx-a100", 8, 8 * _K, _M),
+    "8b-64-8k-a100": ("llama3-8b", "dgx-a100", 64, 8 * _K, 4 * _M),
+    "8b-64-128k-a100": ("llama3-8b", "dgx-a100", 64, 128 * _K, 4 * _M),
+}
+_COUNTS = ("looked at", "traced with few layers", "of these with all layers")
+
+
+def main(names: Sequence[str]) -> None:
+    """Ask the questions of these names; all if there are none."""
+    for name in names or QUESTIONS:
+        model, cluster, gpus, length, tokens = QUESTIONS[name]
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ[CACHE_FOLDER] = cache
+            asked = question([model], Asked(cluster, gpus, None, {"seq_len": length}), tokens)
+            (answer,) = answered([asked], say=message)
+        keep(name, answer)
+    write_page()
+
+
+def keep(name: str, answer: Advice) -> None:
+    """Put an answer into the files."""
+    of_question = {
+        "name": name,
+        **answer.asked,
+        "seconds": round(answer.seconds, 1),
+        **{what: answer.found.counts[what] for what in _COUNTS},
+        "why": answer.why(),
+    }
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    _replace(FOLDER / "questions.csv", name, [of_question])
+    _replace(FOLDER / "layouts.csv", name, [{"name": name, **line} for line in answer.table()])
+
+
+def _replace(path: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    kept = [line for line in _read(path) if line["name"] != name]
+    order = [*QUESTIONS]
+    every = sorted([*kept, *lines], key=lambda line: order.index(line["name"]))
+    if every:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(every[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(every)
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def write_page() -> None:
+    """Write the table of the page from the files."""
+    best: dict[str, dict[str, str]] = {}
+    ties: dict[str, list[str]] = {}
+    for line in _read(FOLDER / "layouts.csv"):
+        best.setdefault(line["name"], line)
+        if line["tie"] == "True":
+            ties.setdefault(line["name"], []).append(f"{line['strategy']} {line['mesh']}")
+    rows = [
+        "| model | GPUs | length | best | step | tokens/s a GPU | MFU | tie with | layouts | traced | took |"
+    ]
+    rows.append("| --- " * 11 + "|")
+    for line in _read(FOLDER / "questions.csv"):
+        found = best.get(line["name"])
+        cells = [line["model"], f"{line['gpus']} {line['cluster']}", line["seq_len"]]
+        if found is None:
+            cells += ["nothing fits", "", "", "", ""]
+        else:
+            rate = float(found["tokens_per_s"]) / int(line["gpus"])
+            others = [
+                each for each in ties.get(line["name"], []) if not each.startswith(f"{found['strategy']} ")
+            ]
+            cells += [
+                f"{found['strategy']} {found['mesh']}, {found['backend']}",
+                f"{float(found['step_time_s']):.3g} s",
+                f"{rate:.3g}",
+                f"{float(found['mfu']):.0%}" if found["mfu"] else "",
+                ", ".join(others),
+            ]
+        cells += [line["looked at"], line["traced with few layers"], f"{float(line['seconds']):.0f} s"]
+        rows.append(f"| {' | '.join(cells)} |")
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

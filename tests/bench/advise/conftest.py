@@ -1,0 +1,41 @@
+"""`spbench advise` in this process: its workers run here, one cell at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.advise import search
+from spbench.bench.advise.question import Question
+from spbench.bench.advise.references import savings_of
+from spbench.bench.fit import answers
+from tests.bench.commands.conftest import Run, command_line
+from tests.bench.crew import CrewHere
+
+__all__ = ["command_line"]
+
+
+@pytest.fixture
+def advise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run, kept_traces: None
+) -> Callable[..., tuple[int, str, str]]:
+    """Run `spbench advise` in an empty folder; gives exit code, output and messages."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(answers, "Crew", CrewHere)
+    monkeypatch.delenv("SPBENCH_DEBUG", raising=False)
+    return partial(command_line, "advise", "--model")
+
+
+@pytest.fixture
+def one_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the settings of a model that take less memory, the first alone."""
+
+    def some(question: Question) -> dict[str, dict[str, Any]]:
+        return dict(islice(savings_of(question).items(), 2))
+
+    monkeypatch.setattr(search, "savings_of", some)

@@ -1,0 +1,101 @@
+"""`spbench advise`: its answer in all forms, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.config.scenario import load_scenario
+from spbench.bench.config.select import Narrowing, declared_cells
+from tests.bench.advise.questions import MODEL, small_cards
+from tests.bench.commands.conftest import Run
+
+pytestmark = pytest.mark.usefixtures("one_saving")
+
+ON = ("--cluster", "dgx-a100", "--gpus", "2")
+#: few enough layouts that a search takes moments
+FEW = (*ON, "--batch", "2", "--only", "tensor_parallel,zero3", "--fixed", "micro_batch=1")
+
+
+def test_the_best_layouts_and_why(advise: Run) -> None:
+    code, out, _ = advise(
+        MODEL, *FEW, "--seq-len", "256", "--output", "best.yaml", "--why", "tp=2", "--format", "json"
+    )
+    assert code == 0
+    (answer,) = json.loads(out)
+    layouts = answer["layouts"]
+    assert [each["rank"] for each in layouts] == list(range(1, len(layouts) + 1))
+    assert {each["backend"] for each in layouts} == {"zero3"}
+    assert {each["strategy"] for each in layouts} == {"tensor_parallel"}
+    assert answer["nearest"] is None
+    for each in layouts:
+        assert each["step_time_low_s"] < each["step_time_s"] < each["step_time_high_s"]
+        assert each["peak_memory_bytes"] > 0
+        assert each["spare_bytes"] > 0
+        assert 0 <= each["exposed_communication"] <= 1
+    cells = declared_cells(load_scenario("best.yaml"), Narrowing())
+    assert [cell.key for cell in cells] == [each["cell"] for each in layouts]
+    code, out, _ = advise(MODEL, *FEW, "--seq-len", "256", "--why", "tp=2")
+    assert code == 0
+    assert out.startswith(f"The best layouts: {MODEL}, 2 GPUs of dgx-a100, 2 sequences of 256\n")
+    assert "Layouts with tp2" in out
+    assert " layouts looked at in " in out
+    assert answer["why"] in out
+
+
+def test_several_lengths_give_a_map(advise: Run) -> None:
+    code, out, err = advise(
+        *(MODEL, *ON, "--batch", "2", "--only", "single,zero3"),
+        *("--seq-len", "128,256", "--figure", "map.png"),
+    )
+    assert code == 0
+    assert out.startswith("Which layout where\n")
+    assert "[2/2] answered" in err
+    assert Path("map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_nothing_fits_the_nearest_and_what_is_missing_are_said(advise: Run, tmp_path: Path) -> None:
+    words = ("--gpus", "2", "--batch", "2", "--only", "ring_attention,zero3", "--fixed", "sp=2")
+    small = ("--cluster", small_cards(tmp_path, 1))
+    code, out, _ = advise(MODEL, *small, *words, "--seq-len", "4K")
+    assert code == 0
+    assert ": nothing fits; the nearest is ring_attention sp2 with zero3, which needs 0." in out
+    assert "more than a card has for tensors" in out
+    (answer,) = json.loads(advise(MODEL, *small, *words, "--seq-len", "4K", "--format", "json")[1])
+    assert answer["layouts"] == []
+    assert answer["nearest"]["peak_memory_bytes"] > 2**20
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--only", "ulises"), "unknown strategy 'ulises'; did you mean 'ulysses'"),
+        (("--without", "zero4"), "'zero4'"),
+        (("--gpus", "200000"), "--gpus 200000: there can be 131072 at most"),
+        (("--cluster", "local"), "cluster local has no memory limit"),
+        (("--batch", "", "--batch-tokens", "64"), "--batch-tokens 64: less than one sequence of 256 tokens"),
+        (("--fixed", "tp=three"), "--fixed tp=three: give dp, pp, cp, tp, sp, micro_batch as a whole number"),
+        (("--fixed", "tp=7"), "no layout of 8 GPUs is possible"),
+        (("--batch", "2", "--batch-tokens", "4K"), "--batch and --batch-tokens say the same: give one"),
+        (("--seq-len", ""), f"{MODEL} is a model: give --seq-len too"),
+        (("--cluster", "h100"), "unknown cluster 'h100'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(advise: Run, words: tuple[str, ...], problem: str) -> None:
+    given: dict[str, Any] = {"--cluster": "dgx-a100", "--gpus": "8", "--seq-len": "256", "--batch": "2"}
+    given |= dict(zip(words[::2], words[1::2], strict=True))
+    code, out, err = advise(MODEL, *(word for pair in given.items() if pair[1] for word in pair))
+    assert (code, out) == (2, "")
+    assert problem in err.splitlines()[-1]
+    assert "Traceback" not in err
+    if "layout of" not in problem:
+        assert len(err.splitlines()) == 1
+
+
+def test_a_model_that_there_is_not(advise: Run) -> None:
+    code, out, err = advise("llama3-80b", *ON, "--seq-len", "256")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "'llama3-80b' is no scenario, model or file; did you mean 'llama3-8b'?" in err
