@@ -1,5 +1,6 @@
 """What `spbench reproduce` committed: the documents, and the published numbers and roles in its files."""
 
+import csv
 import json
 import re
 from functools import cache
@@ -14,6 +15,7 @@ from spbench.bench.config.select import Narrowing, declared_cells
 from spbench.bench.published.comparison import read_records
 from spbench.bench.reproduction.document import FIRST_PAGE, check_documents, rendered_documents
 from spbench.bench.reproduction.findings import Findings, markdown
+from spbench.bench.reproduction.megatron_cases import CASES, summary
 from spbench.bench.reproduction.order_of_splits import orders_by_scenario
 from spbench.bench.reproduction.papers import papers, scenarios_of
 from spbench.bench.trust.bands import packaged_model
@@ -95,6 +97,14 @@ def test_the_committed_bands_are_what_the_committed_files_give(
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
     assert output.content["model"] == packaged_model().as_dict()
     assert markdown(output.records) in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_has_the_errors_of_the_committed_cases() -> None:
+    """`spbench reproduce megatron_cases` prints them."""
+    with (ROOT / "results" / "reproduction" / f"{CASES}_errors.csv").open() as stream:
+        lines = [{**line, "error": float(line["error"])} for line in csv.DictReader(stream)]
+    of_all = [line for line in summary(lines) if line.pop("machines") == "all"]
+    assert markdown(of_all) in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("paper", PAPERS)
