@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from spbench.plots.paper import PAGE_INCHES, add_legend, house_style, new_figure, save_as
@@ -28,6 +29,11 @@ def draw_advice(points: Sequence[Mapping[str, Any]], path: Path) -> Path:
     Raises:
         ValueError: there is no such type of files.
     """
+    return save_as(advice_map(points), path)
+
+
+def advice_map(points: Sequence[Mapping[str, Any]]) -> Figure:
+    """The figure of :func:`draw_advice`."""
     gpus = sorted({point["gpus"] for point in points})
     lengths = sorted({point["seq_len"] for point in points})
     strategies = sorted({point["strategy"] for point in points} - {""})
@@ -49,15 +55,16 @@ def draw_advice(points: Sequence[Mapping[str, Any]], path: Path) -> Path:
         if any(not point["strategy"] for point in points):
             legend.append(Patch(facecolor="white", edgecolor=INK, label=_NOTHING))
         add_legend(figure, legend)
-    return save_as(figure, path)
+        return figure
 
 
 def _field(ax: Axes, point: Mapping[str, Any], at: tuple[int, int], color: Any) -> None:
     hatch = "///" if point["tie"] else None
     ax.add_patch(Rectangle(at, 1, 1, facecolor=color, edgecolor="white", linewidth=1, hatch=hatch))
-    text = point["mesh"].replace("x", "\n", 1) if point["mesh"] else "-"
+    axes = point["mesh"].split("x")
+    text = "\n".join("x".join(axes[i : i + 2]) for i in range(0, len(axes), 2)) or "-"
     box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}
-    ax.text(at[0] + 0.5, at[1] + 0.5, text, ha="center", va="center", fontsize=6, color=INK, bbox=box)
+    ax.text(at[0] + 0.5, at[1] + 0.5, text, ha="center", va="center", fontsize=7, color=INK, bbox=box)
 
 
 def _length(n: int) -> str:

@@ -32,7 +32,7 @@ _AT_ONCE = 4
 #: so many of the best are wanted, and traced whole
 BEST = 5
 #: after so many traces of few layers in a row of which none is faster by more than so much, none is awaited
-_PATIENCE, _GAIN = 32, 1.005
+_PATIENCE, _GAIN = 24, 1.005
 #: until a layout of a strategy was traced, its estimates may be too high, or too low, by so much
 _UNKNOWN = 1.6
 #: layouts whose estimated memory is so much more than a card has are not traced
@@ -159,8 +159,7 @@ class Search:
     # -- all layers ------------------------------------------------------------------------------------
 
     def _whole(self) -> None:
-        """Trace the best with all layers, until the best :data:`BEST` are; and the best of each strategy that
-        is near them."""
+        """Trace the best with all layers, until the best :data:`BEST` are."""
         self._polish()
         while True:
             best = self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
@@ -168,12 +167,6 @@ class Search:
             if not chosen:
                 break
             self._trace_whole(chosen)
-        if not self.fitting():
-            return
-        near = [
-            s for s in self._best_of(lambda cell: cell.strategy) if s.step_s < _FAR * self.fitting()[0].step_s
-        ]
-        self._trace_whole([s for s in near[:BEST] if s.depth != "all_layers"])
 
     def _trace_whole(self, chosen: Sequence[Seen]) -> None:
         if chosen:
@@ -190,14 +183,14 @@ class Search:
         if not fitting:
             return
         cells = {}
-        for cell in (s.cell for s in fitting[:2]):
-            for settings in self._changes(cell):
-                try:
-                    made = changed(cell, settings)
-                except UserError:
-                    continue
-                if made.key not in self.seen:
-                    cells[made.key] = Look.at(made, "few_layers")
+        best = fitting[0].cell
+        for settings in self._changes(best):
+            try:
+                made = changed(best, settings)
+            except UserError:
+                continue
+            if made.key not in self.seen:
+                cells[made.key] = Look.at(made, "few_layers")
         self.say(f"{len(cells)} single changes of the best")
         by_key = {each.key: each for each in cells.values()}
         for key, outcome in self._outcomes([*cells.values()]):

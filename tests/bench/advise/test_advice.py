@@ -1,0 +1,115 @@
+"""Answers of searches: ties, the simplest first, and why the winner wins."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from spbench.bench.advise.advice import Advice, complexity, settings_beside
+from spbench.bench.advise.search import Found, Seen
+from spbench.bench.cell import Cell
+from spbench.bench.measurement import Outcome
+from spbench.bench.trust.bands import packaged_model
+from tests.bench.advise.questions import asked
+
+TIE = packaged_model().tie("sourced")
+PARTS = {"products_s": 0.6, "attention_s": 0.2, "memory_bound_s": 0.1, "within_nodes_s": 0.05}
+
+
+def seen(strategy: str, sizes: dict[str, int], step_s: float, **parts: float) -> Seen:
+    cell = asked(8).cell
+    cell = Cell.model_validate(
+        {**cell.model_dump(exclude_defaults=True), "strategy": strategy, "sizes": sizes}
+    )
+    measurement: dict[str, Any] = {
+        "step_time_s": step_s,
+        "tokens_per_s": 4096 / step_s,
+        "mfu": 0.4,
+        "peak_memory_bytes": 2**30,
+        "usable_memory_bytes": 2**31,
+        "formula": [{"sent_bytes": 2**20}],
+        "breakdown": {"exposed_communication_s": 0.05, "bubble_s": 0.0, "host_s": 0.01},
+        "parts": {**PARTS, **parts},
+        "bound": "products",
+        "rates": "sourced",
+    }
+    return Seen(cell, Outcome("ok", measurement=measurement), "all_layers")
+
+
+def advice(*best: Seen) -> Advice:
+    ordered = sorted(best, key=lambda each: each.step_s)
+    strategies = {each.cell.strategy: each for each in reversed(ordered)}
+    of_strategies = sorted(strategies.values(), key=lambda each: each.step_s)
+    return Advice(asked(8), Found(best=ordered, of_strategies=of_strategies), 1.0)
+
+
+FAST = seen("ulysses+ring_attention", {"cp": 2, "sp": 4}, 1.0)
+SIMPLE = seen("ulysses", {"sp": 8}, 1.0 + 0.5 * (TIE - 1), attention_s=0.3)
+FAR = seen("single", {"dp": 8}, 1.1 * TIE, within_nodes_s=0.4)
+
+
+def test_of_ties_the_simplest_is_first() -> None:
+    answer = advice(FAST, SIMPLE, FAR)
+    assert answer.ranked == [SIMPLE, FAST, FAR]
+    assert answer.winner is SIMPLE
+    assert [record["tie"] for record in answer.records()] == [True, True, False]
+    assert [record["rank"] for record in answer.records()] == [1, 2, 3]
+
+
+def test_beyond_the_errors_the_fastest_is_first() -> None:
+    answer = advice(FAST, FAR)
+    assert answer.ranked == [FAST, FAR]
+    assert [record["tie"] for record in answer.records()] == [False, False]
+
+
+def test_a_reason_is_in_the_measurements() -> None:
+    text = advice(FAST, FAR).why()
+    assert text.startswith(f"the next strategy, single dp8 takes {1.1 * TIE - 1:.1%} more time; ")
+    assert "waiting for links within a node 0.4 s against 0.05" in text
+    known = {f"{n:.3g}" for each in (FAST, FAR) for n in each.outcome.measurement["parts"].values()}
+    assert set(re.findall(r"([\d.]+) s against", text)) | set(re.findall(r"against ([\d.]+)", text)) <= known
+
+
+def test_a_tie_is_said_to_be_one() -> None:
+    text = advice(FAST, SIMPLE).why()
+    assert text.startswith("a tie: ulysses+ring_attention cp2xsp4 takes ")
+    assert "% less time" in text
+    assert "which is within the errors" in text
+
+
+def test_a_winner_alone() -> None:
+    assert advice(FAST).why() == "no other strategy fits than ulysses+ring_attention"
+    assert advice().why() == ""
+    assert advice().winner is None
+    assert advice().records() == []
+
+
+@pytest.mark.parametrize(
+    ("simple", "other"),
+    [
+        (("single", {"dp": 8}), ("ulysses", {"sp": 8})),
+        (("ulysses", {"sp": 8}), ("ulysses", {"dp": 2, "sp": 4})),
+        (("ulysses", {"dp": 2, "sp": 4}), ("ulysses+ring_attention", {"cp": 2, "sp": 4})),
+    ],
+)
+def test_what_is_simpler(simple: tuple[str, Any], other: tuple[str, Any]) -> None:
+    assert complexity(seen(*simple, 1.0).cell) < complexity(seen(*other, 1.0).cell)
+
+
+def test_settings_beside_the_question() -> None:
+    cell = asked(8).cell
+    changed = cell.model_copy(
+        update={
+            "model_options": {"recompute": "full"},
+            "strategy_options": {"placement": "zigzag"},
+            "mesh": ["pp", "dp"],
+        }
+    )
+    assert settings_beside(cell, cell) == {}
+    assert settings_beside(cell, changed) == {
+        "model_options.recompute": "full",
+        "strategy_options.placement": "zigzag",
+        "mesh": ["pp", "dp"],
+    }
