@@ -114,6 +114,7 @@ class Estimates:
         self.references, self.backends = references, backends
         self.layers = getattr(model_preset(*cell.model_arguments), "layers", 1)
         self._known: dict[tuple[Any, ...], float] = {}
+        self._of_backends: dict[tuple[Way, int, int, str], tuple[float, float]] = {}
 
     @cached_property
     def _costs(self) -> Costs:
@@ -198,17 +199,23 @@ class Estimates:
         return computing + self._backend_s(layout, way, backend, computing / parts, parts)
 
     def _backend_s(self, layout: Layout, way: WayFigures, backend: str, part_s: float, parts: int) -> float:
+        key = (layout.way, layout.dp, layout.pp, backend)
+        if key not in self._of_backends:
+            self._of_backends[key] = self._replicas_s(layout, way, backend)
+        once, each = self._of_backends[key]
+        return max(0.0, once - _HIDDEN_ONCE * part_s) + parts * max(0.0, each - _HIDDEN_EACH * part_s)
+
+    def _replicas_s(self, layout: Layout, way: WayFigures, backend: str) -> tuple[float, float]:
+        """Seconds of what a backend sends once a step, and with each micro-batch."""
         figures, elements = self.backends[backend], self._elements(layout, way)
-        sizes = {"dp": layout.dp, "pp": layout.pp, **layout.way.axes}
+        group, sizes = ("dp", *way.alike), layout.sizes
 
         def sent(of: Mapping[str, float]) -> float:
-            group = ("dp", *way.alike)
             return sum(
                 self.seconds(name, float(f"{n * elements:.2g}"), group, sizes) for name, n in of.items()
             )
 
-        once = max(0.0, sent(figures.once) - _HIDDEN_ONCE * part_s)
-        return once + parts * max(0.0, sent(figures.each) - _HIDDEN_EACH * part_s)
+        return sent(figures.once), sent(figures.each)
 
     def _elements(self, layout: Layout, way: WayFigures) -> float:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)

@@ -95,8 +95,8 @@ class Search:
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
         while patience > 0 and (batch := self._next(waiting)):
-            for candidate in batch:
-                waiting.remove(candidate)
+            begun = {id(candidate) for candidate in batch}
+            waiting[:] = [candidate for candidate in waiting if id(candidate) not in begun]
             self._look(batch)
             if fitting := self.fitting():
                 patience -= len(batch)
