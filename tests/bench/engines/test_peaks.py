@@ -96,6 +96,10 @@ def combinations() -> Iterator[Any]:
         cell = combination(strategy, "causal-transformer-tiny-gqa", backend, 2, **options)
         marks = [] if strategy == "tensor_parallel" else [pytest.mark.slow]
         yield pytest.param(cell, id=f"{strategy}-keeps-operators", marks=marks)
+    by_layer = {"pre_norm": True, "library": "transformer-engine", "mask_shape": "by_layer"}
+    for model, options in (("bert-tiny", by_layer), ("gpt3-tiny", {"qk_norm": True})):
+        cell = combination("tensor_parallel", model, "legacy_ddp", 2, **options)
+        yield pytest.param(cell, id=f"{model}-{[*options][-1]}")
 
 
 #: pipelines of two stages, by what is said of them
