@@ -31,11 +31,22 @@ def advise(
     return partial(command_line, "advise", "--model")
 
 
-@pytest.fixture
-def one_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the settings of a model that take less memory, the first alone."""
+def keep_savings(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Of the settings of a model that take less memory, search the first few alone."""
 
     def some(question: Question) -> dict[str, dict[str, Any]]:
-        return dict(islice(savings_of(question).items(), 2))
+        return dict(islice(savings_of(question).items(), 1 + n))
 
     monkeypatch.setattr(search, "savings_of", some)
+
+
+@pytest.fixture
+def no_savings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the settings of a model that take less memory, none."""
+    keep_savings(monkeypatch, 0)
+
+
+@pytest.fixture
+def one_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the settings of a model that take less memory, one."""
+    keep_savings(monkeypatch, 1)

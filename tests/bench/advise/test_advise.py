@@ -13,7 +13,7 @@ from spbench.bench.config.select import Narrowing, declared_cells
 from tests.bench.advise.questions import MODEL, small_cards
 from tests.bench.commands.conftest import Run
 
-pytestmark = pytest.mark.usefixtures("one_saving")
+pytestmark = pytest.mark.usefixtures("no_savings")
 
 ON = ("--cluster", "dgx-a100", "--gpus", "2")
 #: few enough layouts that a search takes moments
