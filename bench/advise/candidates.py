@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from spbench.bench.advise.estimates import Estimates, WayFigures
 from spbench.bench.advise.layouts import (
@@ -26,15 +28,21 @@ from spbench.impls.axes import MESH_AXES
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
 
-#: the seconds of an estimate may be off by this much more than any of the same ranks along axes were, and by
-#: this much for each doubling of these; its bytes by this much
-_MARGIN, _MARGIN_OF_STEP, _MARGIN_OF_BYTES = 1.02, 1.08, 1.1
+#: seconds may be off by this much more than what was learned says, and by this much for each doubling of
+#: ranks along an axis from what was traced; bytes by this much
+_MARGIN, _MARGIN_OF_STEP, _MARGIN_OF_BYTES = 1.03, 1.08, 1.1
+#: weights of the pull of factors to 1
+_PULL_OF_WAY, _PULL = 1e-3, 0.3
 
 
 def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
     """The axes of several ranks in that order; None: as they are by default."""
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
     return None if axes == sorted(axes, key=MESH_AXES.index) else axes
+
+
+#: a choice and its value
+Variant = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,12 @@ class Candidate:
         """Its name."""
         return self.layout.way.strategy
 
-    @property
+    @cached_property
+    def variants(self) -> tuple[Variant, ...]:
+        """What another layout of the same way may have other than this one."""
+        return ("backend", as_text(self.training)), ("micro-batch", str(self.layout.micro_batch))
+
+    @cached_property
     def states(self) -> str:
         """What layouts have in common whose states of training are divided alike."""
         return f"{self.layout.way} {as_text(self.training)}"
@@ -128,37 +141,62 @@ def _figures(estimates: Estimates, way: Way, refused: Refused) -> tuple[WayFigur
 
 
 class Learned:
-    """How far estimates were off, traced over estimated: of seconds by way, of bytes by way and backend."""
+    """How far estimates were off: traced over estimated.
+
+    Of seconds, a factor of each way, times one of each backend and one of each size of micro-batches, by
+    least squares of their logarithms; of bytes, the least by way and backend.
+    """
 
     def __init__(self) -> None:
-        self._slower: dict[Way, list[float]] = {}
-        self._larger: dict[str, list[float]] = {}
+        self._seen: list[tuple[Candidate, float]] = []
+        self._of_ways: dict[Way, float] = {}
+        self._of_variants: dict[Variant, float] = {}
         self._nearest: dict[Way, tuple[Way, int]] = {}
+        self._larger: dict[str, list[float]] = {}
 
     def knows(self, strategy: str) -> bool:
         """Whether a layout of it was traced."""
-        return any(way.strategy == strategy for way in self._slower)
+        return any(way.strategy == strategy for way in self._of_ways)
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
         """What a trace of a candidate found."""
-        way = candidate.layout.way
-        if way not in self._slower:
-            self._nearest.clear()
-        self._slower.setdefault(way, []).append(seconds / candidate.estimated_s)
+        self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
         for name in (candidate.strategy, candidate.states):
             self._larger.setdefault(name, []).append(nbytes / candidate.estimated_bytes)
+        self._of_ways[candidate.layout.way] = 0.0
+        self._nearest.clear()
+
+    def fit(self) -> None:
+        """Work out the factors, once something was traced."""
+        if not self._seen:
+            return
+        ways = list(self._of_ways)
+        variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
+        columns: dict[Hashable, int] = {name: at for at, name in enumerate([*ways, *variants])}
+        matrix = np.zeros((len(self._seen), len(columns)))
+        for row, (candidate, _) in enumerate(self._seen):
+            for name in (candidate.layout.way, *candidate.variants):
+                matrix[row, columns[name]] = 1.0
+        off = np.array([each for _, each in self._seen])
+        # a little pull to 1, so that what one way alone was traced with is not taken for the way's own
+        pull = np.diag([_PULL_OF_WAY] * len(ways) + [_PULL] * len(variants))
+        factors = np.linalg.solve(matrix.T @ matrix + pull, matrix.T @ off)
+        self._of_ways = {way: float(factors[columns[way]]) for way in ways}
+        self._of_variants = {name: float(factors[columns[name]]) for name in variants}
 
     def expected_s(self, candidate: Candidate) -> float:
         """Seconds that a candidate probably takes: of an unknown strategy by the estimate alone."""
         near = self._near(candidate.layout.way)
-        return candidate.estimated_s * (median(self._slower[near[0]]) if near else 1.0)
+        if near is None:
+            return candidate.estimated_s
+        off = self._of_ways[near[0]] + sum(self._of_variants.get(each, 0.0) for each in candidate.variants)
+        return candidate.estimated_s * math.exp(off)
 
     def least_s(self, candidate: Candidate) -> float:
         """Seconds that a candidate takes at the least, of a strategy of which layouts were traced."""
         near = self._near(candidate.layout.way)
         assert near is not None
-        way, steps = near
-        return candidate.estimated_s * min(self._slower[way]) / (_MARGIN * _MARGIN_OF_STEP**steps)
+        return self.expected_s(candidate) / (_MARGIN * _MARGIN_OF_STEP ** near[1])
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the least: by traces of the same way and backend, or else by the
@@ -172,7 +210,7 @@ class Learned:
         """The way of the same strategy that is most like this one and was traced, and how many doublings of
         ranks along an axis lie between."""
         if way not in self._nearest:
-            alike = [known for known in self._slower if known.strategy == way.strategy]
+            alike = [known for known in self._of_ways if known.strategy == way.strategy]
             if not alike:
                 return None
             nearest = min(alike, key=lambda known: _doublings(way, known))

@@ -31,7 +31,7 @@ from spbench.impls.models.model import model_preset
 _AT_ONCE = 4
 #: so many of the best are wanted, and traced whole
 BEST = 5
-#: after so many traces of few layers in a row of which none is faster by more than so much, none is awaited
+#: after so many traces of few layers by which the best together were not faster by so much, none is awaited
 _PATIENCE, _GAIN = 24, 1.005
 #: until a layout of a strategy was traced, its estimates may be too high, or too low, by so much
 _UNKNOWN = 1.6
@@ -98,21 +98,21 @@ class Search:
             begun = {id(candidate) for candidate in batch}
             waiting[:] = [candidate for candidate in waiting if id(candidate) not in begun]
             self._look(batch)
-            if fitting := self.fitting():
+            if best := self._best_layouts():
                 patience -= len(batch)
-                best = fitting[0]
-                if best.step_s * _GAIN < best_s:
-                    best_s, patience = best.step_s, _PATIENCE
+                sum_s = sum(seen.step_s for seen in best[:BEST])
+                if len(best) < BEST or sum_s * _GAIN < best_s:
+                    best_s, patience = sum_s, _PATIENCE
                 self.say(
-                    f"{len(self.seen)} layouts traced with few layers; the best: {best.step_s:.3g} s, "
-                    f"{best.cell.strategy} {best.cell.mesh_text}"
+                    f"{len(self.seen)} layouts traced with few layers; the best: {best[0].step_s:.3g} s, "
+                    f"{best[0].cell.strategy} {best[0].cell.mesh_text}"
                 )
 
     def _next(self, waiting: Sequence[Candidate]) -> list[Candidate]:
         """The most promising of those that could be among the best, of each way one at a time; of a strategy
         that was not traced yet, one."""
-        best = self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
-        bar = best[0].step_s if len(best) >= BEST else float("inf")
+        best = self._best_layouts()
+        bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         far = _FAR * best[0].step_s if best else float("inf")
         chosen: list[Candidate] = []
         begun: set[str] = set()
@@ -145,6 +145,7 @@ class Search:
             else:
                 self.found.refused.add(f"{candidate.layout.way} {made.mesh_text}", outcome.reason)
                 self.found.counts["cannot be run"] += 1
+        self.learned.fit()
 
     def _outcomes(self, cells: Sequence[Cell]) -> Iterator[tuple[str, Outcome]]:
         for cell, outcome in self.answers(cells):
@@ -162,7 +163,7 @@ class Search:
         """Trace the best with all layers, until the best :data:`BEST` are."""
         self._polish()
         while True:
-            best = self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
+            best = self._best_layouts()
             chosen = [s for s in best[:BEST] if s.depth != "all_layers"]
             if not chosen:
                 break
@@ -217,6 +218,9 @@ class Search:
 
     # -- the end ---------------------------------------------------------------------------------------
 
+    def _best_layouts(self) -> list[Seen]:
+        return self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
+
     def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
         """Of each kind of cells the fastest that fits, the fastest first."""
         best: dict[Hashable, Seen] = {}
@@ -228,7 +232,7 @@ class Search:
         found, fitting = self.found, self.fitting()
         found.traced = [*self.seen.values()]
         whole = [s for s in fitting if s.depth == "all_layers"]
-        found.best = [s for s in self._best_of(lambda cell: (cell.strategy, cell.mesh_text)) if s in whole]
+        found.best = [s for s in self._best_layouts() if s in whole]
         found.of_strategies = self._best_of(lambda cell: cell.strategy)
         if not fitting and self.seen:
             found.nearest = min(self.seen.values(), key=lambda s: s.peak)
