@@ -222,8 +222,9 @@ class SoftmaxAttentionMixer(nn.Module):
     def _normalised(self, x: Tensor, name: str) -> Tensor:
         """[..., A] -> [..., A], by the kind of norm that the model has."""
         shared, epsilon = self.strategy.shared_by_heads, self.model.norm_epsilon
-        weight = shared(self.get_parameter(name))
+        # no get_parameter: under a flat backend a weight is a view of the flat parameter
+        weight = shared(getattr(self, name))
         if self.model.norm != "layer":
             return rms_norm(x, weight, epsilon, way=self.model.rms_norm)
         # libraries' kernels take no views: what is kept is a copy of the projection's part
-        return layer_norm(x.contiguous(), weight, shared(self.get_parameter(f"{name}_bias")), epsilon)
+        return layer_norm(x.contiguous(), weight, shared(getattr(self, f"{name}_bias")), epsilon)
