@@ -108,7 +108,7 @@ def question(
     if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
         raise UserError(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
-            f"see spbench list cluster {cell.cluster}"
+            f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
         )
     return Question(plain, gpus, only, without, _fixed(fixed), [*remarks, *_said(found.remarks)])
 
