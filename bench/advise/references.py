@@ -15,6 +15,7 @@ from spbench.bench.advise.looks import Look
 from spbench.bench.advise.question import Question
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines.plan import model_parameters, plan
+from spbench.bench.errors import UserError
 from spbench.bench.fit.answers import Answers
 from spbench.bench.measurement import Outcome
 from spbench.impls.layout import Unsupported
@@ -73,7 +74,11 @@ def cell_of(
 def references(
     question: Question, answers: Answers, savings: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Reference], dict[str, BackendFigures]]:
-    """By the settings of the model and of the backend, as text. A setting that cannot be run is left out."""
+    """By the settings of the model and of the backend, as text. A setting that cannot be run is left out.
+
+    Raises:
+        UserError: the model as it is cannot be run.
+    """
     looks: dict[str, tuple[str, str, int]] = {}
     cells: list[Cell] = []
 
@@ -92,9 +97,12 @@ def references(
             made = at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1)
             ask("backend", as_text(settings), dp, _short(made))
     found: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
+    first = cells[0].key  # the model as it is
     for cell, outcome in answers(cells):
         if outcome.status in ("ok", "oom"):
             found[looks[cell.key]] = cell, outcome
+        elif cell.key == first:
+            raise UserError(f"{question.cell.model} cannot be run: {outcome.reason}")
     return (
         {text: reference for text in savings if (reference := _reference(found, text))},
         {text: figures for text in map(as_text, kinds) if (figures := _backend(found, text))},
