@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ class Streams:
     def __init__(self, builder: ProgramBuilder):
         self._builder: ProgramBuilder | None = builder
         self._streams = 0
+        self._events: WeakSet[RecordedEvent] = WeakSet()
         self.open = False
         self.current = RecordedStream(self)
 
@@ -50,6 +52,14 @@ class Streams:
         """The number of a further stream; the first is the compute stream's."""
         self._streams += 1
         return self._streams - 1
+
+    def watch(self, event: RecordedEvent) -> None:
+        """Know an event for as long as a library holds it."""
+        self._events.add(event)
+
+    def holds_points(self, first: int) -> bool:
+        """Whether something may yet wait for a point of the program, from event ``first`` on."""
+        return any(event.number >= first for event in self._events)
 
     def close(self) -> None:
         """Forget the program: a library may keep its streams for longer."""
@@ -122,6 +132,7 @@ class RecordedEvent(torch.cpu.Event):
 
     def __init__(self, streams: Streams, *_: Any, **__: Any):
         self._streams, self.number = streams, -1
+        streams.watch(self)
 
     def record(self, stream: RecordedStream | None = None) -> None:
         self.number = self._streams.record(stream or self._streams.current)

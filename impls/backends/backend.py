@@ -95,14 +95,12 @@ class BackendSettings:
     """What a training asks of its backend.
 
     Attributes:
-        micro_batches: backward passes in a step.
         moments: "kept": Adam's moments exist before the first step, as they do in every later one; "later":
             the first step's update makes them.
         learning_rate: of AdamW, until :meth:`Optimizer.set_learning_rate` changes it.
         options: the backend's own, an instance of its ``options_type``; None: the defaults.
     """
 
-    micro_batches: int = 1
     moments: Literal["kept", "later"] = "kept"
     learning_rate: float = 1e-4
     options: Options | None = None
@@ -124,8 +122,6 @@ class Backend(ABC):
     searched: ClassVar[bool] = True
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
-    #: whether a backward between the first and the last of a step depends on how many came before it
-    counts_backwards: ClassVar[bool] = True
     #: whether a pipeline stage's output is freed when it has been sent
     frees_sent_outputs: ClassVar[bool] = False
     #: whether a pipeline stage keeps the last hidden states that it received, and their gradient, until it
@@ -198,6 +194,14 @@ class Backend(ABC):
     @abstractmethod
     def zero(self) -> None:
         """Forget the gradients of the step before, or set them to zero."""
+
+    def begin_last_backward(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
+        """Before the last backward of a step through the ``module``, or through one of its stages: from here
+        on gradients may be sent.
+
+        Which one is the last must be known from this call alone. A backend that counts its backwards would
+        do otherwise in a trace, which runs a few of those that are alike; its bytes then differ from its
+        closed form, which `spbench verify` shows."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -7,7 +7,6 @@ rebuilt its buckets once in the order in which gradients arrived.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -42,22 +41,21 @@ class BucketedGradients:
 
     Args:
         summed: parameters in the order of registration, by the group over which to sum.
-        micro_batches: backwards in a step; gradients are sent in the last.
+        order: the parameters in the order of registration.
     """
 
     def __init__(
         self,
         summed: Iterable[tuple[dist.ProcessGroup | None, list[nn.Parameter]]],
         order: list[nn.Parameter],
-        micro_batches: int,
     ):
-        self.micro_batches = micro_batches
         self.buckets = [Bucket(group, run) for group, ps in summed for run in _runs(ps)]
         # sent in this order on every rank, however backward goes there: by each bucket's last parameter
         place = {p: i for i, p in enumerate(order)}
         self.buckets.sort(key=lambda bucket: -place[bucket.parameters[0]])
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.backwards: Counter[nn.Parameter] = Counter()
+        #: parameters whose next gradient is the last of the step, which is sent
+        self.last: dict[nn.Parameter, None] = {}
         self.next = 0
         for p in order:
             p.register_post_accumulate_grad_hook(weakly(self._arrived))
@@ -69,12 +67,16 @@ class BucketedGradients:
 
     def zero(self) -> None:
         """Before a step."""
-        self.backwards.clear()
+        self.last.clear()
         self.next = 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
             for p in bucket.parameters:
                 p.grad = None
+
+    def expect_last(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before the last backward of a step that makes gradients of these."""
+        self.last |= dict.fromkeys(parameters)
 
     def finish(self) -> None:
         """After the last backward: wait for the sums and copy them back to the gradients."""
@@ -89,8 +91,7 @@ class BucketedGradients:
                 p.grad.copy_(view.view_as(p))
 
     def _arrived(self, p: nn.Parameter) -> None:
-        self.backwards[p] += 1
-        if self.backwards[p] < self.micro_batches:
+        if p not in self.last:
             return
         bucket = self.bucket_of[p]
         assert p.grad is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients
@@ -23,11 +23,14 @@ class DistributedDataParallel(Backend):
     shares_out = frozenset()
 
     def prepare(self) -> Optimizer:
-        self.buckets = BucketedGradients(self.summed(), list(self.names), self.settings.micro_batches)
+        self.buckets = BucketedGradients(self.summed(), list(self.names))
         return self.make_optimizer(list(self.names), master_gradients="kept")
 
     def zero(self) -> None:
         self.buckets.zero()
+
+    def begin_last_backward(self, stage: nn.Module) -> None:
+        self.buckets.expect_last(stage.parameters())
 
     def synchronize(self) -> None:
         self.buckets.finish()

@@ -95,7 +95,6 @@ class LegacyDistributedDataParallel(Backend):
     name = "legacy_ddp"
     searched = False
     shares_out = frozenset()
-    counts_backwards = False
     host_waits_for_transfers = True
     options_type = LegacyOptions
     options: LegacyOptions

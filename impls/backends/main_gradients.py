@@ -9,7 +9,7 @@ time. Buckets of the buffer are summed over the group, or sharded: reduce-scatte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -164,9 +164,9 @@ class MainGradients:
     """Fills buffers as backward makes gradients, and sums them.
 
     Args:
-        micro_batches: backwards in a step.
-        overlapped: sum a bucket as soon as the last backward has made all its gradients; the buckets of a
-            buffer one after another. Else all are summed at the end.
+        overlapped: sum a bucket as soon as the last backward has made all its gradients, which
+            :meth:`expect_last` says; the buckets of a buffer one after another. Else all are summed at the
+            end.
         fused: give each matrix its main gradient as the attribute ``main_grad``. A linear layer that adds its
             gradient to that itself sets the parameter's ``grad_added_to_main_grad``; what autograd is given
             in its place is dropped.
@@ -178,19 +178,19 @@ class MainGradients:
     def __init__(
         self,
         buffers: Sequence[GradientBuffer],
-        micro_batches: int,
         *,
         overlapped: bool,
         fused: bool,
         added_anyway: set[nn.Parameter],
     ):
-        self.buffers, self.micro_batches, self.overlapped = buffers, micro_batches, overlapped
+        self.buffers, self.overlapped = buffers, overlapped
         self.added_anyway = added_anyway
         self.views = {p: view for buffer in buffers for p, view in buffer.views.items()}
         self.place = {
             p: (buffer, bucket) for buffer in buffers for bucket in buffer.buckets for p in bucket.parameters
         }
-        self.backwards: Counter[nn.Parameter] = Counter()
+        #: parameters whose next gradient is the last of the step
+        self.last: dict[nn.Parameter, None] = {}
         self.sent: Counter[GradientBuffer] = Counter()
         placeholders = Placeholders()
         for p, view in self.views.items():
@@ -202,7 +202,7 @@ class MainGradients:
 
     def zero(self) -> None:
         """Before a step."""
-        self.backwards.clear()
+        self.last.clear()
         self.sent.clear()
         for buffer in self.buffers:
             buffer.gradients.zero_()
@@ -211,6 +211,10 @@ class MainGradients:
         for p in self.views:
             p.grad = None
             p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def expect_last(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before the last backward of a step that makes gradients of these."""
+        self.last |= dict.fromkeys(parameters)
 
     def finish(self) -> None:
         """After the last backward: sum, or wait for the sums."""
@@ -227,8 +231,7 @@ class MainGradients:
             self.views[p].add_(p.grad)
         p.grad = None
         p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self.backwards[p] += 1
-        if self.backwards[p] < self.micro_batches:
+        if p not in self.last:
             return
         buffer, bucket = self.place[p]
         bucket.missing.remove(p)

@@ -104,7 +104,6 @@ class Megatron(Backend):
         twice = getattr(self.module, "tied", None) if tied is None else None
         self.gradients = MainGradients(
             self.buffers,
-            self.settings.micro_batches,
             overlapped=self.options.overlap_grad_reduce,
             fused=self.options.gradient_accumulation_fusion,
             added_anyway={p for p in self.names if p is twice},
@@ -167,6 +166,9 @@ class Megatron(Backend):
         for main in self.mains:
             main.values.grad = None
         self.gradients.zero()
+
+    def begin_last_backward(self, stage: nn.Module) -> None:
+        self.gradients.expect_last(stage.parameters())
 
     def synchronize(self) -> None:
         self.gradients.finish()

@@ -39,7 +39,7 @@ class ShardedOptimizer(DistributedDataParallel):
             self.units.append(unit)
             self.flats.append(flat)
         self.parameters = {name: p for p, name in self.names.items()}
-        self.buckets = BucketedGradients(sums, list(self.names), self.settings.micro_batches)
+        self.buckets = BucketedGradients(sums, list(self.names))
         shards = [unit.weights for unit in self.units]  # the masters
         return self.make_optimizer(shards, masters=False, shard_groups=[unit.group for unit in self.units])
 

@@ -95,7 +95,8 @@ class _Step:
         stage, inputs = self._at(turn)
         with self.phase("backward"):
             gradient = stage.whole(inputs, _arrived(self.gradients, number))
-            return stage.backward(*self.held[turn.chunk].popleft(), gradient, self.scaled)
+            last = turn.micro_batch == self.turns.micro_batches - 1
+            return stage.backward(*self.held[turn.chunk].popleft(), gradient, self.scaled, last=last)
 
     def pass_on(self, number: int) -> None:
         """Send the output of a forward to the next rank, and receive the input of a later one."""

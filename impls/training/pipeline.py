@@ -12,17 +12,17 @@ is made when it is received into.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from spbench.impls.backends.backend import Backend
 from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition, Stage
 from spbench.impls.keyed_steps import keyed_steps
-from spbench.impls.strategies.base import Strategy
 
 
 class StageRun:
@@ -30,28 +30,18 @@ class StageRun:
 
     Args:
         module: of the stage: ``forward(inputs, hidden)`` returns a dict with ``loss`` on the last stage and
-            ``hidden`` on the others; ``boundary_shape(inputs)`` is the shape of ``hidden``.
-        dtype: of ``hidden``.
-        frees_sent: whether to free the values of an output when it has been sent: backward needs its graph
-            alone (deallocate_pipeline_outputs of Megatron-Core's pipeline_parallel/schedules.py).
-        keeps_input: see :attr:`Backend.keeps_stage_inputs`.
-        host_waits: see :attr:`Backend.host_waits_for_transfers`.
+            ``hidden`` on the others, in the dtype of the weights; ``boundary_shape(inputs)`` is the shape of
+            ``hidden``.
+        backend: of the whole module.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        stage: Stage,
-        strategy: Strategy,
-        dtype: torch.dtype,
-        *,
-        frees_sent: bool,
-        keeps_input: bool = False,
-        host_waits: bool = False,
-    ):
-        self.module, self.stage, self.strategy = module, stage, strategy
-        self.dtype, self.frees_sent, self.host_waits = dtype, frees_sent, host_waits
-        self.keeps_input = keeps_input
+    def __init__(self, module: nn.Module, stage: Stage, backend: Backend):
+        self.module, self.stage, self.backend = module, stage, backend
+        self.strategy, self.dtype = backend.strategy, backend.precision.parameters
+        # backward needs the graph of an output alone, not its values: deallocate_pipeline_outputs of
+        # Megatron-Core's pipeline_parallel/schedules.py
+        self.frees_sent, self.keeps_input = backend.frees_sent_outputs, backend.keeps_stage_inputs
+        self.host_waits = backend.host_waits_for_transfers
         self.input: Tensor | None = None
 
     def forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
@@ -62,14 +52,23 @@ class StageRun:
         return result
 
     def backward(
-        self, x: Tensor | None, y: Tensor, gradient: Tensor | None, scaled: Callable[[Tensor], Tensor]
+        self,
+        x: Tensor | None,
+        y: Tensor,
+        gradient: Tensor | None,
+        scaled: Callable[[Tensor], Tensor],
+        *,
+        last: bool,
     ) -> Tensor | None:
         """The gradient of x; None on the first stage.
 
         Args:
             y: what :meth:`forward` made of x.
             gradient: of y; None on the last stage, where backward starts from the ``scaled`` loss.
+            last: whether this is the stage's last backward of the step.
         """
+        if last:
+            self.backend.begin_last_backward(self.module)
         if gradient is None:
             scaled(y).backward()
         elif self.frees_sent:
@@ -114,14 +113,10 @@ class Pipeline:
     Args:
         run: of the stage.
         schedule: "1f1b" or "gpipe".
-        counts_backwards: whether what a micro-batch's backward does depends on how many have been, so that a
-            trace must run all of them; see :attr:`Backend.counts_backwards`.
     """
 
-    def __init__(
-        self, run: StageRun, around: Composition, schedule: str = "1f1b", *, counts_backwards: bool = True
-    ):
-        self.of_stage, self.schedule, self.counts_backwards = run, schedule, counts_backwards
+    def __init__(self, run: StageRun, around: Composition, schedule: str = "1f1b"):
+        self.of_stage, self.schedule = run, schedule
         self.stage, self.group = around.stage, around.pp_group
 
     def run(
@@ -140,7 +135,14 @@ class Pipeline:
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         losses: list[Tensor] = []
         arrived = None  # what came with the exchange after the last backward
-        for i in self._steps(count, ahead, losses):
+        # the first backward makes what the others add to, and the last micro-batch has none after it
+        steps = keyed_steps(
+            count,
+            lambda i: (i < ahead, i == 0, i == ahead, i == count - 1),
+            backward_within=True,
+            kept=losses,
+        )
+        for i in steps:
             inputs = micro_batches[i]
             with phase("forward"):
                 if i <= ahead:
@@ -157,27 +159,15 @@ class Pipeline:
                 continue
             with phase("backward"):
                 gradient, arrived = stage.whole(inputs, arrived), None
-                d_x = stage.backward(*held.popleft(), gradient, scaled)
+                d_x = stage.backward(*held.popleft(), gradient, scaled, last=i - ahead == count - 1)
                 arrived = self._exchange(inputs, send_backward=d_x, receive_forward=i < count - 1)
         while held:
             inputs = micro_batches[-1]
             with phase("backward"):
                 gradient = stage.whole(inputs, self._exchange(inputs, receive_backward=True))
-                d_x = stage.backward(*held.popleft(), gradient, scaled)
+                d_x = stage.backward(*held.popleft(), gradient, scaled, last=not held)
                 self._exchange(inputs, send_backward=d_x)
         return summed(losses, micro_batches)
-
-    def _steps(self, count: int, ahead: int, losses: list[Tensor]) -> Iterable[int]:
-        """The micro-batches whose forward is to be run, in order; each may append to ``losses``."""
-        if self.counts_backwards:
-            return range(count)
-        # the first backward makes what the others add to, and the last micro-batch has none after it
-        return keyed_steps(
-            count,
-            lambda i: (i < ahead, i == 0, i == ahead, i == count - 1),
-            backward_within=True,
-            kept=losses,
-        )
 
     def _exchange(
         self,

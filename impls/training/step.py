@@ -101,28 +101,18 @@ class Training:
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
         self.around = around = around or Composition()
         cls = backend_class(backend)
+        options = set_options(cls.options_type(), backend_options, f"backend {backend}")
+        settings = BackendSettings(moments, learning_rate, options)
+        self.backend = cls(module, strategy, around, precision, settings)
         self.pipeline = _pipeline(
             schedule,
             around,
             [
-                StageRun(
-                    each,
-                    stage,
-                    strategy,
-                    precision.parameters,
-                    frees_sent=cls.frees_sent_outputs,
-                    keeps_input=cls.keeps_stage_inputs,
-                    host_waits=cls.host_waits_for_transfers,
-                )
+                StageRun(each, stage, self.backend)
                 for each, stage in zip(chunks_of(module), around.stages, strict=True)
             ],
-            counts_backwards=cls.counts_backwards,
-            turns=turns or Turns(around.stage.index, around.stage.count, len(around.stages), micro_batches),
+            turns or Turns(around.stage.index, around.stage.count, len(around.stages), micro_batches),
         )
-        options = set_options(cls.options_type(), backend_options, f"backend {backend}")
-        backwards = micro_batches if turns is None else turns.micro_batches
-        settings = BackendSettings(backwards, moments, learning_rate, options)
-        self.backend = cls(module, strategy, around, precision, settings)
         self.steps = 0
 
     @property
@@ -163,9 +153,9 @@ class Training:
 
 
 def _pipeline(
-    schedule: str, around: Composition, runs: Sequence[StageRun], *, turns: Turns, counts_backwards: bool
+    schedule: str, around: Composition, runs: Sequence[StageRun], turns: Turns
 ) -> Pipeline | InterleavedPipeline:
-    """What runs the micro-batches through a rank's stages; see :attr:`Backend.counts_backwards`.
+    """What runs the micro-batches through a rank's stages.
 
     Raises:
         ValueError: there is no such schedule, or it is for another number of stages a rank.
@@ -176,4 +166,4 @@ def _pipeline(
         raise ValueError(f"the schedule {schedule} does not run {len(runs)} stages a rank")
     if len(runs) > 1:
         return InterleavedPipeline(runs, around, turns)
-    return Pipeline(runs[0], around, schedule, counts_backwards=counts_backwards)
+    return Pipeline(runs[0], around, schedule)

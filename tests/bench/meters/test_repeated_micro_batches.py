@@ -6,26 +6,31 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.meters import repeated_steps
+from spbench.bench.meters import step_records
+from spbench.bench.meters.event_log import RecordedEvent, Streams
+from spbench.impls.backends.ddp import DistributedDataParallel
+from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.training import pipeline
+from spbench.impls.training import step as training_step
 from tests.bench.meters.same_traces import differences
 from tests.slow import slow
 
 STAGES, MICRO_BATCHES = 3, 10
 
 
-def cell(backend: str = "legacy_ddp", **options: Any) -> Cell:
+def cell(backend: str = "legacy_ddp", stages: int = STAGES, replicas: int = 1, **options: Any) -> Cell:
     return Cell.model_validate(
         {
             "model": "gpt3-tiny",
-            "model_options": {"layers": STAGES, **options},
+            "model_options": {"layers": max(stages, 2), **options},
             "strategy": "tensor_parallel",
-            "sizes": {"pp": STAGES, "tp": 2},
-            "batch": MICRO_BATCHES,
+            "sizes": {"pp": stages, "tp": 2, "dp": replicas},
+            "batch": replicas * MICRO_BATCHES,
             "seq_len": 16,
             "precision": "fp16",
             "cluster": "dgx-a100",
@@ -89,17 +94,67 @@ def test_recomputed_layers_with_dropout_too(micro_batches: MicroBatches) -> None
 def test_phases_that_are_left_out_are_seen(
     monkeypatch: pytest.MonkeyPatch, micro_batches: MicroBatches
 ) -> None:
-    honest = repeated_steps._EventRecord.repeat
-
-    def repeat(self: Any, times: int) -> None:
-        marks = list(self.marks)
-        honest(self, times)
-        self.marks[:] = marks
-
-    monkeypatch.setattr(repeated_steps._EventRecord, "repeat", repeat)
+    monkeypatch.setattr(step_records._Changes, "repeat", lambda *arguments: None)
     assert "marks" in differences_of_steps(cell(), 2, micro_batches)
 
 
-def test_backends_that_count_backwards_run_all(micro_batches: MicroBatches) -> None:
-    virtual.trace(cell("ddp"), 2)
-    assert micro_batches.run == 0
+@pytest.mark.parametrize(
+    ("backend", "stages", "run"),
+    [
+        slow("ddp", STAGES, 5),
+        ("megatron", STAGES, 5),
+        # a stage alone keeps the losses; sharded weights and gradients go over streams of their own
+        slow("fsdp_flat", 1, 5),
+        slow("zero2", 1, 5),
+        ("zero3", 1, 5),
+    ],
+)
+def test_of_other_backends(backend: str, stages: int, run: int, micro_batches: MicroBatches) -> None:
+    asked = cell(backend, stages, 2)
+    assert differences_of_steps(asked, 4 * (stages // 2), micro_batches) == []
+    assert micro_batches.run == run
+
+
+def test_all_are_run_where_points_of_streams_are_held(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: MicroBatches
+) -> None:
+    held, watch = [], Streams.watch
+
+    def hold(streams: Streams, event: RecordedEvent) -> None:
+        watch(streams, event)
+        held.append(event)
+
+    monkeypatch.setattr(Streams, "watch", hold)
+    virtual.trace(cell("zero3", 1), 0, events=True)
+    assert micro_batches.run == MICRO_BATCHES
+
+
+class Counting(DistributedDataParallel):
+    """Finds the last backward by its number."""
+
+    def zero(self) -> None:
+        super().zero()
+        self.backwards = 0
+
+    def begin_last_backward(self, stage: nn.Module) -> None:
+        pass
+
+    def prepare(self) -> Optimizer:
+        self.module.register_forward_hook(lambda *_: self._count())
+        return super().prepare()
+
+    def _count(self) -> None:
+        self.backwards += 1
+        if self.backwards == MICRO_BATCHES:
+            super().begin_last_backward(self.module)
+
+
+def test_a_backend_that_counts_backwards_fails(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: MicroBatches
+) -> None:
+    asked = cell("ddp", 1)
+    monkeypatch.setattr(training_step, "backend_class", lambda name: Counting)
+    with pytest.raises(AssertionError, match="backward made no gradient"):
+        virtual.trace(asked, 0)
+    micro_batches.whole = True
+    virtual.trace(asked, 0)

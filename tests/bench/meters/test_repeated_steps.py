@@ -12,7 +12,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
-from spbench.bench.meters import repeated_steps
+from spbench.bench.meters import step_records
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.registries import strategies
@@ -118,35 +118,35 @@ def test_a_body_that_depends_on_more_than_the_key_is_seen(
 
 
 def drop_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = repeated_steps._EventRecord.repeat
+    honest = step_records.EventRecord.repeat
 
     def repeat(self: Any, times: int) -> None:
         honest(self, times)
         del self.rows[-len(self.rows) // 50]
 
-    monkeypatch.setattr(repeated_steps._EventRecord, "repeat", repeat)
+    monkeypatch.setattr(step_records.EventRecord, "repeat", repeat)
 
 
 def drop_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = repeated_steps._MessageRecord.repeat
+    honest = step_records.MessageRecord.repeat
     monkeypatch.setattr(
-        repeated_steps._MessageRecord, "repeat", lambda self, times: honest(self, max(0, times - 1))
+        step_records.MessageRecord, "repeat", lambda self, times: honest(self, max(0, times - 1))
     )
 
 
 def drop_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        repeated_steps._StorageRecord, "_tags", lambda self, start, end: [None] * (end.births - start.births)
+        step_records.StorageRecord, "_tags", lambda self, start, end: [None] * (end.births - start.births)
     )
-    monkeypatch.setattr(repeated_steps._StorageRecord, "_tagged_at_once", lambda *ends: True)
+    monkeypatch.setattr(step_records.StorageRecord, "_tagged_at_once", lambda *ends: True)
 
 
 def keep_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated_steps.MemoryMeter, "renumber", lambda *arguments: None)
+    monkeypatch.setattr(step_records.MemoryMeter, "renumber", lambda *arguments: None)
 
 
 def keep_posts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated_steps.EventLog, "renumber_posts", lambda *arguments: None)
+    monkeypatch.setattr(step_records.EventLog, "renumber_posts", lambda *arguments: None)
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,9 @@ def _at_once(bucket: GradientBucket, **how: Any) -> None:
 class SentBeforeTheLastMicroBatch(Megatron):
     """The sum over ranks begins when the first micro-batch has made a bucket's gradients."""
 
-    def prepare(self) -> Optimizer:
-        optimizer = super().prepare()
-        self.gradients.micro_batches = 1
-        return optimizer
-
     def zero(self) -> None:
         super().zero()
+        self.gradients.expect_last(self.names)
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 bucket.missing = _Lenient(bucket.missing)
