@@ -193,6 +193,7 @@ class VerifiedRun:
                 ]
                 loss = torch.stack(weighed).sum()
             with phase("backward"):
+                self.backend.begin_last_backward(self.module)
                 loss.backward()
             with phase("gradient_sync"):
                 self.backend.synchronize()

@@ -279,7 +279,7 @@ def test_what_is_held_between_steps(backend: str, n: int) -> None:
 
 def test_a_bucket_is_sent_as_soon_as_it_is_full() -> None:
     full, last = (nn.Parameter(torch.empty(FIRST_BUCKET_BYTES // 4, device="meta")) for _ in range(2))
-    buckets = BucketedGradients([(None, [last, full])], [last, full], 1).buckets
+    buckets = BucketedGradients([(None, [last, full])], [last, full]).buckets
     assert [bucket.parameters for bucket in buckets] == [[full], [last]]
 
 

@@ -176,10 +176,11 @@ def test_what_layers_add_themselves_is_added_once(cls: type[MainGradients], tied
     parameters = list({table: None, head: None})
     buffer = GradientBuffer(None, parameters, torch.float64, set(), None, None)
     added_anyway = {table} if tied else set()
-    gradients = cls([buffer], 2, overlapped=False, fused=True, added_anyway=added_anyway)
+    gradients = cls([buffer], overlapped=False, fused=True, added_anyway=added_anyway)
     tokens = torch.tensor([0, 3, 3])
     expected = [torch.zeros_like(p) for p in parameters]
     for scale in (1.0, 2.0):
+        gradients.expect_last(parameters if scale == 2.0 else [])
         loss = (scale * F.linear(F.embedding(tokens, table), head)).pow(2).sum()
         for total, made in zip(expected, torch.autograd.grad(loss, parameters), strict=True):
             total += made
@@ -209,6 +210,7 @@ def test_half_precision_weights_follow_float32_ones() -> None:
     training = Training(module, Strategy(), PRECISIONS["bf16"], **how)
     for _ in range(4):
         training.backend.zero()
+        training.backend.begin_last_backward(module)
         module(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
         training.backend.synchronize()
         training.backend.step()
@@ -267,9 +269,9 @@ def test_a_sent_gradient_lives_during_the_next_backward() -> None:
     alive, backward = [], StageRun.backward
     sent: list[weakref.ref[Tensor]] = []
 
-    def watched(self: StageRun, *args: Any) -> Tensor | None:
+    def watched(self: StageRun, *args: Any, **last: bool) -> Tensor | None:
         alive.extend(ref() is not None for ref in sent[-1:])
-        d_x = backward(self, *args)
+        d_x = backward(self, *args, **last)
         assert d_x is not None
         sent.append(weakref.ref(d_x))
         return d_x
