@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from spbench.bench.advise.advice import Advice
+from spbench.bench.advise.findings import Found
 from spbench.bench.advise.looks import look
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.search import Search
+from spbench.bench.errors import UserError
 from spbench.bench.fit.answers import Answers
 
 
 def answered(
-    questions: Iterable[Question], jobs: int | None = None, say: Callable[[str], None] = lambda text: None
+    questions: Sequence[Question], jobs: int | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[Advice]:
-    """The answers, each as soon as it is there.
+    """The answers, each as soon as it is there. Of several questions one without any layout has an answer
+    that says so.
 
     Args:
         jobs: workers; None: one a usable core.
         say: told what is done.
 
     Raises:
-        UserError: no layout of a question is possible.
+        UserError: no layout of the only question is possible.
     """
     with Answers(look, jobs) as answers:
         for question in questions:
             begun = time.monotonic()
-            found = Search(question, answers, say).run()
+            try:
+                found = Search(question, answers, say).run()
+            except UserError as error:
+                if len(questions) == 1:
+                    raise
+                found = Found(impossible=str(error))
             yield Advice(question, found, time.monotonic() - begun)

@@ -149,6 +149,7 @@ class Learned:
 
     def __init__(self) -> None:
         self._seen: list[tuple[Candidate, float]] = []
+        self._strategies: set[str] = set()
         self._of_ways: dict[Way, float] = {}
         self._of_variants: dict[Variant, float] = {}
         self._nearest: dict[Way, tuple[Way, int]] = {}
@@ -156,13 +157,14 @@ class Learned:
 
     def knows(self, strategy: str) -> bool:
         """Whether a layout of it was traced."""
-        return any(way.strategy == strategy for way in self._of_ways)
+        return strategy in self._strategies
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
         """What a trace of a candidate found."""
         self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
         for name in (candidate.strategy, candidate.states):
             self._larger.setdefault(name, []).append(nbytes / candidate.estimated_bytes)
+        self._strategies.add(candidate.strategy)
         self._of_ways[candidate.layout.way] = 0.0
         self._nearest.clear()
 

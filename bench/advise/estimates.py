@@ -55,12 +55,10 @@ class Reference:
     Attributes:
         seconds: of a step without communication.
         activation_bytes: at the peak.
-        elements: of parameters.
     """
 
     seconds: Depths
     activation_bytes: Depths
-    elements: Depths
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,8 @@ class Estimates:
             )
             sums = planned_sums(sites, strategy, 1)
             elements.append(float(sum(each.elements for each in sums)))
-        most = max(sums, key=lambda each: each.elements)
-        return WayFigures(Depths(*sent), Depths(*elements), most.axes)
+        most = max(sums, key=lambda each: each.elements, default=None)
+        return WayFigures(Depths(*sent), Depths(*elements), most.axes if most else ())
 
     def seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]

@@ -23,7 +23,6 @@ class Seen:
     cell: Cell
     outcome: Outcome
     depth: Depth
-    estimated_s: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -54,6 +53,7 @@ class Found:
         counts: what became of how many layouts.
         refused: why which layouts cannot be.
         traced: every look.
+        impossible: why there is no layout at all; "" if there is one.
     """
 
     best: list[Seen] = field(default_factory=list)
@@ -62,3 +62,4 @@ class Found:
     counts: Counter[str] = field(default_factory=Counter)
     refused: Refused = field(default_factory=Refused)
     traced: list[Seen] = field(default_factory=list)
+    impossible: str = ""

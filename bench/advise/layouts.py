@@ -9,7 +9,6 @@ from typing import Any
 
 from spbench.bench.advise.question import Question
 from spbench.impls.axes import spelled
-from spbench.impls.options import Options
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
@@ -159,19 +158,13 @@ def _micro_batches(question: Question, way: Way, samples: int, length: int) -> I
             yield n
 
 
-def first_settings(options: type[Options]) -> dict[str, Any]:
-    """The most promising settings of options."""
-    return dict(next(iter(options.searched())))
-
-
 def strategy_settings(strategy: str) -> list[dict[str, Any]]:
     """The settings of a strategy that are worth a look: the most promising of each of its classes, and then
     those with one class's other settings."""
-    kinds = list(dict.fromkeys(cls.options_type for cls in nesting(strategy).classes))
-    first: dict[str, Any] = {}
-    for kind in kinds:
-        first |= first_settings(kind)
-    others = [{**first, **settings} for kind in kinds for settings in [*kind.searched()][1:]]
+    kinds = dict.fromkeys(cls.options_type for cls in nesting(strategy).classes)
+    searched = [[*kind.searched()] for kind in kinds]
+    first = {name: value for kind in searched for name, value in kind[0].items()}
+    others = [{**first, **settings} for kind in searched for settings in kind[1:]]
     return [first, *others]
 
 

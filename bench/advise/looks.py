@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from spbench.bench.cell import Cell
-from spbench.bench.measurement import Measurement
+from spbench.bench.fit.answers import Answers
+from spbench.bench.measurement import Measurement, Outcome
 
 #: "small": the cell as it is, timed whatever it needs; "few_layers", "all_layers": see :mod:`.extrapolated`
 Depth = Literal["small", "few_layers", "all_layers"]
@@ -17,7 +19,7 @@ class Look(Cell):
     depth: Depth = "small"
 
     @classmethod
-    def at(cls, cell: Cell, depth: Depth) -> Look:  # type: ignore[override]
+    def of(cls, cell: Cell, depth: Depth) -> Look:
         """A look at a cell."""
         return cls.model_construct(**{**dict(cell), "depth": depth})
 
@@ -33,3 +35,17 @@ def look(cell: Cell) -> Measurement:
 
     assert isinstance(cell, Look)
     return run(cell.cell, cell.depth)
+
+
+def outcomes(answers: Answers, looks: Sequence[Look]) -> Iterator[tuple[Look, Outcome]]:
+    """What looks found, each as soon as it is there: "ok", "oom" or "unsupported".
+
+    Raises:
+        RuntimeError: a look failed, took too long or contradicts the closed forms, so that the answer would
+            be one without it.
+    """
+    by_key = {each.key: each for each in looks}
+    for cell, outcome in answers([*by_key.values()]):
+        if outcome.status not in ("ok", "oom", "unsupported"):
+            raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
+        yield by_key[cell.key], outcome

@@ -10,12 +10,15 @@ from spbench.bench.config.choices import names, unknown
 from spbench.bench.counts import MOST_RANKS
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.errors import UserError
-from spbench.bench.fit.subject import Asked, subject
+from spbench.bench.fit.subject import Asked, kind_of, subject
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.strategies.nesting import PLUS
 
 #: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
 BATCH_TOKENS = 4 * 2**20
+#: parts of a cell in which layouts differ, and what of them every layout has as it is asked for
+_SEARCHED = ("strategy", "strategy_options", "sizes", "mesh", "training")
+_OF_EVERY_LAYOUT = ("step", "cublas_workspace")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ def question(
     """
     for name in (*only, *without):
         _check_name(name)
+    for name in asked.settings:
+        _check_setting(name)
+    given = whole_numbers("--fixed", fixed, [*MESH_AXES, "micro_batch"])
     settings = dict(asked.settings)
     remarks: list[str] = []
     length = settings.get("seq_len")
@@ -85,7 +91,9 @@ def question(
         )
     if asked.gpus is not None and asked.gpus > MOST_RANKS:
         raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
-    found = subject(words, Asked(asked.cluster, None, asked.strategy, settings))
+    # a job's file may need the number to be read; a model's cell is one of one rank
+    ranks = asked.gpus if kind_of(words) == "job" else None
+    found = subject(words, Asked(asked.cluster, ranks, None, settings))
     distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in found.cells}
     if len(distinct) > 1:
         raise UserError(
@@ -94,7 +102,7 @@ def question(
         )
     (cell,) = distinct.values()
     gpus = asked.gpus or cell.sizes.world
-    training = {"step": cell.training.step, "cublas_workspace": cell.training.cublas_workspace}
+    training = {name: getattr(cell.training, name) for name in _OF_EVERY_LAYOUT}
     plain = cell.model_copy(
         update={
             "strategy": "single",
@@ -110,7 +118,7 @@ def question(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
             f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
         )
-    return Question(plain, gpus, only, without, _fixed(fixed), [*remarks, *_said(found.remarks)])
+    return Question(plain, gpus, only, without, given, [*remarks, *_said(found.remarks)])
 
 
 def _said(remarks: Sequence[str]) -> list[str]:
@@ -125,11 +133,26 @@ def _check_name(name: str) -> None:
             raise UserError(unknown("strategy", part, known))
 
 
-def _fixed(pairs: Sequence[tuple[str, str]]) -> dict[str, int]:
-    known = [*MESH_AXES, "micro_batch"]
+def _check_setting(name: str) -> None:
+    section, _, own = name.partition(".")
+    if section in _SEARCHED and own not in _OF_EVERY_LAYOUT:
+        raise UserError(
+            f"--set {name}: advise looks for it; narrow that by --only, --without and --fixed, or ask "
+            "spbench fit about one layout"
+        )
+
+
+def whole_numbers(
+    flag: str, pairs: Sequence[tuple[str, str]], known: Sequence[str] = MESH_AXES
+) -> dict[str, int]:
+    """The numbers that an option's pairs of name and text give.
+
+    Raises:
+        UserError: a name is not among those known, or a number none from 1 on.
+    """
     found = {}
     for name, text in pairs:
         if name not in known or not text.isdecimal() or int(text) < 1:
-            raise UserError(f"--fixed {name}={text}: give {', '.join(known)} as a whole number from 1 on")
+            raise UserError(f"{flag} {name}={text}: give {', '.join(known)} as a whole number from 1 on")
         found[name] = int(text)
     return found

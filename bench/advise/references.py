@@ -11,7 +11,7 @@ from typing import Any
 
 from spbench.bench.advise.estimates import BackendFigures, Depths, Reference, at_depth
 from spbench.bench.advise.layouts import backend_settings
-from spbench.bench.advise.looks import Look
+from spbench.bench.advise.looks import Look, outcomes
 from spbench.bench.advise.question import Question
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines.plan import model_parameters, plan
@@ -79,13 +79,14 @@ def references(
     Raises:
         UserError: the model as it is cannot be run.
     """
-    looks: dict[str, tuple[str, str, int]] = {}
-    cells: list[Cell] = []
+    # several may ask for the same: without layers there is one depth
+    places: dict[str, list[tuple[str, str, int]]] = {}
+    looks: dict[str, Look] = {}
 
     def ask(kind: str, text: str, at: int, cell: Cell) -> None:
-        asked = Look.at(cell, "small")
-        looks[asked.key] = kind, text, at
-        cells.append(asked)
+        asked = Look.of(cell, "small")
+        looks.setdefault(asked.key, asked)
+        places.setdefault(asked.key, []).append((kind, text, at))
 
     for text, settings in savings.items():
         for layers in (1, 2):
@@ -97,11 +98,11 @@ def references(
             made = at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1)
             ask("backend", as_text(settings), dp, _short(made))
     found: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
-    first = cells[0].key  # the model as it is
-    for cell, outcome in answers(cells):
-        if outcome.status in ("ok", "oom"):
-            found[looks[cell.key]] = cell, outcome
-        elif cell.key == first:
+    as_it_is = next(iter(looks))
+    for made, outcome in outcomes(answers, [*looks.values()]):
+        if outcome.status != "unsupported":
+            found |= dict.fromkeys(places[made.key], (made.cell, outcome))
+        elif made.key == as_it_is:
             raise UserError(f"{question.cell.model} cannot be run: {outcome.reason}")
     return (
         {text: reference for text in savings if (reference := _reference(found, text))},
@@ -130,7 +131,6 @@ def _reference(found: Found, text: str) -> Reference | None:
     return Reference(
         Depths(*(m["step_time_s"] for m in measured)),
         Depths(*(_held(m, lambda name: name not in STATES) for m in measured)),
-        Depths(*(_elements(each[0]) for each in both if each)),
     )
 
 
@@ -138,16 +138,12 @@ def _held(measurement: Mapping[str, Any], counts: Callable[[str], bool]) -> floa
     return float(sum(n for name, n in measurement["peak_held"].items() if counts(name)))
 
 
-def _elements(cell: Cell) -> float:
-    return float(model_parameters(cell))
-
-
 def _backend(found: Found, text: str) -> BackendFigures | None:
     both = [found.get(("backend", text, dp)) for dp in _REPLICAS]
     if None in both:
         return None
     (cell, few), (_, many) = (each for each in both if each)
-    elements = _elements(cell)
+    elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states either
     few_bytes, many_bytes = (
         _held(outcome.measurement, lambda name: name in STATES) / elements for outcome in (few, many)
     )

@@ -1,9 +1,10 @@
 """The search: layouts in the order of their estimates, the promising ones traced with few layers, the best of
 these with all.
 
-What a trace of few layers finds also says how far estimates of layouts of the same strategy are off, and the
-order is mended by it. The search ends where no layout is left whose estimate, off as far to the good side as
-any of its strategy was, would be among the best.
+What a trace of few layers finds also says how far the estimates of its strategy on these axes, of its backend
+and of its micro-batches are off, and the order is mended by it. The search ends where no layout is left that
+would be faster than the fifth best even if it took as little time as :meth:`Learned.least_s` says, or where
+many traces in a row have gained the best nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 from spbench.bench.advise.candidates import Candidate, Learned, candidates, ordered
 from spbench.bench.advise.estimates import Estimates
 from spbench.bench.advise.findings import Found, Seen
-from spbench.bench.advise.layouts import strategy_settings
-from spbench.bench.advise.looks import Look
+from spbench.bench.advise.layouts import Way, strategy_settings
+from spbench.bench.advise.looks import Depth, Look, outcomes
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import references, savings_of
 from spbench.bench.cell import Cell
@@ -24,7 +25,6 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed
 from spbench.bench.errors import UserError
 from spbench.bench.fit.answers import Answers
-from spbench.bench.measurement import Outcome
 from spbench.impls.models.model import model_preset
 
 #: layouts that are traced with few layers at once, a worker
@@ -75,18 +75,24 @@ class Search:
         known = references(self.question, self.answers, savings)
         estimates = Estimates(self.question.cell, self.question.gpus, *known)
         every = [*candidates(self.question, estimates, savings, self.found.refused)]
+        refused = self.found.refused.reasons
         if not every:
-            reasons = Counter(self.found.refused.reasons.values()).most_common(1)
+            reasons = Counter(refused.values()).most_common(1)
             why = f": {reasons[0][0]}" if reasons else "; see --only, --without and --fixed"
             raise UserError(f"no layout of {self.question.gpus} GPUs is possible{why}")
+        counts = self.found.counts
+        counts["looked at"], counts["cannot be"] = len(every) + len(refused), len(refused)
         waiting = [c for c in every if c.estimated_bytes <= _TOO_LARGE * self.usable]
         if not waiting:  # the nearest that would fit is asked for
             waiting = sorted(every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
         self.say(f"{len(every)} layouts, of which {len(waiting)} may fit")
+        counts["need too much by the estimate"] = len(every) - len(waiting)
         self._few_layers(waiting)
+        counts["too slow by the estimate, or too large after traces of their strategy"] = len(waiting)
+        self._polish()
         self._whole()
-        self._conclude(every, waiting)
+        self._conclude()
         return self.found
 
     # -- few layers ------------------------------------------------------------------------------------
@@ -115,9 +121,9 @@ class Search:
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         far = _FAR * best[0].step_s if best else float("inf")
         chosen: list[Candidate] = []
-        begun: set[str] = set()
+        begun: set[str | Way] = set()
         for candidate in sorted(waiting, key=self.learned.expected_s):
-            name, way = candidate.strategy, str(candidate.layout.way)
+            name, way = candidate.strategy, candidate.layout.way
             if len(chosen) >= _AT_ONCE * self.answers.jobs:
                 break
             if way in begun or self.learned.least_bytes(candidate) > self.most_bytes:
@@ -132,26 +138,26 @@ class Search:
         return chosen
 
     def _look(self, chosen: Sequence[Candidate]) -> None:
-        cells = {}
-        for candidate in chosen:
-            made = Look.at(candidate.cell(self.question.cell), "few_layers")
-            cells[made.key] = candidate, made
-        for key, outcome in self._outcomes([made for _, made in cells.values()]):
-            candidate, made = cells[key]
-            if outcome.status in ("ok", "oom"):
-                seen = Seen(made.cell, outcome, "few_layers", candidate.estimated_s)
-                self.seen[made.cell.key] = seen
-                self.learned.add(candidate, seen.step_s, seen.peak)
-            else:
-                self.found.refused.add(f"{candidate.layout.way} {made.mesh_text}", outcome.reason)
-                self.found.counts["cannot be run"] += 1
+        cells = [candidate.cell(self.question.cell) for candidate in chosen]
+        made = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
+        for seen in self._traced(cells, "few_layers"):
+            self.learned.add(made[seen.cell.key], seen.step_s, seen.peak)
         self.learned.fit()
 
-    def _outcomes(self, cells: Sequence[Cell]) -> Iterator[tuple[str, Outcome]]:
-        for cell, outcome in self.answers(cells):
-            if outcome.status in ("failed", "timeout"):
-                raise RuntimeError(f"{cell.key}: {outcome.reason}\n{outcome.traceback}")
-            yield cell.key, outcome
+    def _traced(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
+        """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
+        is counted and left out."""
+        found = []
+        for made, outcome in outcomes(self.answers, [Look.of(cell, depth) for cell in cells]):
+            cell = made.cell
+            if outcome.status == "unsupported":
+                self.found.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
+                self.found.counts["cannot be run"] += 1
+                self.seen.pop(cell.key, None)
+            else:
+                self.seen[cell.key] = Seen(cell, outcome, depth)
+                found.append(self.seen[cell.key])
+        return found
 
     def fitting(self) -> list[Seen]:
         """The cells that fit, the fastest first."""
@@ -161,21 +167,9 @@ class Search:
 
     def _whole(self) -> None:
         """Trace the best with all layers, until the best :data:`BEST` are."""
-        self._polish()
-        while True:
-            best = self._best_layouts()
-            chosen = [s for s in best[:BEST] if s.depth != "all_layers"]
-            if not chosen:
-                break
-            self._trace_whole(chosen)
-
-    def _trace_whole(self, chosen: Sequence[Seen]) -> None:
-        if chosen:
+        while chosen := [s.cell for s in self._best_layouts()[:BEST] if s.depth != "all_layers"]:
             self.say(f"tracing {len(chosen)} of the best with all layers")
-        cells = {made.key: made for s in chosen if (made := Look.at(s.cell, "all_layers"))}
-        for key, outcome in self._outcomes([*cells.values()]):
-            seen = self.seen[cells[key].cell.key]
-            seen.outcome, seen.depth = outcome, "all_layers"
+            self._traced(chosen, "all_layers")
 
     def _polish(self) -> None:
         """Look at single changes of the best: other settings of its strategy, another order of the mesh, a
@@ -183,7 +177,7 @@ class Search:
         fitting = self.fitting()
         if not fitting:
             return
-        cells = {}
+        cells: dict[str, Cell] = {}
         best = fitting[0].cell
         for settings in self._changes(best):
             try:
@@ -191,13 +185,10 @@ class Search:
             except UserError:
                 continue
             if made.key not in self.seen:
-                cells[made.key] = Look.at(made, "few_layers")
+                cells[made.key] = made
         self.say(f"{len(cells)} single changes of the best")
-        by_key = {each.key: each for each in cells.values()}
-        for key, outcome in self._outcomes([*cells.values()]):
-            if outcome.status in ("ok", "oom"):
-                cell = by_key[key].cell
-                self.seen[cell.key] = Seen(cell, outcome, "few_layers")
+        self.found.counts["looked at"] += len(cells)
+        self._traced([*cells.values()], "few_layers")
 
     def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
         for options in strategy_settings(cell.strategy)[1:]:
@@ -228,7 +219,7 @@ class Search:
             best.setdefault(kind(seen.cell), seen)
         return [*best.values()]
 
-    def _conclude(self, every: Sequence[Candidate], waiting: Sequence[Candidate]) -> None:
+    def _conclude(self) -> None:
         found, fitting = self.found, self.fitting()
         found.traced = [*self.seen.values()]
         whole = [s for s in fitting if s.depth == "all_layers"]
@@ -236,14 +227,5 @@ class Search:
         found.of_strategies = self._best_of(lambda cell: cell.strategy)
         if not fitting and self.seen:
             found.nearest = min(self.seen.values(), key=lambda s: s.peak)
-        too_large = sum(c.estimated_bytes > _TOO_LARGE * self.usable for c in every)
-        found.counts |= Counter(
-            {
-                "cannot be": len(found.refused.reasons),
-                "need too much by the estimate": too_large,
-                "too slow by the estimate, or too large after traces of their strategy": len(waiting),
-                "traced with few layers": len(self.seen),
-                "of these with all layers": sum(s.depth == "all_layers" for s in found.traced),
-                "looked at": len(every) + len(found.refused.reasons),
-            }
-        )
+        found.counts["traced with few layers"] = len(self.seen)
+        found.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in found.traced)

@@ -74,7 +74,7 @@ def command(
     by less than the errors of such predictions are a tie, and the simplest of them is named first.
     """
     from spbench.bench.advise.ask import answered
-    from spbench.bench.advise.question import question
+    from spbench.bench.advise.question import question, whole_numbers
     from spbench.bench.commands.advise_report import report
     from spbench.bench.config.changes import given
     from spbench.bench.errors import UserError
@@ -82,6 +82,7 @@ def command(
 
     if batch is not None and batch_tokens is not None:
         raise UserError("--batch and --batch-tokens say the same: give one")
+    reasons_of = whole_numbers("--why", why)
     settings = given(changes)
     if batch is not None:
         settings["batch"] = batch
@@ -95,4 +96,4 @@ def command(
         answers.append(answer)
         if len(questions) > 1:
             message(f"[{len(answers)}/{len(questions)}] answered in {answer.seconds:.0f} s")
-    return report(answers, why, figure, output)
+    return report(answers, reasons_of, figure, output)

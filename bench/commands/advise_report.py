@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from spbench.bench.commands.output import Output, Table
 from spbench.bench.jobs import FLAGS
 from spbench.bench.jobs.flags import program_flags
 from spbench.bench.trust.bands import TIE, shown_band
-from spbench.impls.axes import MESH_AXES
 
 _GIB = 2**30
 #: refusals of layouts that are shown for --why, at the most
@@ -23,7 +22,7 @@ _MOST_REASONS = 20
 
 def report(
     answers: Sequence[Advice],
-    why: Sequence[tuple[str, str]] = (),
+    why: Mapping[str, int] = {},
     figure: Path | None = None,
     output: Path | None = None,
 ) -> Output:
@@ -55,8 +54,9 @@ def report(
             "question": answer.asked,
             "layouts": answer.records(),
             "why": answer.why(),
-            "strategies": [_brief(answer, seen) for seen in answer.found.of_strategies],
-            "nearest": answer.found.nearest and _brief(answer, answer.found.nearest),
+            "strategies": [_brief(seen) for seen in answer.found.of_strategies],
+            "nearest": answer.found.nearest and _brief(answer.found.nearest),
+            "impossible": answer.found.impossible,
             "counts": dict(answer.found.counts),
             "refused": answer.found.refused.reasons,
             "seconds": answer.seconds,
@@ -67,7 +67,7 @@ def report(
     return Output(sections, content, records, notes=notes, files=files)
 
 
-def _brief(answer: Advice, seen: Seen) -> dict[str, Any]:
+def _brief(seen: Seen) -> dict[str, Any]:
     return {
         "strategy": seen.cell.strategy,
         "mesh": seen.cell.mesh_text,
@@ -105,7 +105,7 @@ def _map(answers: Sequence[Advice]) -> Table:
                 "GPUs": point["gpus"],
                 "length": point["seq_len"],
                 "batch": point["batch"],
-                "best": f"{point['strategy']} {point['mesh']}" if point["strategy"] else "nothing fits",
+                "best": _best(answer),
                 "": TIE if point["tie"] else "",
                 "tokens/s a GPU": f"{rate / point['gpus']:.3g}" if rate else None,
                 "layouts": answer.found.counts["looked at"],
@@ -115,11 +115,20 @@ def _map(answers: Sequence[Advice]) -> Table:
     return Table("Which layout where", lines)
 
 
+def _best(answer: Advice) -> str:
+    if answer.winner is None:
+        return "no layout is possible" if answer.found.impossible else "nothing fits"
+    return f"{answer.winner.cell.strategy} {answer.winner.cell.mesh_text}"
+
+
 def _sections(answer: Advice) -> Iterator[Table | str]:
     question, found = answer.question, answer.found
     cell = question.cell
     asked = f"{cell.model}, {question.gpus} GPUs of {cell.cluster}, {cell.batch} sequences of {cell.seq_len}"
     winner = answer.winner
+    if found.impossible:
+        yield f"{asked}: {found.impossible}"
+        return
     if winner is None:
         yield f"{asked}: nothing fits{_nearest(answer)}"
     else:
@@ -188,9 +197,9 @@ def _as_jobs(cell: Cell) -> Iterator[str]:
             yield f"{program}: {arguments}"
 
 
-def _reasons(answer: Advice, why: Sequence[tuple[str, str]]) -> Table | str:
+def _reasons(answer: Advice, why: Mapping[str, int]) -> Table | str:
     """Why layouts with these ranks are not the best."""
-    wanted = {f"{axis}{n}" for axis, n in why if axis in MESH_AXES}
+    wanted = {f"{axis}{n}" for axis, n in why.items()}
 
     def has(text: str) -> bool:
         return wanted <= {part for word in text.split() for part in word.split("x")}

@@ -85,6 +85,8 @@ class Counts(click.ParamType[tuple[int, ...]]):
         for word in str(value).split(","):
             first, *last = (Length().convert(end.strip(), param, ctx) for end in word.split("..", 1))
             found.append(first)
+            if last and last[0] < first:
+                self.fail(f"{word}: write the smaller number first", param, ctx)
             while last and found[-1] * 2 <= last[0]:
                 found.append(found[-1] * 2)
         return tuple(dict.fromkeys(found))

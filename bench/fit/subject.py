@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
@@ -63,18 +63,14 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     Raises:
         UserError: they stand for nothing, something is missing or cannot be, or a card has no limit.
     """
-    (first, *others) = words
+    first, kind = words[0], kind_of(words)
     settings = dict(asked.settings)
     remarks: Sequence[str] = ()
-    if not others and _is_scenario(first):
+    if kind == "scenario":
         cells = _of_scenario(first, asked)
-    elif not others and _is_model(first):
+    elif kind == "model":
         _refuse_narrowing(first, asked)
         cells, remarks, settings = _of_model(first, asked)
-    elif missing := [word for word in words if not Path(word).is_file()]:
-        known = [*packaged(PACKAGE), *names("model")]
-        hint = "" if Path(missing[0]).suffix or others else suggestion(missing[0], known)
-        raise UserError(f"{missing[0]!r} is no scenario, model or file{hint}")
     else:
         _refuse_narrowing(first, asked)
         job = read_job(None, [Path(word) for word in words], gpus=asked.gpus, cluster=asked.cluster)
@@ -83,6 +79,24 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
             settings["strategy"] = asked.strategy
     cells = [changed(cell, settings) if settings else cell for cell in cells]
     return Subject([_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells], remarks)
+
+
+def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
+    """What words stand for.
+
+    Raises:
+        UserError: nothing.
+    """
+    (first, *others) = words
+    if not others and _is_scenario(first):
+        return "scenario"
+    if not others and _is_model(first):
+        return "model"
+    if missing := [word for word in words if not Path(word).is_file()]:
+        known = [*packaged(PACKAGE), *names("model")]
+        hint = "" if Path(missing[0]).suffix or others else suggestion(missing[0], known)
+        raise UserError(f"{missing[0]!r} is no scenario, model or file{hint}")
+    return "job"
 
 
 def _is_scenario(word: str) -> bool:

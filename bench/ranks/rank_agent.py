@@ -5,7 +5,7 @@ An agent starts a process for its rank, hands it the jobs that the coordinator p
 memory ends its own process alone; the agent lives on, so the launcher sees no failure and ends no other rank.
 
 Agents and coordinator share one TCPStore: torchrun's own if it has one, else rank 0's. Values are pickles, so
-whoever reaches the store's port can run code here. Its keys:
+a process that can connect to the store's port can run code here. Its keys:
 
 - ``jobs``: how many jobs have been posted; ``job/K``: a :class:`Job`, or None to end the agents;
 - ``claimed/K``, ``answer/K/I``: the answers of the agents to job K, in the order in which they came;

@@ -113,7 +113,7 @@ def is_final(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool
 
 def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digesting = digest) -> str:
     """A line on the earlier results that must be run again because what made them has changed: how many of
-    how many they are, and how often each part of the digest has changed; "" if there are none.
+    all that are final, and how often each part of the digest has changed; "" if there are none.
 
     Args:
         rows: by key; those of other cells are left out.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.advise.advice import Advice, complexity, settings_beside
-from spbench.bench.advise.search import Found, Seen
+from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Outcome
 from spbench.bench.trust.bands import packaged_model

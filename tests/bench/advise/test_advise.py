@@ -82,6 +82,13 @@ def test_where_nothing_fits_the_nearest_and_what_is_missing_are_said(advise: Run
         (("--batch", "2", "--batch-tokens", "4K"), "--batch and --batch-tokens say the same: give one"),
         (("--seq-len", ""), f"{MODEL} is a model: give --seq-len too"),
         (("--cluster", "h100"), "unknown cluster 'h100'"),
+        (
+            ("--set", "training.backend=ddp"),
+            "--set training.backend: advise looks for it; narrow that by --only",
+        ),
+        (("--set", "sizes.tp=2"), "--set sizes.tp: advise looks for it"),
+        (("--why", "tensor=2"), "--why tensor=2: give dp, pp, cp, tp, sp as a whole number"),
+        (("--gpus", "8..4"), "8..4: write the smaller number first"),
     ],
 )
 def test_what_cannot_be_is_one_line(advise: Run, words: tuple[str, ...], problem: str) -> None:
@@ -93,6 +100,21 @@ def test_what_cannot_be_is_one_line(advise: Run, words: tuple[str, ...], problem
     assert "Traceback" not in err
     if "layout of" not in problem:
         assert len(err.splitlines()) == 1
+
+
+def test_a_model_that_cannot_be_run_says_why(advise: Run) -> None:
+    code, out, err = advise("gpt3-345m", *FEW, "--seq-len", "4K")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("spbench: gpt3-345m cannot be run: ")
+
+
+def test_one_of_several_questions_without_a_layout(advise: Run) -> None:
+    words = ("--cluster", "dgx-a100", "--batch", "2", "--only", "zero3,tensor_parallel", "--fixed", "tp=2")
+    code, out, _ = advise(MODEL, *words, "--gpus", "2,3", "--seq-len", "128")
+    assert code == 0
+    assert "no layout is possible" in out
+    assert f"{MODEL}, 3 GPUs of dgx-a100, 2 sequences of 128: no layout of 3 GPUs is possible" in out
+    assert f"The best layouts: {MODEL}, 2 GPUs of dgx-a100, 2 sequences of 128\n" in out
 
 
 def test_a_model_that_there_is_not(advise: Run) -> None:

@@ -21,13 +21,15 @@ from spbench.bench.advise.layouts import (
     strategy_settings,
     ways,
 )
-from spbench.bench.advise.question import Question
+from spbench.bench.advise.question import Question, question
 from spbench.bench.errors import UserError
+from spbench.bench.fit.subject import Asked
 from spbench.impls import registries
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.options import Options
 from tests.bench.advise.questions import asked
+from tests.bench.jobs.job_inputs import INPUTS
 from tests.plugins.examples.gathered_attention import GatheredAttention
 
 LAYERS = 8
@@ -171,6 +173,15 @@ def test_options_say_themselves_what_is_searched(monkeypatch: pytest.MonkeyPatch
         {"backend": "pieces", "pieces": 4},
         {"backend": "pieces", "pieces": 2},
     ]
+
+
+def test_a_job_is_read_for_the_number_of_gpus() -> None:
+    """Where its file shards over all ranks, it says nothing without their number."""
+    made = question((str(INPUTS / "llama3_8b.toml"),), Asked("dgx-h100", 16))
+    assert (made.gpus, made.cell.sizes.world, made.cell.strategy) == (16, 1, "single")
+    assert made.cell.batch == 16
+    with pytest.raises(UserError, match="--gpus"):
+        question((str(INPUTS / "llama3_8b.toml"),), Asked("dgx-h100"))
 
 
 @pytest.mark.parametrize(

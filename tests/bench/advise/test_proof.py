@@ -39,7 +39,7 @@ def traced(question: Question, answers: Answers) -> dict[tuple[str, str], float]
     cells = {
         made.key: made
         for each in every(question, answers)
-        if (made := Look.at(each.cell(question.cell), "all_layers"))
+        if (made := Look.of(each.cell(question.cell), "all_layers"))
     }
     best: dict[tuple[str, str], float] = {}
     for cell, outcome in answers([*cells.values()]):
