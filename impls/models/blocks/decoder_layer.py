@@ -20,6 +20,7 @@ from spbench.impls.kernels.projection import mark_library
 from spbench.impls.kernels.rms_norm import RMSNorm
 from spbench.impls.kernels.squared_relu import squared_relu
 from spbench.impls.kernels.swiglu import swiglu
+from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.strategies.base import Strategy
@@ -144,11 +145,14 @@ class LoneDecoderLayer(nn.Module):
     def __init__(self, layer: nn.Module, model: DecoderModel, strategy: Strategy, seq_len: int):
         super().__init__()
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
+        self.on_host = HostCheckpoints() if model.checkpoints == "host" else None
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = inputs["x"]
         places = Places(self.strategy, self.seq_len, x)
         if self.model.recomputes_layers:
+            if self.on_host is not None:
+                self.on_host.begin()
             how = {"early_stop": self.model.recompute_early_stop, "keep": self.model.keeps_operators}
-            return {"y": recomputed(self.layer, self.strategy.random, x, places, **how)}
+            return {"y": recomputed(self.layer, self.strategy.random, x, places, on_host=self.on_host, **how)}
         return {"y": self.layer(x, places)}

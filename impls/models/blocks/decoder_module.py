@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
+from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.strategies.base import Strategy, Unsupported
@@ -41,6 +42,7 @@ class Decoder(nn.Module):
             self.norm = make_norm(model)
             if not model.tied:
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
+        self.on_host = HostCheckpoints() if model.checkpoints == "host" else None
         self._places: Places | None = None
 
     @property
@@ -63,10 +65,14 @@ class Decoder(nn.Module):
         x = self._embedded(inputs["tokens"]) if hidden is None else hidden
         del hidden
         places = self._places_like(x)
+        if self.on_host is not None:
+            self.on_host.begin()
         for names, again in self.runs:
             if again:
                 how = {"early_stop": self.model.recompute_early_stop, "keep": self.model.keeps_operators}
-                x = recomputed(self._run, self.strategy.random, x, places, names, **how)
+                x = recomputed(
+                    self._run, self.strategy.random, x, places, names, on_host=self.on_host, **how
+                )
             else:
                 x = self._run(x, places, names)
         outputs = {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}

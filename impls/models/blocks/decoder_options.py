@@ -24,6 +24,7 @@ _WAYS = {
     "library": LIBRARIES,
     "recompute": ("none", "selective", "operators", "full"),
     "recompute_method": ("uniform", "block", "interval"),
+    "checkpoints": ("device", "host"),
 }
 
 
@@ -64,6 +65,8 @@ class DecoderOptions(AttentionHeads):
         recompute_early_stop: of full recomputation: it ends at the last tensor that backward needs, so that a
             run's last product does not run again, as where programs use torch's checkpoint without
             use_reentrant.
+        checkpoints: of full recomputation: where the inputs of runs of layers wait for backward, on the "device"
+            or in pinned memory of the "host"; see :class:`HostCheckpoints`.
         checkpointing: as ``recompute: full``.
     """
 
@@ -86,6 +89,7 @@ class DecoderOptions(AttentionHeads):
     recompute_method: str = "uniform"
     recompute_layers: int = 1
     recompute_early_stop: bool = False
+    checkpoints: str = "device"
     checkpointing: bool = False
 
     #: "rms" or "layer", which has a bias too
@@ -109,6 +113,8 @@ class DecoderOptions(AttentionHeads):
             )
         if self.recompute_early_stop and not self.recomputes_layers:
             raise ValueError("recompute_early_stop is of recompute: full; set that, or leave it out")
+        if self.checkpoints == "host" and (self.keeps_operators or not self.recomputes_layers):
+            raise ValueError("checkpoints: host is of recompute: full; set that, or leave it out")
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections is of library: torch, not of {self.library}")
         if self.recompute_layers < 1:

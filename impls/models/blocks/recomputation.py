@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.kept_results import KeptResults
+from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 
 Output = TypeVar("Output")
 
@@ -27,10 +28,11 @@ def recomputed(
     *inputs: Any,
     early_stop: bool = False,
     keep: bool = False,
+    on_host: HostCheckpoints | None = None,
 ) -> Output:
     """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what
     every other matrix product made, attention, and sums that are scattered (torchtitan's selective
-    checkpointing by "op"). With ``early_stop`` it runs again as far as the last tensor that its backward
+    checkpointing by "op"). With ``on_host`` the inputs are kept there. With ``early_stop`` it runs again as far as the last tensor that its backward
     needs, as torch's own default is."""
     first = random.number
 
@@ -39,7 +41,9 @@ def recomputed(
         return block(*inputs)
 
     contexts = _keeping if keep else noop_context_fn
-    with set_checkpoint_early_stop(early_stop):  # the papers' frameworks run the whole block again
+    where = nullcontext() if on_host is None else on_host.keeping()
+    # the papers' frameworks run the whole block again
+    with set_checkpoint_early_stop(early_stop), where:
         output: Output = checkpoint(
             run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )

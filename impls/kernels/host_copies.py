@@ -1,0 +1,49 @@
+"""Pinned memory of the host, and copies over the link between host and device.
+
+They are operators so that meters see them: on fake ranks and on real CPUs the host's memory is of the same
+device as all else, and only the operator says which of the two a tensor is made in. On a GPU the memory is
+page-locked, as copies that run beside kernels must have it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: names of the operators that make tensors in the host's memory
+MAKES_ON_HOST = ("host_empty_like",)
+#: names of the operators that copy between host and device, of which the second argument is what is read
+OVER_HOST_LINK = ("to_host_", "to_device_")
+
+
+@torch.library.custom_op("spbench::host_empty_like", mutates_args=())
+def host_empty_like(x: Tensor) -> Tensor:
+    """Room for a tensor of the device in the host's memory: of the shape and dtype of x."""
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type != "cpu")
+
+
+@host_empty_like.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+@torch.library.custom_op("spbench::to_host_", mutates_args=("host",))
+def to_host_(host: Tensor, x: Tensor) -> None:
+    """Copy x of the device into the host's memory; the current stream does it, and the host goes on."""
+    host.copy_(x, non_blocking=True)
+
+
+@to_host_.register_fake
+def _(host: Tensor, x: Tensor) -> None:
+    pass
+
+
+@torch.library.custom_op("spbench::to_device_", mutates_args=("x",))
+def to_device_(x: Tensor, host: Tensor) -> None:
+    """Copy what the host's memory holds into x of the device, as :func:`to_host_` does the other way."""
+    x.copy_(host, non_blocking=True)
+
+
+@to_device_.register_fake
+def _(x: Tensor, host: Tensor) -> None:
+    pass

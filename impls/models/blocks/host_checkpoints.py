@@ -1,0 +1,105 @@
+"""Activation checkpoints on the host: what full recomputation keeps, copied off the device until backward.
+
+Forward copies the input of each run of layers to pinned memory of the host, on a stream of its own, beside
+the computing of that run. The device's copy is given up when the next run begins, which waits until it has
+been copied. While backward runs a run of layers again, the input of the run before is fetched, so that one
+input is on the device beside that in use. The last input of a forward stays until something else is kept:
+where backward follows at once it need not be fetched.
+
+No memory is given back while a copy reads or writes it: the computing stream waits for the stream of copies
+before a tensor that was copied is freed or used, and the stream of copies waits for the computing stream
+before it reads what that has made, or writes where that may still read. All waits are for whole streams, as
+at each of them the newest copy is the one that is meant.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from spbench.impls.kernels.host_copies import host_empty_like, to_device_, to_host_
+
+
+class _Checkpoint:
+    """An input that is kept.
+
+    Attributes:
+        host: in the host's memory.
+        x: on the device, until it has been copied away or once it is being copied back; None: it is not there.
+        before: that of the run of layers before, which backward needs next; None: there is none.
+    """
+
+    def __init__(self, host: Tensor, x: Tensor, before: _Checkpoint | None):
+        self.host, self.device, self.before = host, x.device, before
+        self.x: Tensor | None = x
+
+
+class HostCheckpoints:
+    """Keeps the inputs of recomputed layers of one module on the host."""
+
+    def __init__(self) -> None:
+        #: made on the device of the first input
+        self._stream: Any = None
+        #: the newest of this forward; what is kept belongs to the graph
+        self._newest: weakref.ref[_Checkpoint] | None = None
+        #: whose tensor on the device is still being copied to the host
+        self._leaving: _Checkpoint | None = None
+
+    def begin(self) -> None:
+        """A forward begins: what it keeps is fetched in its own backward."""
+        self._newest = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, what autograd saves is kept on the host, but for what has no elements."""
+        with saved_tensors_hooks(self._keep, self._back):
+            yield
+
+    def _keep(self, x: Tensor) -> Tensor | _Checkpoint:
+        if not x.numel():  # torch's checkpoint saves an empty tensor beside the inputs
+            return x
+        device = torch.get_device_module(x.device)
+        if self._stream is None:
+            self._stream = device.Stream()
+        self._let_go(x.device)
+        kept = _Checkpoint(host_empty_like(x), x, None if self._newest is None else self._newest())
+        self._stream.wait_stream(device.current_stream())
+        with device.stream(self._stream):
+            to_host_(kept.host, x)
+        self._newest, self._leaving = weakref.ref(kept), kept
+        return kept
+
+    def _let_go(self, device: torch.device) -> None:
+        """Give up the tensor that was copied to the host last, once it has been."""
+        if (left := self._leaving) is not None:
+            torch.get_device_module(device).current_stream().wait_stream(self._stream)
+            self._leaving = left.x = None
+
+    def _back(self, kept: Tensor | _Checkpoint) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if kept.x is None:
+            self._fetch(kept)
+        x, kept.x = kept.x, None
+        assert x is not None
+        if kept is self._leaving:
+            self._leaving = None
+        # it has been copied, here or away: only then may it be read, and its memory be freed
+        torch.get_device_module(x.device).current_stream().wait_stream(self._stream)
+        if kept.before is not None and kept.before.x is None:
+            self._fetch(kept.before)
+        return x
+
+    def _fetch(self, kept: _Checkpoint) -> None:
+        """Begin to copy a tensor back to the device."""
+        device = torch.get_device_module(kept.device)
+        kept.x = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=kept.device)
+        self._stream.wait_stream(device.current_stream())
+        with device.stream(self._stream):
+            to_device_(kept.x, kept.host)
