@@ -33,6 +33,8 @@ class Measurement:
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak; a block's slack is of what its tensor is of.
+        peak_host_memory_bytes: the most that a rank holds in its host's pinned memory, as PyTorch's allocator
+            counts it; node_host_memory_bytes: that the ranks of a node hold together. None: they hold none.
         by_class: the memory of each class of ranks that run the same program, in set-up and at each traced
             step, where the meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of
             them), ``ranks`` (how many), ``stage`` (of the pipeline), ``step`` (from 1; 0 is set-up, whose
@@ -75,6 +77,8 @@ class Measurement:
     peak_phase: str | None = None
     peak_rank: int = 0
     peak_held: dict[str, int] = field(default_factory=dict)
+    peak_host_memory_bytes: int | None = None
+    node_host_memory_bytes: int | None = None
     by_class: list[dict[str, Any]] = field(default_factory=list)
     communication: list[dict[str, Any]] = field(default_factory=list)
     formula: list[dict[str, Any]] = field(default_factory=list)

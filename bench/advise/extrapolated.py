@@ -22,6 +22,8 @@ from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search.extrapolate import DEPTHS, PeakModel
+from spbench.bench.simulator.costs import RatesUnknown
+from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 
 
@@ -41,8 +43,15 @@ class Step:
 
     @classmethod
     def of(cls, traces: ClassTraces) -> Step:
-        """Simulated from traces of the classes of ranks."""
-        timeline = traces.simulator()()
+        """Simulated from traces of the classes of ranks.
+
+        Raises:
+            Unsupported: the cluster lacks a rate that they need.
+        """
+        try:
+            timeline = traces.simulator()()
+        except RatesUnknown as error:
+            raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
         return cls(
             {"step": timeline.step_time_s, **timeline.breakdown}, timeline.parts, timeline.forward_flops
         )
@@ -64,7 +73,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     """The measurement of a cell, timed even where it does not fit: its peaks, step time and bytes.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes.
+        Unsupported: the strategy cannot run these sizes, or the cluster lacks a rate.
     """
     plan(cell)
     layers, unit = stage_layers(cell)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.clusters.host import Host
+from spbench.bench.clusters.host_memory import HostMemory
 from spbench.bench.clusters.links import CollectiveModel, Link, NcclSettings, Network
 from spbench.bench.clusters.rates import AttentionRates, OperatorTimes, ProductRate
 from spbench.bench.clusters.sourced import Sourced
@@ -175,6 +176,7 @@ class Cluster(StrictModel):
     nccl: NcclSettings | None = None
     #: the process that launches each device's kernels; unknown: launching takes it no time
     host: Host | None = None
+    host_memory: HostMemory = HostMemory()
     calibration: dict[Precision, Calibration] = {}
     measured: list[MeasuredRate] = []
 

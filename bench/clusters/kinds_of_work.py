@@ -35,7 +35,7 @@ class KindOfWork(NamedTuple):
 def kinds_of_work(cluster: Cluster) -> list[KindOfWork]:
     """What the cluster's file has of each kind of work, those that it lacks too."""
     of_device = *_products(cluster), *_attention(cluster), *_kernels(cluster)
-    return [*of_device, *_host(cluster), *_links(cluster)]
+    return [*of_device, *_host(cluster), *_host_memory(cluster), *_links(cluster)]
 
 
 def _of(work: str, figure: Sourced[float], text: str, without: str) -> KindOfWork:
@@ -127,6 +127,15 @@ def _host(cluster: Cluster) -> Iterator[KindOfWork]:
         yield _of(f"host, {words}", getattr(host, name), "{:.3g} s", "it takes no time")
     yield _of("host, launches ahead", host.launches_ahead, "{:g}", "as many as there are")  # type: ignore[arg-type]
     yield _of("host, scale of its times", host.scale, "{:.3g}", "1")
+
+
+def _host_memory(cluster: Cluster) -> Iterator[KindOfWork]:
+    memory = cluster.host_memory
+    shared = f", of a link of {memory.devices_per_link} devices" if memory.devices_per_link > 1 else ""
+    rate = f"{(memory.bytes_per_s or 0.0) / 1e9:.4g} GB/s a device{shared}"
+    yield _of("copy to or from the host", memory.link_bandwidth_bytes_per_s, rate, "it cannot be timed")
+    total = f"{(memory.total_bytes.value or 0) / 2**30:.4g} GiB a node"
+    yield _of("memory of the host", memory.total_bytes, total, "it has no limit")  # type: ignore[arg-type]
 
 
 def _links(cluster: Cluster) -> Iterator[KindOfWork]:

@@ -54,7 +54,8 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
             line["MiB by axis"] = _sent_by_axis(row)
         line |= {f"last {name} loss": f"{of_row[name]:.6f}" if name in of_row else None for name in names}
         line["status"] = entry["status"]
-        line["reason"] = entry["reason"] if entry["status"] != "ok" else None
+        timed = entry["status"] == "ok" and entry.get("step_time_s")
+        line["reason"] = None if timed else entry["reason"] or None
         lines.append(line)
     common = ", ".join(f"{name} {value}" for name, value in shared.items() if value not in (None, ""))
     return Table(f"{title} ({common})", lines)
@@ -66,6 +67,7 @@ def _measured(entry: Mapping[str, Any], tie: bool | None) -> Iterator[tuple[str,
         yield f"max {quantity}", entry.get("answer") if entry["searched"] == quantity else None
     yield "peak GiB", _scaled(entry.get("peak_memory_bytes"), _GIB)
     yield "reserved GiB", _scaled(entry.get("reserved_memory_bytes"), _GIB)
+    yield "host GiB a node", _scaled(entry.get("node_host_memory_bytes"), _GIB)
     yield "sent MiB/GPU", _scaled(entry["sent_bytes"], _MIB)
     same = entry["formula_sent_bytes"] == entry["sent_bytes"]
     yield "by formula", None if same else _scaled(entry["formula_sent_bytes"], _MIB)

@@ -81,7 +81,10 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     fits = traces.memory_measurement()
     if fits.status == "oom":
         message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
-    timeline = traces.simulator()()
+    try:
+        timeline = traces.simulator()()
+    except RatesUnknown as error:
+        raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
     export_trace(timeline, output, ranks or [each.first for each in traces.classes])
     add_simulated_time(fits, cell, timeline)
     return _report(cell, fits, output)

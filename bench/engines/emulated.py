@@ -30,6 +30,7 @@ from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.engine import Engine
+from spbench.bench.engines.host_memory import limit_by_host
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.setup import record_step, refuse_workspace_config
 from spbench.bench.engines.step_times import add_step_time, can_time, utilization
@@ -202,7 +203,8 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
         trace = Trace.of(cell, rank, recorder)
         timing = cell.timing if timed else cell.timing.model_copy(update={"warmup": 0, "samples": 1})
         usable = load_cluster(cell.cluster).usable_memory_bytes
-        metered = mismatched(trace.measurement(None if cell.device == "cuda" else usable))
+        alone = trace.measurement(None if cell.device == "cuda" else usable)
+        metered = mismatched(limit_by_host(alone, cell, [alone]))
         found = add_timed_steps(metered, rank, lambda: training.step(inputs), timing, cell.device)
         found.usable_memory_bytes = usable
         if not timed:

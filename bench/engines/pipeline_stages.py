@@ -209,11 +209,12 @@ def put_together(trace: Trace, held: Turns, turns: Turns) -> Trace:
         NotAlike: it cannot be told from that trace.
     """
     program = None if trace.program is None else _program(trace.program, held, turns)
-    return replace(trace, memory=_memory(trace.memory, held, turns), program=program)
+    memory, on_host = (_memory(log, held, turns) for log in (trace.memory, trace.host_memory))
+    return replace(trace, memory=memory, host_memory=on_host, program=program)
 
 
 def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
-    events, sizes = np.asarray(log.events), np.asarray(log.sizes)
+    events, sizes = np.asarray(log.events, dtype=np.int64), np.asarray(log.sizes, dtype=np.int64)
     cut = _Cut(log.marks, len(events), held, len(log.step_ends))
     first = np.concatenate(([0], np.cumsum(events > 0)))[cut.starts].tolist()
     whole = _Rearranged(cut, turns, first, sizes)
@@ -270,8 +271,10 @@ def _program(program: Program, held: Turns, turns: Turns) -> Program:
 
 
 def same(ours: Trace, theirs: Trace) -> bool:
-    """Whether two traces have the same memory log, counts of communication and program."""
+    """Whether two traces have the same memory logs, counts of communication and program."""
     if ours.memory != theirs.memory or ours.communication.counts != theirs.communication.counts:
+        return False
+    if ours.host_memory != theirs.host_memory:
         return False
     if ours.program is None or theirs.program is None:
         return ours.program is theirs.program

@@ -44,6 +44,8 @@ _NOT_TRACED = frozenset(
 
 #: entry of a file's archive that is no array of numbers
 _REST = "rest"
+#: fields of a trace that are logs of memory, and lists of these that are arrays in a file
+_MEMORIES, _OF_LOGS = ("memory", "host_memory"), ("sizes", "events", "places")
 _PROGRAM = "program."
 #: of SHA-256
 _DIGEST_BYTES = 32
@@ -124,19 +126,22 @@ class DamagedTrace(ValueError):
 def to_bytes(trace: Trace) -> bytes:
     """All of a trace but its cell; see :func:`from_bytes`. It has nothing of further meters."""
     assert not trace.found, "what further meters found is not kept"
-    log, meter, program = trace.memory, trace.communication, trace.program
-    arrays = {
-        "sizes": np.asarray(log.sizes, dtype=np.int64),
-        "events": np.asarray(log.events, dtype=np.int64),
-        "places": np.asarray(log.places, dtype=np.int64),
-    }
+    meter, program = trace.communication, trace.program
+    arrays: dict[str, np.ndarray] = {}
+    logs: dict[str, Any] = {}
+    for memory in _MEMORIES:
+        log: MemoryLog = getattr(trace, memory)
+        arrays |= {f"{memory}.{name}": np.asarray(getattr(log, name), dtype=np.int64) for name in _OF_LOGS}
+        logs[memory] = {
+            "marks": log.marks,
+            "tags": list(log.tags.items()),
+            "ends": log.ends,
+            "workspaces": list(log.workspaces.items()),
+            "place_names": log.place_names,
+        }
     rest: dict[str, Any] = {
         "rank": trace.rank,
-        "marks": log.marks,
-        "tags": list(log.tags.items()),
-        "ends": log.ends,
-        "workspaces": list(log.workspaces.items()),
-        "place_names": log.place_names,
+        **logs,
         "axes": meter.axes,
         "operations": [[asdict(operation), count] for operation, count in meter.counts.items()],
         "program": None,
@@ -175,20 +180,22 @@ def from_bytes(content: bytes, cell: Cell) -> Trace:
 
 def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
     rest = json.loads(arrays.pop(_REST).tobytes())
-    log = MemoryLog(
-        arrays["sizes"].tolist(),
-        arrays["events"].tolist(),
-        [(name, first) for name, first in rest["marks"]],
-        dict(rest["tags"]),
-        rest["ends"],
-        dict(rest["workspaces"]),
-        arrays["places"].tolist(),
-        rest["place_names"],
-    )
+    memory, host_memory = (_memory_log(name, rest[name], arrays) for name in _MEMORIES)
     meter = CommunicationMeter(rest["axes"])
     meter.counts.update({Operation(**operation): count for operation, count in rest["operations"]})
     program = None if rest["program"] is None else _program(rest["program"], arrays)
-    return Trace(cell, rest["rank"], log, meter, program, {})
+    return Trace(cell, rest["rank"], memory, meter, program, {}, host_memory)
+
+
+def _memory_log(memory: str, rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> MemoryLog:
+    return MemoryLog(
+        marks=[(name, first) for name, first in rest["marks"]],
+        tags=dict(rest["tags"]),
+        ends=rest["ends"],
+        workspaces=dict(rest["workspaces"]),
+        place_names=rest["place_names"],
+        **{name: arrays[f"{memory}.{name}"].tolist() for name in _OF_LOGS},
+    )
 
 
 def _program(rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Program:

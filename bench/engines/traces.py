@@ -3,140 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
+from spbench.bench.engines.host_memory import limit_by_host, pinned_peak
+from spbench.bench.engines.rank_memory import RankMemory, needs
 from spbench.bench.engines.step_times import add_simulated_time
 from spbench.bench.measurement import Measurement
-from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
 from spbench.bench.meters.communication import CommunicationMeter
-from spbench.bench.meters.memory_log import MemoryLog, Peak
+from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.recorder import Recorder
+from spbench.bench.simulator.costs import RatesUnknown
 from spbench.bench.simulator.program import Program
 from spbench.bench.simulator.simulate import Simulator
 from spbench.impls.models.model import model_preset
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Where a rank runs out of memory.
-
-    Attributes:
-        step: from 1; 0 is set-up.
-        phase: of the step, or SET_UP.
-        error: the request that has no room.
-        steps_fit: whether set-up alone does not fit.
-    """
-
-    step: int
-    phase: str
-    error: OutOfMemory
-    steps_fit: bool = False
-
-    def reason(self, ranks: RankClass) -> str:
-        """A line for a result row.
-
-        Args:
-            ranks: the class of the rank.
-        """
-        error, alike = self.error, len(ranks.ranks)
-        where = f"{self.phase} of step {self.step}" if self.step else self.phase
-        who = f"rank {ranks.first}" + (f", one of {alike} alike" if alike > 1 else "")
-        stage = f" (stage {ranks.stage.index})" if ranks.stage.count > 1 else ""
-        return (
-            f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
-            f"and {error.reserved / MIB:.0f} MiB reserved, in {where} on {who}{stage}"
-        )
-
-
-def needs(memory: RankMemory) -> str:
-    """What a rank that does not fit would need, and what would need less."""
-    peak = memory.peak
-    if memory.failure is not None and memory.failure.steps_fit:
-        steps, setup = (each.nbytes / 2**30 for each in (peak, memory.setup))
-        return (
-            f"the steps fit at {steps:.1f} GiB, set-up does not: {setup:.1f} GiB; initialise on the meta "
-            "device, as the backends zero2 and zero3 do (initialize: meta)"
-        )
-    words = f"the step needs {peak.nbytes / 2**30:.1f} GiB at its peak"
-    states = sum(peak.held.get(name, 0) for name in ("parameters", "gradients", "optimizer_state"))
-    if states > peak.nbytes / 2:
-        return f"{words}, most of it for model states, which the backend zero3 shards over replicas"
-    if peak.held.get("activations", 0) > peak.nbytes / 2:
-        return f"{words}, most of it for activations, of which recomputation keeps fewer"
-    return words
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """A rank's memory in set-up and at each traced step; of one that does not fit, as on a card without a
-    limit.
-
-    Attributes:
-        setup: the peak of set-up.
-        peaks: of each step.
-        reserved: the largest number of bytes reserved up to the end of set-up, and up to that of each step.
-        reserved_on_card: the same on the card, up to the last step or until it runs out of memory.
-        failure: where it does not fit; None if it does.
-    """
-
-    setup: Peak
-    peaks: Sequence[Peak]
-    reserved: Sequence[int]
-    reserved_on_card: int
-    failure: Failure | None
-
-    @classmethod
-    def of(cls, log: MemoryLog, capacity: int | None) -> RankMemory:
-        """Replay a log.
-
-        Args:
-            capacity: bytes of the card that tensors can have; None: no limit.
-        """
-        stops = [log.step_start, *log.step_ends]
-        found = card = replay(log.sizes, log.events, capacity, stops)
-        failure = None
-        if card.out_of_memory is not None:
-            at = card.events
-            step = log.step_of(at)
-            fit = not step and replay(log.sizes, log.without_setup(), capacity).out_of_memory is None
-            failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
-            found = replay(log.sizes, log.events, None, stops)
-        setup, peaks = log.setup_peak(found.blocks), log.peaks(found.blocks)
-        return cls(setup, peaks, found.reserved, card.peak_reserved, failure)
-
-    @property
-    def peak(self) -> Peak:
-        """That of the step with the largest."""
-        return max(self.peaks, key=lambda peak: peak.nbytes)
-
-    def _fits(self, step: int) -> bool:
-        failure = self.failure
-        return failure is None or step < failure.step or (step > 0 and failure.steps_fit)
-
-    def rows(self, ranks: RankClass) -> list[dict[str, Any]]:
-        """As :attr:`Measurement.by_class`, of the class of the rank."""
-        return [
-            {
-                "rank": ranks.first,
-                "ranks": len(ranks.ranks),
-                "stage": ranks.stage.index,
-                "step": step,
-                "status": "ok" if self._fits(step) else "oom",
-                "peak_memory_bytes": peak.nbytes,
-                "peak_phase": peak.phase,
-                "peak_held": {name: nbytes for name, nbytes in peak.held.items() if nbytes},
-                "reserved_memory_bytes": reserved,
-                "allocated_bytes": peak.at_end,
-            }
-            for step, (peak, reserved) in enumerate(
-                zip([self.setup, *self.peaks], self.reserved, strict=True)
-            )
-        ]
 
 
 @dataclass(frozen=True)
@@ -147,6 +31,7 @@ class Trace:
         memory: births and deaths of storages.
         program: the order of events, where it was asked for.
         found: what further meters found, by their names.
+        host_memory: births and deaths in the host's pinned memory.
     """
 
     cell: Cell
@@ -155,13 +40,14 @@ class Trace:
     communication: CommunicationMeter
     program: Program | None
     found: Mapping[str, Mapping[str, Any]]
+    host_memory: MemoryLog = field(default_factory=MemoryLog)
 
     @classmethod
     def of(cls, cell: Cell, rank: int, recorder: Recorder) -> Trace:
         """What a recorder that has been left has seen of a rank."""
-        log = recorder.memory.stop()
+        log, on_host = recorder.memory.stop(), recorder.host_memory.stop()
         program = recorder.events.program() if recorder.events is not None else None
-        return cls(cell, rank, log, recorder.communication, program, recorder.found())
+        return cls(cell, rank, log, recorder.communication, program, recorder.found(), on_host)
 
     def measurement(self, capacity: int | None, planned: Plan | None = None) -> Measurement:
         """Memory and communication of the rank.
@@ -181,6 +67,7 @@ class Trace:
             peak_phase=peak.phase,
             peak_rank=self.rank,
             peak_held=peak.held,
+            peak_host_memory_bytes=pinned_peak(self.host_memory) or None,
             by_class=memory.rows(ranks),
             communication=self.communication.rows(),
             formula=planned.formula(self.rank),
@@ -202,7 +89,8 @@ def largest(by_rank: Sequence[Measurement]) -> Measurement:
 def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
     """The measurement of a cell from those of its ranks, of which there is at least the first of each class.
 
-    Memory is that of the rank with the largest peak, or of one that runs out of memory. Communication and
+    Memory is that of the rank with the largest peak, or of one that runs out of memory, and of a node's host
+    where its ranks hold something there: status oom if that is more than it has. Communication and
     closed form are those of the ranks that send most in its pipeline stage (the last of a ring may send
     nothing). A rank that sends other bytes than its closed form says makes the status mismatch.
     """
@@ -211,16 +99,15 @@ def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
     sender = sending_class(cell, worst.peak_rank).first
     sends = next(m for m in by_rank if m.peak_rank == sender)
     differences = [entry for m in by_rank for entry in m.formula_difference]
-    return mismatched(
-        replace(
-            worst,
-            by_class=by_class,
-            communication=sends.communication,
-            formula=sends.formula,
-            formula_difference=differences,
-            unpriced_operators={name: n for m in by_rank for name, n in m.unpriced_operators.items()},
-        )
+    found = replace(
+        worst,
+        by_class=by_class,
+        communication=sends.communication,
+        formula=sends.formula,
+        formula_difference=differences,
+        unpriced_operators={name: n for m in by_rank for name, n in m.unpriced_operators.items()},
     )
+    return mismatched(limit_by_host(found, cell, by_rank))
 
 
 def mismatched(found: Measurement) -> Measurement:
@@ -262,9 +149,21 @@ class ClassTraces:
     def measurement(self) -> Measurement:
         """The cell's measurement, with times where the programs were recorded and the step fits."""
         found = self.memory_measurement()
-        if found.status == "ok" and self.timed:
-            add_simulated_time(found, self.cell, self.simulator()())
+        if found.status == "ok":
+            self.add_time(found)
         return found
+
+    def add_time(self, found: Measurement) -> None:
+        """Set the step time and what it is made of, where the programs were recorded; where the cluster lacks
+        a rate that they need, the reason says so."""
+        if not self.timed:
+            return
+        try:
+            timeline = self.simulator()()
+        except RatesUnknown as error:
+            found.reason = found.reason or f"no time: {error}"
+        else:
+            add_simulated_time(found, self.cell, timeline)
 
     def memory_measurement(self) -> Measurement:
         """The cell's measurement without times."""

@@ -6,7 +6,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import rank_classes
-from spbench.bench.engines.step_times import add_simulated_time, can_time
+from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.fit.anatomy import anatomy
 from spbench.bench.fit.answers import FIT
@@ -30,8 +30,7 @@ def examine(cell: Cell) -> Measurement:
     """
     traces = virtual.trace_classes(cell, events=can_time(cell))
     found = traces.memory_measurement()
-    if traces.timed:
-        add_simulated_time(found, cell, traces.simulator()())
+    traces.add_time(found)
     at = fullest(traces)
     ranks = traces.classes[at]
     found.meters = {

@@ -32,7 +32,12 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether all ranks fit, in set-up and in each step."""
+        """Whether all ranks fit, in set-up and in each step, on their devices and on their hosts."""
+        return self.devices_fit and self.measurement["status"] != "oom"
+
+    @property
+    def devices_fit(self) -> bool:
+        """Whether all ranks fit their devices."""
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
     @property
@@ -64,6 +69,8 @@ class Verdict:
         usable, spare = gib(self.usable_bytes), self.usable_bytes - self.needed_bytes
         if self.fits:
             return f"fits: yes, {gib(max(0, spare))} GiB of {usable} to spare on the fullest, {self.where}"
+        if self.devices_fit:
+            return f"fits: no, {self.measurement['reason']}"
         setup = "the steps fit, set-up does not: " if self.setup_alone else ""
         needed = f"{gib(self.needed_bytes)} of {usable} GiB are needed on {self.where}"
         return f"fits: no, {setup}{gib(max(0, -spare))} GiB are missing, {needed}"

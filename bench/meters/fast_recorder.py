@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spbench.bench.meters.communication import communicates
 from spbench.bench.meters.event_log import PostedWork
+from spbench.bench.meters.memory import MemoryMeter, makes_on_host
 from spbench.bench.meters.meter import Call
 from spbench.bench.meters.recorder import BETWEEN_TWO, PRIM_DEVICE, Recorder
 from spbench.bench.meters.repeated_steps import RepeatedSteps
@@ -118,7 +119,7 @@ class FastRecorder(Recorder):
 
     def _enter_patches(self, patches: ExitStack) -> None:
         super()._enter_patches(patches)
-        steps = RepeatedSteps(self.memory, self.communication, self.events)
+        steps = RepeatedSteps([self.memory, self.host_memory], self.communication, self.events)
         patches.enter_context(choosing_steps(steps))
 
     def __torch_dispatch__(
@@ -131,7 +132,8 @@ class FastRecorder(Recorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         if (remembered := MEMORY.get(key)) is not None:
-            result = self._build(remembered, args, kwargs)
+            meter = self.host_memory if makes_on_host(func) else self.memory
+            result = self._build(remembered, args, kwargs, meter)
             self.memory.note_workspace(func)
             if self.events is not None and self.events.running:
                 self._write_row(key, func, args, kwargs, result)
@@ -165,15 +167,21 @@ class FastRecorder(Recorder):
         self.events.see(Call(func, args, kwargs, result))
         self._rows[key] = builder.rows[written][:-2] if len(builder.rows) > written else None
 
-    def _build(self, remembered: _Remembered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The results again, new storages noted by the memory meter."""
+    def _build(
+        self, remembered: _Remembered, args: Sequence[Any], kwargs: Mapping[str, Any], meter: MemoryMeter
+    ) -> Any:
+        """The results again, new storages noted by that meter."""
         if remembered.results is None:
             return None
-        results = [self._result(each, args, kwargs) for each in remembered.results]
+        results = [self._result(each, args, kwargs, meter) for each in remembered.results]
         return results[0] if remembered.container is None else remembered.container(results)
 
     def _result(
-        self, remembered: _Made | _Argument, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        remembered: _Made | _Argument,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        meter: MemoryMeter,
     ) -> Tensor:
         if isinstance(remembered, _Argument):
             argument: Tensor = _at(remembered.path, args, kwargs)
@@ -184,7 +192,7 @@ class FastRecorder(Recorder):
             self.mode, made.shape, made.stride, made.dtype, made.device, made.attributes, storage, made.offset
         )
         if path is None:
-            self.memory.note(fake)
+            meter.note(fake)
         return fake
 
 

@@ -1,6 +1,6 @@
-"""The memory meter: every storage's birth and death.
+"""The memory meters: every storage's birth and death, on the device and in the host's pinned memory.
 
-The meter sees tensors, not an allocator, so it counts the same on fake tensors and on real ones.
+They see tensors, not an allocator, so they count the same on fake tensors and on real ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from spbench.bench.meters.torch_internals import (
     schema_of,
     storage_key,
 )
+from spbench.impls.kernels.host_copies import MAKES_ON_HOST
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 #: collectives whose operators of c10d fill their first argument, made for that, from other ranks
@@ -36,6 +37,12 @@ def _library(func: Any) -> str | None:
     if name in TRANSFORMER_ENGINE_PRODUCTS:
         return "transformer_engine"
     return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
+
+
+@cache
+def makes_on_host(func: Any) -> bool:
+    """Whether what an operator returns is in the host's memory, of whichever device its tensors are."""
+    return bool(func.namespace == "spbench" and schema_of(func).name.split("::")[1] in MAKES_ON_HOST)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -70,6 +77,8 @@ class MemoryMeter(Meter):
         self.log.ends.append(len(self.log.events))
 
     def see(self, call: Call) -> None:
+        if makes_on_host(call.func):
+            return
         self._note_call(call)
         self.note_workspace(call.func)
 
@@ -159,3 +168,18 @@ class MemoryMeter(Meter):
         """End the record; later deaths are not noted."""
         self._watches.clear()
         return self.log
+
+
+class HostMemoryMeter(MemoryMeter):
+    """Records the storages that operators make in the host's pinned memory, which are on no device."""
+
+    name = "host_memory"
+
+    def __init__(self, mesh: DeviceMesh | None = None):
+        super().__init__(mesh)
+        self.device = "cpu"
+
+    def see(self, call: Call) -> None:
+        if makes_on_host(call.func):
+            for tensor in _tensors_in(call.result):
+                self.note(tensor)

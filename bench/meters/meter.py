@@ -82,10 +82,10 @@ def meters() -> Mapping[str, type[Meter]]:
     ``spbench.meters``; without those of memory, communication and events, which every recorder has."""
     from spbench.bench.meters.communication import CommunicationMeter
     from spbench.bench.meters.event_log import EventLog
-    from spbench.bench.meters.memory import MemoryMeter
+    from spbench.bench.meters.memory import HostMemoryMeter, MemoryMeter
 
     found = named_classes("spbench.bench.meters", Meter, "spbench.meters")
-    always = (MemoryMeter, CommunicationMeter, EventLog)
+    always = (MemoryMeter, HostMemoryMeter, CommunicationMeter, EventLog)
     return {name: cls for name, cls in found.items() if cls not in always}
 
 

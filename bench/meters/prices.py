@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from spbench.bench.meters.torch_internals import flop_registry, schema_of
-from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT, MEMORY_BOUND, PRECISION_NAMES
+from spbench.bench.simulator.program import (
+    ATTENTION,
+    HOST_COPY,
+    MATRIX_PRODUCT,
+    MEMORY_BOUND,
+    PRECISION_NAMES,
+)
 from spbench.bench.simulator.program_builder import NO_SHAPE
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
+from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
 
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _OTHER = len(PRECISION_NAMES) - 1
@@ -41,6 +48,7 @@ PRODUCTS = {
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
     "_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "resize_", "set_", "_local_scalar_dense",
+    *MAKES_ON_HOST,
 }  # fmt: skip
 #: operators that write their first argument and do not read it
 _OVERWRITING = {
@@ -125,6 +133,8 @@ class Price:
             self._positional[0], self._returned = 0, 2
         elif name in _COPIES_INTO:
             self._positional[:2], self._returned = [2, 0], 0
+        elif name in OVER_HOST_LINK:
+            self._positional = [0, 1]  # what is read, once over the link
         elif name == "scatter_add_":
             # self [..., V] is touched only where the index points: read, add, write
             self._positional[0], self._positional[3] = 0, 3
@@ -133,6 +143,8 @@ class Price:
         self._formula = None if self._product >= 0 else formula
         self._softmax = self._formula is not None and "flash_attention" in name
         self._category = ATTENTION if "softmax" in name or "attention" in name else MEMORY_BOUND
+        if name in OVER_HOST_LINK:
+            self._category = HOST_COPY
         self.known = (
             self.free
             or self._product >= 0

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.communication import CommunicationMeter, communication_of
 from spbench.bench.meters.event_log import EventLog, recorded_streams
-from spbench.bench.meters.memory import MemoryMeter
+from spbench.bench.meters.memory import HostMemoryMeter, MemoryMeter
 from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.torch_internals import FakeTensor, TorchDispatchMode, no_dispatch, replaced
 from spbench.impls.axes import MESH_AXES
@@ -52,11 +52,11 @@ class Recorder(TorchDispatchMode):
         self.settle_s = settle_s
         self._unsettled = False
         self._paused = False
-        self.memory = MemoryMeter(mesh)
+        self.memory, self.host_memory = MemoryMeter(mesh), HostMemoryMeter(mesh)
         self.communication = CommunicationMeter(group_axes(mesh))
         self.events = EventLog(mesh) if events else None
         self.further = [meter(mesh) for meter in further]
-        core = [self.memory, self.communication, self.events]
+        core = [self.memory, self.host_memory, self.communication, self.events]
         self.meters: list[Meter] = [meter for meter in [*core, *self.further] if meter is not None]
 
     def __enter__(self) -> Recorder:
@@ -100,13 +100,15 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def step(self, *, last: bool) -> Iterator[None]:
-        """What happens inside is a traced step; before the ``last``, the memory meter alone sees it."""
-        meters, self.meters = self.meters, self.meters if last else [self.memory]
+        """What happens inside is a traced step; before the ``last``, the memory meters alone see it."""
+        of_memory: list[Meter] = [self.memory, self.host_memory]
+        meters, self.meters = self.meters, self.meters if last else of_memory
         try:
             yield
         finally:
             self.meters = meters
             self.memory.end_step()
+            self.host_memory.end_step()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

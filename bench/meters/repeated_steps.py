@@ -55,7 +55,9 @@ class RepeatedSteps:
     """Chooses which steps of the loops of a trace are run, for :func:`choosing_steps`, and writes the others
     into the meters."""
 
-    def __init__(self, memory: MemoryMeter, communication: CommunicationMeter, events: EventLog | None):
+    def __init__(
+        self, memory: Sequence[MemoryMeter], communication: CommunicationMeter, events: EventLog | None
+    ):
         self.memory, self.communication, self.events = memory, communication, events
         self._loops: list[_Loop] = []
 
@@ -78,7 +80,9 @@ class RepeatedSteps:
 
     def _records(self, kept: list[Tensor]) -> list[Record]:
         program = [] if self.events is None else [EventRecord(self.events)]
-        return [StorageRecord(self.memory, kept), *program, MessageRecord(self.communication)]
+        device, *others = self.memory
+        storages = [StorageRecord(device, kept), *(StorageRecord(meter, []) for meter in others)]
+        return [*storages, *program, MessageRecord(self.communication)]
 
     def _settled(self, loop: _Loop, records: Sequence[Record]) -> bool:
         """Whether a step that has just ended stands for all further ones of its key."""

@@ -62,6 +62,7 @@ METRICS = (
     Metric("answer", "", "bigger"),
     Metric("peak_memory_bytes", "bytes", "smaller"),
     Metric("reserved_memory_bytes", "bytes", "smaller"),
+    Metric("peak_host_memory_bytes", "bytes", "smaller"),
     Metric("step_time_s", "s", "smaller", tolerance=SIMULATED_TOLERANCE, samples="step_time_samples_s"),
     Metric("tokens_per_s", "tokens/s", "bigger", tolerance=SIMULATED_TOLERANCE, judged=False),
     # of the benchmarks of pytest-benchmark

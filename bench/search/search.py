@@ -16,6 +16,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.engine import Engine
+from spbench.bench.engines.host_memory import host_is_full
 from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces
@@ -105,7 +106,7 @@ class Boundary:
 
     def _guess(self) -> int:
         """The boundary as far as is known; blind bisection if no program could be sampled."""
-        if self.programs is None:
+        if self.programs is None or self._host_was_full():
             return (self.low + self.high) // 2
         while True:
             guess = self._last(self._seems_to_fit)
@@ -117,6 +118,11 @@ class Boundary:
             except NotOneProgram:
                 # programs change too often there: what is known of others must do, and the probes will tell
                 self.confirming = False
+
+    def _host_was_full(self) -> bool:
+        """Whether what bounds the bracket is the memory of hosts, which is not predicted."""
+        full = self.too_large
+        return full is not None and host_is_full(full.measurement, self.candidates.cell)
 
     def _seems_to_fit(self, units: int) -> bool:
         """Whether the allocator serves the events of the newest whole trace, resized; if that is of another

@@ -1,7 +1,8 @@
 """What a kernel, a transfer and a collective cost on a cluster.
 
 Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead, or at least the cluster's
-floor; products and attention by the rates of their kind (:mod:`spbench.bench.clusters.rates`).
+floor; products and attention by the rates of their kind (:mod:`spbench.bench.clusters.rates`). Copies between
+device and host: bytes over the device's share of the link.
 Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
 Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
 once share the node's network cards. Different collectives that overlap in time do not slow each other down.
@@ -20,7 +21,14 @@ from spbench.bench.clusters.links import CollectiveModel
 from spbench.bench.clusters.rates import AttentionRates, ProductRate, operator_seconds
 from spbench.bench.simulator.collective_costs import GroupLinks, LinkRate, measured_seconds, ring_seconds
 from spbench.bench.simulator.nccl import nccl_seconds
-from spbench.bench.simulator.program import ATTENTION, KERNEL, MATRIX_PRODUCT, PRECISION_NAMES, Program
+from spbench.bench.simulator.program import (
+    ATTENTION,
+    HOST_COPY,
+    KERNEL,
+    MATRIX_PRODUCT,
+    PRECISION_NAMES,
+    Program,
+)
 
 #: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
 _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] = {
@@ -122,6 +130,7 @@ class Costs:
             + program.strided * calibration.strided_element_s
         )
         self._set_operators(program, seconds)
+        self._set_host_copies(program, seconds)
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
 
     def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
@@ -130,6 +139,19 @@ class Costs:
             if name in program.names:
                 calls = program.name == program.names.index(name)
                 seconds[calls] = operator_seconds(times.value or (), program.nbytes[calls])
+
+    def _set_host_copies(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what copies between device and host take into ``seconds``."""
+        copies = program.category == HOST_COPY
+        if not copies.any():
+            return
+        bytes_per_s = self.cluster.host_memory.bytes_per_s
+        if bytes_per_s is None:
+            raise RatesUnknown(
+                f"{self.cluster.name}: host_memory.link_bandwidth_bytes_per_s is unknown, and checkpoints are "
+                "copied to the host"
+            )
+        seconds[copies] = program.nbytes[copies] / bytes_per_s
 
     def _floors(self, program: Program) -> np.ndarray:
         """The least seconds of each event if it is a kernel. Of the attention category only what computes is

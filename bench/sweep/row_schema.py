@@ -53,6 +53,8 @@ class _Measured(_Timed, total=False):
     peak_phase: Text | None
     peak_rank: Count
     peak_held: dict[Text, Number]
+    peak_host_memory_bytes: Number | None
+    node_host_memory_bytes: Number | None
     by_class: list[_ClassMemory]
     communication: list[_Sent]
     formula: list[_Sent]

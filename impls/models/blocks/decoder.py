@@ -96,6 +96,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "library": "torch",
         "unfused": (),
         "recompute": "none",
+        "checkpoints": "device",
     }
 
     @abstractmethod
@@ -112,13 +113,14 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             raise ValueError("head_dim is of softmax attention, which not all layers of this model have")
 
     def variants(self) -> list[Mapping[str, Any]]:
-        others = ("checkpointing", "recompute", "unfused")
+        others = ("checkpointing", "recompute", "checkpoints", "unfused")
         plain = {k: v for k, v in self.plain_options.items() if k not in others}
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
         return [
             {"checkpointing": True} | one,
+            {"recompute": "full", "checkpoints": "host"} | one,
             plain | {"heads": 3} | one,
             {"tied": True, "cross_entropy": "fused"},
         ]

@@ -21,7 +21,12 @@ def savings(model: DecoderOptions, stages: int) -> Iterator[Saving]:
                 block = {"recompute": "full", "recompute_method": "block", "recompute_layers": layers}
                 yield Saving(block, f"backward runs {layers} of a stage's {here} layers again")
         yield Saving({"recompute": "full"}, "backward runs all layers again")
-    elif model.recompute_method == "uniform":
+        on_host = {"recompute": "full", "checkpoints": "host"}
+        yield Saving(on_host, "backward runs all layers again, and their inputs wait on the host")
+        return
+    if model.checkpoints == "device" and not model.keeps_operators:
+        yield Saving({"checkpoints": "host"}, "the inputs of layers wait on the host")
+    if model.recompute_method == "uniform":
         for layers in (2 * model.recompute_layers, 4 * model.recompute_layers):
             if layers < here:
                 yield Saving({"recompute_layers": layers}, f"one input is kept for {layers} layers")

@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import distributed, virtual
 from spbench.bench.engines.plan import RankClass
-from spbench.bench.engines.traces import RankMemory, needs
+from spbench.bench.engines.rank_memory import RankMemory, needs
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.memory_log import MemoryLog, Peak
 from spbench.bench.ranks.rank_pool import RankPool

@@ -1,0 +1,76 @@
+"""What ranks hold in the pinned memory of their hosts, and whether a node has it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines.plan import plan
+from spbench.bench.measurement import Measurement
+from spbench.bench.meters.memory_log import MemoryLog
+from spbench.bench.simulator.costs import node_of
+
+_GIB = 2**30
+
+
+def pinned_peak(log: MemoryLog) -> int:
+    """Bytes that PyTorch's allocator of pinned memory has taken of the host by the end of a log.
+
+    It rounds each request up to a power of two, keeps what is freed, and gives a block out again only for
+    requests of its own size (allocate and get_free_block of ATen/core/CachingHostAllocator.h). So of each
+    size it has as many blocks as were ever alive at once.
+    """
+    alive: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for event in log.events:
+        size = _rounded(log.sizes[abs(event) - 1])
+        alive[size] += 1 if event > 0 else -1
+        most[size] = max(most[size], alive[size])
+    return sum(size * blocks for size, blocks in most.items())
+
+
+def _rounded(nbytes: int) -> int:
+    """The least power of two that is not smaller; of nothing, nothing."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def limit_by_host(found: Measurement, cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
+    """A measurement with the largest bytes that a rank and a node hold on hosts; with the status oom where it
+    was ok and a node has less.
+
+    Args:
+        by_rank: the measurements of ranks, at least one of each class.
+    """
+    peaks = [m.peak_host_memory_bytes or 0 for m in by_rank]
+    if not any(peaks):
+        return found
+    planned, held = plan(cell), np.zeros(cell.sizes.world, dtype=np.int64)
+    for measured, peak in zip(by_rank, peaks, strict=True):
+        held[list(planned.class_of(measured.peak_rank).ranks)] = peak
+    for measured, peak in zip(by_rank, peaks, strict=True):  # what was measured itself stands
+        held[measured.peak_rank] = peak
+    cluster = load_cluster(cell.cluster)
+    nodes = node_of(np.arange(len(held)), cluster)
+    sums = np.bincount(nodes, weights=held).astype(np.int64)
+    node = int(sums.argmax())
+    found.peak_host_memory_bytes, found.node_host_memory_bytes = int(held.max()), int(sums[node])
+    if found.status == "ok" and host_is_full(found, cell):
+        total = cluster.host_memory.total_bytes.value or 0
+        ranks, fullest = int((nodes == node).sum()), int(held[nodes == node].max())
+        found.status = "oom"
+        found.reason = (
+            f"the host of a node has {total / _GIB:.1f} GiB of memory, and its {ranks} ranks hold "
+            f"{sums[node] / _GIB:.1f} GiB pinned there, up to {fullest / _GIB:.2f} GiB each: the checkpoints "
+            "that wait on the host do not fit, though the devices have room"
+        )
+    return found
+
+
+def host_is_full(found: Measurement, cell: Cell) -> bool:
+    """Whether a node's ranks hold more in its host's memory than that has."""
+    total = load_cluster(cell.cluster).host_memory.total_bytes.value
+    return total is not None and (found.node_host_memory_bytes or 0) > total

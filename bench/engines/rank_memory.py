@@ -1,0 +1,129 @@
+"""The memory of a rank as a card's allocator gives it out: its peaks, and where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spbench.bench.engines.plan import RankClass
+from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
+from spbench.bench.meters.memory_log import MemoryLog, Peak
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a rank runs out of memory.
+
+    Attributes:
+        step: from 1; 0 is set-up.
+        phase: of the step, or SET_UP.
+        error: the request that has no room.
+        steps_fit: whether set-up alone does not fit.
+    """
+
+    step: int
+    phase: str
+    error: OutOfMemory
+    steps_fit: bool = False
+
+    def reason(self, ranks: RankClass) -> str:
+        """A line for a result row.
+
+        Args:
+            ranks: the class of the rank.
+        """
+        error, alike = self.error, len(ranks.ranks)
+        where = f"{self.phase} of step {self.step}" if self.step else self.phase
+        who = f"rank {ranks.first}" + (f", one of {alike} alike" if alike > 1 else "")
+        stage = f" (stage {ranks.stage.index})" if ranks.stage.count > 1 else ""
+        return (
+            f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
+            f"and {error.reserved / MIB:.0f} MiB reserved, in {where} on {who}{stage}"
+        )
+
+
+def needs(memory: RankMemory) -> str:
+    """What a rank that does not fit would need, and what would need less."""
+    peak = memory.peak
+    if memory.failure is not None and memory.failure.steps_fit:
+        steps, setup = (each.nbytes / 2**30 for each in (peak, memory.setup))
+        return (
+            f"the steps fit at {steps:.1f} GiB, set-up does not: {setup:.1f} GiB; initialise on the meta "
+            "device, as the backends zero2 and zero3 do (initialize: meta)"
+        )
+    words = f"the step needs {peak.nbytes / 2**30:.1f} GiB at its peak"
+    states = sum(peak.held.get(name, 0) for name in ("parameters", "gradients", "optimizer_state"))
+    if states > peak.nbytes / 2:
+        return f"{words}, most of it for model states, which the backend zero3 shards over replicas"
+    if peak.held.get("activations", 0) > peak.nbytes / 2:
+        return f"{words}, most of it for activations, of which recomputation keeps fewer"
+    return words
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """A rank's memory in set-up and at each traced step; of one that does not fit, as on a card without a
+    limit.
+
+    Attributes:
+        setup: the peak of set-up.
+        peaks: of each step.
+        reserved: the largest number of bytes reserved up to the end of set-up, and up to that of each step.
+        reserved_on_card: the same on the card, up to the last step or until it runs out of memory.
+        failure: where it does not fit; None if it does.
+    """
+
+    setup: Peak
+    peaks: Sequence[Peak]
+    reserved: Sequence[int]
+    reserved_on_card: int
+    failure: Failure | None
+
+    @classmethod
+    def of(cls, log: MemoryLog, capacity: int | None) -> RankMemory:
+        """Replay a log.
+
+        Args:
+            capacity: bytes of the card that tensors can have; None: no limit.
+        """
+        stops = [log.step_start, *log.step_ends]
+        found = card = replay(log.sizes, log.events, capacity, stops)
+        failure = None
+        if card.out_of_memory is not None:
+            at = card.events
+            step = log.step_of(at)
+            fit = not step and replay(log.sizes, log.without_setup(), capacity).out_of_memory is None
+            failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
+            found = replay(log.sizes, log.events, None, stops)
+        setup, peaks = log.setup_peak(found.blocks), log.peaks(found.blocks)
+        return cls(setup, peaks, found.reserved, card.peak_reserved, failure)
+
+    @property
+    def peak(self) -> Peak:
+        """That of the step with the largest."""
+        return max(self.peaks, key=lambda peak: peak.nbytes)
+
+    def _fits(self, step: int) -> bool:
+        failure = self.failure
+        return failure is None or step < failure.step or (step > 0 and failure.steps_fit)
+
+    def rows(self, ranks: RankClass) -> list[dict[str, Any]]:
+        """As :attr:`Measurement.by_class`, of the class of the rank."""
+        return [
+            {
+                "rank": ranks.first,
+                "ranks": len(ranks.ranks),
+                "stage": ranks.stage.index,
+                "step": step,
+                "status": "ok" if self._fits(step) else "oom",
+                "peak_memory_bytes": peak.nbytes,
+                "peak_phase": peak.phase,
+                "peak_held": {name: nbytes for name, nbytes in peak.held.items() if nbytes},
+                "reserved_memory_bytes": reserved,
+                "allocated_bytes": peak.at_end,
+            }
+            for step, (peak, reserved) in enumerate(
+                zip([self.setup, *self.peaks], self.reserved, strict=True)
+            )
+        ]
