@@ -9,8 +9,8 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
-from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.engines.host_memory import limit_by_host, pinned_peak
+from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.engines.rank_memory import RankMemory, needs
 from spbench.bench.engines.step_times import add_simulated_time
 from spbench.bench.measurement import Measurement

@@ -148,8 +148,8 @@ class Costs:
         bytes_per_s = self.cluster.host_memory.bytes_per_s
         if bytes_per_s is None:
             raise RatesUnknown(
-                f"{self.cluster.name}: host_memory.link_bandwidth_bytes_per_s is unknown, and checkpoints are "
-                "copied to the host"
+                f"{self.cluster.name}: host_memory.link_bandwidth_bytes_per_s is unknown, over which "
+                "checkpoints are copied to the host"
             )
         seconds[copies] = program.nbytes[copies] / bytes_per_s
 

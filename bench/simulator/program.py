@@ -124,8 +124,8 @@ class Program:
             wait. COMPUTE_STREAM unless a library has streams of its own.
         name: index into ``names``: the operator, or the collective.
         category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION or HOST_COPY.
-        nbytes: of a kernel, bytes read and written, of a HOST_COPY those copied; of communication, bytes of the payload as
-            :data:`WIRE_SHARE` defines it.
+        nbytes: of a kernel, bytes read and written, of a HOST_COPY those copied; of communication, bytes of
+            the payload as :data:`WIRE_SHARE` defines it.
         flops: floating-point operations.
         precision: index into PRECISION_NAMES, of a kernel's operands.
         shape: [events, 4]: batch, m, n, k of a matrix product; sequences x heads, queries, keys and head

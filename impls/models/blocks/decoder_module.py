@@ -70,9 +70,7 @@ class Decoder(nn.Module):
         for names, again in self.runs:
             if again:
                 how = {"early_stop": self.model.recompute_early_stop, "keep": self.model.keeps_operators}
-                x = recomputed(
-                    self._run, self.strategy.random, x, places, names, on_host=self.on_host, **how
-                )
+                x = recomputed(self._run, self.strategy.random, x, places, names, on_host=self.on_host, **how)
             else:
                 x = self._run(x, places, names)
         outputs = {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}

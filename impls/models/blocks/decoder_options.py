@@ -65,8 +65,8 @@ class DecoderOptions(AttentionHeads):
         recompute_early_stop: of full recomputation: it ends at the last tensor that backward needs, so that a
             run's last product does not run again, as where programs use torch's checkpoint without
             use_reentrant.
-        checkpoints: of full recomputation: where the inputs of runs of layers wait for backward, on the "device"
-            or in pinned memory of the "host"; see :class:`HostCheckpoints`.
+        checkpoints: of full recomputation: where the inputs of runs of layers wait for backward: on the
+            "device", or in pinned memory of the "host"; see :class:`HostCheckpoints`.
         checkpointing: as ``recompute: full``.
     """
 

@@ -31,7 +31,8 @@ class _Checkpoint:
 
     Attributes:
         host: in the host's memory.
-        x: on the device, until it has been copied away or once it is being copied back; None: it is not there.
+        x: on the device, until it has been copied away, and from when it is being copied back; None: it is
+            not there.
         before: that of the run of layers before, which backward needs next; None: there is none.
     """
 

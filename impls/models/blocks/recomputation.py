@@ -32,8 +32,8 @@ def recomputed(
 ) -> Output:
     """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what
     every other matrix product made, attention, and sums that are scattered (torchtitan's selective
-    checkpointing by "op"). With ``on_host`` the inputs are kept there. With ``early_stop`` it runs again as far as the last tensor that its backward
-    needs, as torch's own default is."""
+    checkpointing by "op"). With ``on_host`` tensors among the inputs are kept there. With ``early_stop`` it
+    runs again as far as the last tensor that its backward needs, as torch's own default is."""
     first = random.number
 
     def run(*inputs: Any) -> Output:
