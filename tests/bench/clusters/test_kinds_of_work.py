@@ -36,11 +36,20 @@ def test_a_cluster_of_datasheets_has_gaps_for_all_but_its_links() -> None:
         "launch of a kernel": "not known: it takes no time",
         "computing beside a collective": "not known: loses nothing",
         "host": "not known: it launches in no time",
+        "copy to or from the host": "not known: it cannot be timed",
+        "memory of the host": "not known: it has no limit",
         "send, within a node": "1e-09 GB/s",
         "other collectives, within a node": "not known: by latency and bandwidth of a send's hops",
         "send, between nodes": "1e-09 GB/s",
         "other collectives, between nodes": "not known: by latency and bandwidth of a send's hops",
     }
+
+
+def test_the_host_s_memory_in_words() -> None:
+    known = {"total_bytes": figure(2**41), "link_bandwidth_bytes_per_s": figure(52e9), "devices_per_link": 2}
+    words = found(Cluster.model_validate(changed().model_dump() | {"host_memory": known}))
+    assert words["copy to or from the host"] == "26 GB/s a device, of a link of 2 devices"
+    assert words["memory of the host"] == "2048 GiB a node"
 
 
 def test_rates_by_kind_of_work_in_words() -> None:

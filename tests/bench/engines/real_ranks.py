@@ -38,6 +38,7 @@ class Seen:
     phase: str
     held: dict[str, int]
     operations: int
+    host: int | None
 
 
 def seen(trace: Trace) -> Seen:
@@ -50,6 +51,7 @@ def seen(trace: Trace) -> Seen:
         peak.phase,
         peak.held,
         len(trace.memory.events),
+        measured.peak_host_memory_bytes,
     )
 
 

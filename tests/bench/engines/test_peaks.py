@@ -91,17 +91,26 @@ def combinations() -> Iterator[Any]:
         yield pytest.param(cell, id=name, marks=[] if name == "torchtitan" else pytest.mark.slow)
     for name, training in PIPELINES.items():
         yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
+    for name in ("1f1b", "overlapped"):
+        cell = pipeline(PIPELINES[name], **ON_HOST)
+        yield pytest.param(cell, id=f"{name}-checkpoints-on-host", marks=[] if name == "1f1b" else SLOW)
     for strategy, backend in (("tensor_parallel", "legacy_ddp"), ("ulysses", "zero3")):
         options = {"separate_projections": True, "recompute": "operators"}
         cell = combination(strategy, "causal-transformer-tiny-gqa", backend, 2, **options)
         marks = [] if strategy == "tensor_parallel" else [pytest.mark.slow]
         yield pytest.param(cell, id=f"{strategy}-keeps-operators", marks=marks)
     by_layer = {"pre_norm": True, "library": "transformer-engine", "mask_shape": "by_layer"}
+    cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, **ON_HOST, layers=4)
+    yield pytest.param(cell, id="ulysses-checkpoints-on-host")
+    for strategy in ("ring_attention", "tensor_parallel", "megatron_sp", "all_gather_kv"):
+        cell = combination(strategy, "causal-transformer-tiny", "ddp", 2, **ON_HOST, layers=4)
+        yield pytest.param(cell, id=f"{strategy}-checkpoints-on-host", marks=SLOW)
     for model, options in (("bert-tiny", by_layer), ("gpt3-tiny", {"qk_norm": True})):
         cell = combination("tensor_parallel", model, "legacy_ddp", 2, **options)
         yield pytest.param(cell, id=f"{model}-{[*options][-1]}")
 
 
+ON_HOST = {"recompute": "full", "checkpoints": "host"}
 #: pipelines of two stages, by what is said of them
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -116,10 +125,10 @@ DEFAULT_PIPELINES = ("overlapped", "uneven")
 SLOW = pytest.mark.slow
 
 
-def pipeline(training: dict[str, Any]) -> Cell:
+def pipeline(training: dict[str, Any], **options: Any) -> Cell:
     settings: dict[str, Any] = {
         "model": "causal-transformer-tiny",
-        "model_options": {"layers": 4},
+        "model_options": {"layers": 4, **options},
         "strategy": "single",
         "sizes": {"pp": 2},
         "batch": 5 if "microbatch_group_size" in training else 4,
@@ -156,5 +165,6 @@ def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: p
             break
     assert lowest == peaks
     assert [found.setup_peak for found in really] == [found.setup_peak for found in virtually]
+    assert [found.host for found in really] == [found.host for found in virtually]
     assert [found.counts for found in really] == [found.counts for found in virtually]
     assert not any(found.difference for found in (*really, *virtually))

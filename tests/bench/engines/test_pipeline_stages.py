@@ -78,6 +78,7 @@ def check(cell: Cell, traced: list[int]) -> set[int]:
         ({"micro_batches": 13}, set()),
         # Adam's moments are made by the first of two steps, and gradients summed in the last backward
         ({"training": {"backend": "megatron", "moments": "later", "steps": 2}}, {1}),
+        ({"model_options": {"layers": PP, "recompute": "full", "checkpoints": "host"}}, {1}),
         # the first and the last of a ring do not do the same; what a stage sends is gathered on the next
         slow({"strategy": "megatron_sp+lasp", "sizes": {"pp": PP, "tp": 2, "sp": 2}, "model": "tnl-tiny",
           "model_options": {"layers": PP, "attention_norm": "head"}}, {1}),

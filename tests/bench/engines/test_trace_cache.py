@@ -47,7 +47,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
 
 
 @pytest.mark.parametrize(
-    "name", ["ring_self_attention", "lasp under zero1", "pipeline", "two steps", "inference"]
+    "name",
+    [
+        "ring_self_attention",
+        "lasp under zero1",
+        "pipeline",
+        "two steps",
+        "inference",
+        "checkpoints on the host",
+    ],
 )
 def test_a_trace_comes_back_as_it_was(name: str) -> None:
     trace = virtual.trace(CELLS[name], 1, events=True)

@@ -26,9 +26,10 @@ def differing_fields(ours: Any, theirs: Any) -> list[str]:
 
 
 def differences(ours: Trace, theirs: Trace) -> Sequence[str]:
-    """What is not the same in two traces: fields of the memory log, counts of communication, and fields of
-    the program, if there is one."""
+    """What is not the same in two traces: fields of the memory logs (the host's as "host_NAME"), counts of
+    communication, and fields of the program, if there is one."""
     found = differing_fields(ours.memory, theirs.memory)
+    found += [f"host_{name}" for name in differing_fields(ours.host_memory, theirs.host_memory)]
     found += ["counts"] * (ours.communication.counts != theirs.communication.counts)
     if ours.program is None or theirs.program is None:
         return found + ["program"] * (ours.program is not theirs.program)

@@ -61,6 +61,11 @@ CELLS = {
     "dropout and checkpointing": cell(
         "ring_self_attention", model_options={"dropout": 0.1, "checkpointing": True}
     ),
+    "checkpoints on the host": cell(
+        "ring_attention",
+        model_options={"recompute": "full", "checkpoints": "host"},
+        training={"micro_batches": 2, "steps": 2},
+    ),
     "zigzag": cell("ring_attention", sizes={"sp": 2}, strategy_options={"placement": "zigzag"}),
     "two steps": cell(
         "ring_self_attention",
@@ -78,6 +83,7 @@ CELLS = {
 _IN_EVERY_RUN = {
     *("tensor_parallel", "ring_self_attention", "lasp", "dsp"),
     *("lasp under ddp", "lasp under zero3", "dropout and checkpointing", "two steps"),
+    "checkpoints on the host",
 }
 
 

@@ -91,6 +91,15 @@ def test_recomputed_layers_with_dropout_too(micro_batches: MicroBatches) -> None
     assert micro_batches.run < MICRO_BATCHES
 
 
+@pytest.mark.parametrize(("stage", "run"), [(1, 6), slow(0, 8), (2, 5)])
+def test_checkpoints_on_the_host_too(stage: int, run: int, micro_batches: MicroBatches) -> None:
+    """No point of a stream is held from one micro-batch to the next, so as few are run."""
+    asked = cell(recompute="full", checkpoints="host")
+    assert differences_of_steps(asked, 2 * stage, micro_batches) == []
+    assert micro_batches.run == run
+    assert len(virtual.trace(asked, 2 * stage).host_memory.sizes) == MICRO_BATCHES
+
+
 def test_phases_that_are_left_out_are_seen(
     monkeypatch: pytest.MonkeyPatch, micro_batches: MicroBatches
 ) -> None:

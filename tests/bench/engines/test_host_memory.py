@@ -1,0 +1,153 @@
+"""What ranks hold on their hosts: by hand and on virtual ranks, against what a node has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell, SearchRequest
+from spbench.bench.engines import virtual
+from spbench.bench.engines.host_memory import limit_by_host, pinned_peak
+from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measurement import Measurement, run_cell
+from spbench.bench.meters.memory_log import MemoryLog
+
+KIB = 2**10
+#: rows of 48 features in bfloat16, of 3 x 24 positions: 6,912 bytes, for which 8 KiB are taken
+ROUNDED = 8 * KIB
+LAYERS = 4
+
+
+def cell(cluster: str = "dgx-h100", **changes: Any) -> Cell:
+    settings: dict[str, Any] = {
+        "model": "causal-transformer-tiny",
+        "model_options": {"layers": LAYERS, "recompute": "full", "checkpoints": "host"},
+        "strategy": "tensor_parallel",
+        "sizes": {"tp": 2},
+        "batch": 3,
+        "seq_len": 24,
+        "precision": "bf16",
+        "cluster": cluster,
+    }
+    return Cell.model_validate(settings | changes)
+
+
+def with_host(folder: Path, base: str = "dgx-h100", **figures: int | None) -> str:
+    """A cluster with other figures of its host's memory; returns its path."""
+    lines = [
+        f"  {name}: {{value: {'null' if n is None else n}, source: made up}}" for name, n in figures.items()
+    ]
+    path = folder / "host.yaml"
+    path.write_text("\n".join([f"extends: {base}", "about: for tests", "host_memory:", *lines, ""]))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "events", "expected"),
+    [
+        ([], [], 0),
+        # rounded up to powers of two
+        ([1, 4, 5, 1025], [1, 2, 3, 4], 1 + 4 + 8 + 2048),
+        # what was freed is given out again for its own size, and kept for it otherwise
+        ([3, 4, 4], [1, -1, 2, 3], 8),
+        ([4, 8, 4], [1, -1, 2, 3], 12),
+        ([0, 4], [1, 2], 4),
+    ],
+)
+def test_pinned_blocks_are_powers_of_two_and_are_kept(
+    sizes: list[int], events: list[int], expected: int
+) -> None:
+    assert pinned_peak(MemoryLog(sizes=sizes, events=events)) == expected
+
+
+def test_the_inputs_of_all_layers_wait_on_the_host() -> None:
+    found = VirtualEngine().measure(cell())
+    assert found.status == "ok"
+    assert found.peak_host_memory_bytes == LAYERS * ROUNDED
+    assert found.node_host_memory_bytes == 2 * LAYERS * ROUNDED
+    on_device = cell(model_options={"layers": LAYERS, "recompute": "full"})
+    without = VirtualEngine().measure(on_device)
+    assert (without.peak_host_memory_bytes, without.node_host_memory_bytes) == (None, None)
+    kept, moved = (virtual.trace(each).memory for each in (on_device, cell()))
+    assert len(kept.sizes) < len(moved.sizes)  # what is fetched is made anew
+
+
+def test_the_device_holds_all_but_one_input_less() -> None:
+    """Where the peak is at the loss, whose logits are large."""
+    long = {"seq_len": 192, "batch": 2, "strategy": "single", "sizes": {}}
+    options = {"layers": LAYERS, "recompute": "full", "vocabulary": 5000}
+    device, host = (
+        virtual.trace(cell(model_options=options | {"checkpoints": where}, **long)).memory
+        for where in ("device", "host")
+    )
+    # neither the optimizer's phase nor what it makes
+    at = {log.phase_of(n) for log in (device, host) for n in range(log.marks[0][1], log.marks[2][1])}
+    assert at == {"forward", "backward"}
+    sizes = [max_before(log, log.marks[2][1]) for log in (device, host)]
+    assert sizes[0] - sizes[1] == (LAYERS - 1) * 192 * 2 * 48 * 2
+
+
+def max_before(log: MemoryLog, end: int) -> int:
+    return int(log.signed_bytes()[:end].cumsum().max())
+
+
+def test_a_node_whose_host_has_too_little_is_out_of_memory(tmp_path: Path) -> None:
+    needed = 2 * LAYERS * ROUNDED
+    enough = VirtualEngine().measure(cell(with_host(tmp_path, total_bytes=needed)))
+    assert (enough.status, enough.reason) == ("ok", "")
+    full = VirtualEngine().measure(cell(with_host(tmp_path, total_bytes=needed - 1)))
+    assert full.status == "oom"
+    assert full.reason.startswith("the host of a node has 0.0 GiB of memory, and its 2 ranks hold 0.0 GiB")
+    assert "though the devices have room" in full.reason
+    assert full.step_time_s is None
+    assert [entry["status"] for entry in full.by_class] == ["ok", "ok"]
+    assert full.node_host_memory_bytes == needed
+
+
+def test_the_sum_is_of_the_fullest_node() -> None:
+    """Of 1F1B the first stage holds two micro-batches' inputs, the last one's: 2 layers each, on 8 ranks."""
+    asked = cell(sizes={"pp": 2, "tp": 2}, training={"micro_batches": 3})
+    found = VirtualEngine().measure(asked)
+    one = LAYERS // 2 * 4 * KIB  # of one sample: 2,304 bytes
+    assert found.peak_host_memory_bytes == 2 * one
+    assert found.node_host_memory_bytes == 2 * (2 * one) + 2 * one
+    by_rank = [Measurement(peak_rank=rank, peak_host_memory_bytes=rank) for rank in range(4)]
+    assert limit_by_host(Measurement(), asked, by_rank).node_host_memory_bytes == 6
+    away = asked.model_copy(update={"cluster": "h100-pcie"})
+    assert limit_by_host(Measurement(), away, by_rank).node_host_memory_bytes == 6
+
+
+def test_a_cluster_without_a_link_gives_no_time_and_says_so(tmp_path: Path) -> None:
+    unknown = with_host(tmp_path, link_bandwidth_bytes_per_s=None)
+    found = VirtualEngine().measure(cell(unknown))
+    assert found.status == "ok"
+    assert found.step_time_s is None
+    assert found.reason == (
+        "no time: host: host_memory.link_bandwidth_bytes_per_s is unknown, over which checkpoints are copied "
+        "to the host"
+    )
+    assert found.peak_host_memory_bytes == LAYERS * ROUNDED
+    on_device = cell(unknown, model_options={"layers": LAYERS, "recompute": "full"})
+    assert VirtualEngine().measure(on_device).step_time_s is not None
+
+
+def test_a_slow_link_is_waited_for(tmp_path: Path) -> None:
+    """With as slow a link as this, a step takes as long as its copies: all to the host, all but one back."""
+    slow = VirtualEngine().measure(cell(with_host(tmp_path, link_bandwidth_bytes_per_s=1000)))
+    assert slow.step_time_s == pytest.approx((2 * LAYERS - 1) * 6912 / 1000, rel=1e-3)
+    assert slow.breakdown["exposed_communication_s"] == pytest.approx(slow.step_time_s, rel=1e-3)
+
+
+def test_a_search_is_bounded_by_the_host(tmp_path: Path) -> None:
+    asked = cell(
+        with_host(tmp_path, total_bytes=2**20),
+        seq_len=None,
+        search=SearchRequest(quantity="seq_len", limit=2**14, step=8),
+    )
+    found = run_cell(asked)
+    # 2 ranks x 4 layers x 3 x 96 bytes a position, rounded up to 128 KiB an input
+    assert found.answer == 2**17 // (3 * 96) // 8 * 8
+    assert len(found.proof) < 20
+    assert "host" in next(probe["reason"] for probe in found.proof if probe["status"] == "oom")
