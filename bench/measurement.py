@@ -41,7 +41,7 @@ class Measurement:
             ``peak_phase`` is "set-up"), ``status`` ("oom" from the step on that does not fit, or in set-up
             alone; its bytes are those on a card without a limit), ``peak_memory_bytes``, ``peak_phase``,
             ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far), ``allocated_bytes``
-            (at the end of the step).
+            (at the end of the step); where a rank holds any, ``host_memory_bytes`` (pinned so far).
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
             stage.
         formula: the closed form of what these send, rows of :meth:`Plan.formula`.

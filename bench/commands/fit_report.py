@@ -136,6 +136,8 @@ def _detail(verdict: Verdict) -> Iterator[Table | str]:
         f"nvidia-smi: {gib(whole)} GiB = reserved by PyTorch {gib(shown['reserved_bytes'])} + CUDA context "
         f"{of_context} + NCCL's buffers, not known"
     )
+    if on_host := verdict.on_host():
+        yield on_host
 
 
 def _help(verdict: Verdict, proofs: Proofs | None, sizes: Mapping[str, Any] | None) -> Iterator[Table | str]:

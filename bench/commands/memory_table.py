@@ -44,6 +44,7 @@ def _lines(measurement: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "in": entry["peak_phase"],
             "reserved GiB": _gib(entry["reserved_memory_bytes"]),
             "at the end GiB": _gib(entry["allocated_bytes"]),
+            "on the host GiB": _gib(n) if (n := entry.get("host_memory_bytes")) is not None else None,
             "held at the peak (GiB)": ", ".join(
                 f"{name.replace('_', ' ')} {_gib(nbytes)}" for name, nbytes in held
             ),

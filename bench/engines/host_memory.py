@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from spbench.bench.simulator.costs import node_of
 _GIB = 2**30
 
 
-def pinned_peak(log: MemoryLog) -> int:
-    """Bytes that PyTorch's allocator of pinned memory has taken of the host by the end of a log.
+def pinned_peaks(log: MemoryLog) -> list[int]:
+    """Bytes that PyTorch's allocator of pinned memory has taken of the host by the end of set-up and of each
+    traced step.
 
     It rounds each request up to a power of two, keeps what is freed, and gives a block out again only for
     requests of its own size (allocate and get_free_block of ATen/core/CachingHostAllocator.h). So of each
@@ -26,11 +28,14 @@ def pinned_peak(log: MemoryLog) -> int:
     """
     alive: Counter[int] = Counter()
     most: Counter[int] = Counter()
-    for event in log.events:
-        size = _rounded(log.sizes[abs(event) - 1])
-        alive[size] += 1 if event > 0 else -1
-        most[size] = max(most[size], alive[size])
-    return sum(size * blocks for size, blocks in most.items())
+    taken = []
+    for start, end in pairwise([0, log.step_start, *log.step_ends]):
+        for event in log.events[start:end]:
+            size = _rounded(log.sizes[abs(event) - 1])
+            alive[size] += 1 if event > 0 else -1
+            most[size] = max(most[size], alive[size])
+        taken.append(sum(size * blocks for size, blocks in most.items()))
+    return taken
 
 
 def _rounded(nbytes: int) -> int:

@@ -86,6 +86,18 @@ class Verdict:
             "nccl_bytes": None,
         }
 
+    def on_host(self) -> str:
+        """A line on what ranks hold in the memory of their hosts; "" where they hold nothing."""
+        node = self.measurement.get("node_host_memory_bytes")
+        if not node:
+            return ""
+        total = load_cluster(self.cell.cluster).host_memory.total_bytes.value
+        has = "has no limit that is known" if total is None else f"has {gib(total)} GiB"
+        most = gib(self.measurement["peak_host_memory_bytes"])
+        return (
+            f"on the host: {most} GiB pinned by a rank, {gib(node)} GiB by the ranks of a node, which {has}"
+        )
+
     def record(self) -> dict[str, Any]:
         """The answer in a line, for programs."""
         anatomy = self.anatomy
@@ -98,6 +110,7 @@ class Verdict:
             "needed_bytes": self.needed_bytes,
             "peak_memory_bytes": anatomy["peak_memory_bytes"],
             "reserved_memory_bytes": anatomy["reserved_memory_bytes"],
+            "node_host_memory_bytes": self.measurement.get("node_host_memory_bytes"),
             "ranks": ranks_text(anatomy["ranks"]).removeprefix("ranks ").removeprefix("rank "),
             "stage": anatomy["stage"],
             "step": moment["step"],

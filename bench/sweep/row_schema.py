@@ -27,6 +27,7 @@ class _ClassMemory(TypedDict, total=False):
     peak_memory_bytes: Number | None
     reserved_memory_bytes: Number | None
     allocated_bytes: Number | None
+    host_memory_bytes: Number | None
     peak_held: dict[Text, Number]
 
 
