@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,10 @@ def prove(
                 found.append(proof)
         text = written(changes[made.key][0].settings)
         say(f"{text}: {'fits' if outcome.status == 'ok' else outcome.reason or outcome.status}")
-    found.sort(key=lambda p: (p.change.other_job, p.measurement.get("step_time_s") or 0.0, p.needed_bytes))
+    # what cannot be timed, as on a cluster without a link to its hosts, after what can
+    found.sort(
+        key=lambda p: (p.change.other_job, p.measurement.get("step_time_s") or math.inf, p.needed_bytes)
+    )
     closest = min(missed, key=lambda p: p.needed_bytes, default=None)
     return Proofs(found[:MOST], tried, closest)
 
