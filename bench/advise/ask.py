@@ -12,10 +12,14 @@ from spbench.bench.advise.question import Question
 from spbench.bench.advise.search import Search
 from spbench.bench.errors import UserError
 from spbench.bench.fit.answers import Answers
+from spbench.bench.workers.executor import Executor
 
 
 def answered(
-    questions: Sequence[Question], jobs: int | None = None, say: Callable[[str], None] = lambda text: None
+    questions: Sequence[Question],
+    jobs: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    executor: Executor | None = None,
 ) -> Iterator[Advice]:
     """The answers, each as soon as it is there. Of several questions one without any layout has an answer
     that says so.
@@ -23,11 +27,12 @@ def answered(
     Args:
         jobs: workers; None: one a usable core.
         say: told what is done.
+        executor: where layouts are traced; None: here.
 
     Raises:
         UserError: no layout of the only question is possible.
     """
-    with Answers(look, jobs) as answers:
+    with Answers(look, jobs, executor) as answers:
         for question in questions:
             begun = time.monotonic()
             try:

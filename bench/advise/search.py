@@ -9,8 +9,9 @@ many traces in a row have gained the best nothing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from spbench.bench.advise.candidates import Candidate, Learned, candidates, ordered
@@ -166,29 +167,47 @@ class Search:
     # -- all layers ------------------------------------------------------------------------------------
 
     def _whole(self) -> None:
-        """Trace the best with all layers, until the best :data:`BEST` are."""
-        while chosen := [s.cell for s in self._best_layouts()[:BEST] if s.depth != "all_layers"]:
+        """Trace the best with all layers, until the best :data:`BEST` are; a worker that would have nothing
+        to do takes the next, which may yet come among them."""
+        while wanted := sum(s.depth != "all_layers" for s in self._best_layouts()[:BEST]):
+            waiting = [s.cell for s in self._best_layouts() if s.depth != "all_layers"]
+            chosen = waiting[: math.ceil(wanted / self.answers.jobs) * self.answers.jobs]
             self.say(f"tracing {len(chosen)} of the best with all layers")
             self._traced(chosen, "all_layers")
 
     def _polish(self) -> None:
-        """Look at single changes of the best: other settings of its strategy, another order of the mesh, a
-        part of the layers computed again."""
+        """Look at single changes of the best: other settings of its strategy, another order of the mesh, and
+        a part of the layers computed again, where all are."""
         fitting = self.fitting()
         if not fitting:
             return
-        cells: dict[str, Cell] = {}
         best = fitting[0].cell
-        for settings in self._changes(best):
+        changes = self._changed(best, self._changes(best))
+        self.say(f"{len(changes)} single changes of the best")
+        self._changes_looked_at(changes)
+        waiting = self._changed(best, self._partial(best))
+        while waiting:
+            begun = waiting[: self.answers.jobs]
+            self._changes_looked_at(begun)
+            if any((seen := self.seen.get(cell.key)) and seen.fits for cell in begun):
+                break  # the next ones save more memory, and take longer
+            waiting = waiting[len(begun) :]
+
+    def _changed(self, cell: Cell, changes: Iterator[dict[str, Any]]) -> list[Cell]:
+        """The cell with each of these changes that can be, and was not seen."""
+        cells: dict[str, Cell] = {}
+        for settings in changes:
             try:
-                made = changed(best, settings)
+                made = changed(cell, settings)
             except UserError:
                 continue
             if made.key not in self.seen:
                 cells[made.key] = made
-        self.say(f"{len(cells)} single changes of the best")
+        return [*cells.values()]
+
+    def _changes_looked_at(self, cells: Sequence[Cell]) -> None:
         self.found.counts["looked at"] += len(cells)
-        self._traced([*cells.values()], "few_layers")
+        self._traced(cells, "few_layers")
 
     def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
         for options in strategy_settings(cell.strategy)[1:]:
@@ -197,15 +216,14 @@ class Search:
         for order in _OTHER_ORDERS:
             if (mesh := ordered(sizes, order)) != cell.mesh:
                 yield {"mesh": mesh}
-        for saving in self._partial(cell):
-            yield {f"model_options.{name}": value for name, value in saving.items()}
 
-    def _partial(self, cell: Cell) -> Iterator[Mapping[str, Any]]:
-        """Of a cell that saves memory, what saves less of it."""
-        if cell.model_options != self.question.cell.model_options:
-            model = model_preset(*self.question.cell.model_arguments)
-            for each in model.savings(cell.sizes.pp * cell.training.virtual_stages):
-                yield each.options
+    def _partial(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        """Of a cell that saves memory, what saves less of it and takes less time, the cheapest first."""
+        model = model_preset(*self.question.cell.model_arguments)
+        savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
+        own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
+        for saving in savings[: own[-1]] if own else []:
+            yield {f"model_options.{name}": value for name, value in saving.items()}
 
     # -- the end ---------------------------------------------------------------------------------------
 
