@@ -80,10 +80,8 @@ def _field(ax: Axes, point: Mapping[str, Any], at: tuple[int, int], color: Any) 
 
 def _tick(name: str, value: Any) -> str:
     if name == "figures":
-        return (
-            "\n".join(text.rpartition(".")[2].replace("=", " ") for text in str(value).split(","))
-            or "as it is"
-        )
+        words = [text.rpartition(".")[2].replace("=", " ") for text in str(value).split(",")]
+        return "\n".join(words) or "as it is"
     return _length(value) if name == "seq_len" else str(value)
 
 

@@ -34,12 +34,14 @@ class Advice:
     """The answer to one question.
 
     Attributes:
-        seconds: that the search took.
+        seconds, cpu_s: that the search took, and of cores: its own and those of its looks, when these were
+            taken.
     """
 
     question: Question
     found: Found
     seconds: float
+    cpu_s: float = 0.0
 
     @property
     def ranked(self) -> list[Seen]:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from spbench.bench.advise.advice import Advice
 from spbench.bench.advise.findings import Found
-from spbench.bench.advise.looks import look
+from spbench.bench.advise.looks import Looks
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.search import Search
 from spbench.bench.errors import UserError
-from spbench.bench.fit.answers import Answers
 from spbench.bench.workers.executor import Executor
 
 
@@ -32,13 +31,14 @@ def answered(
     Raises:
         UserError: no layout of the only question is possible.
     """
-    with Answers(look, jobs, executor) as answers:
+    with Looks(jobs, executor) as answers:
         for question in questions:
-            begun = time.monotonic()
+            begun, cpu_s = time.monotonic(), time.process_time() + answers.cpu_s
             try:
                 found = Search(question, answers, say).run()
             except UserError as error:
                 if len(questions) == 1:
                     raise
                 found = Found(impossible=str(error))
-            yield Advice(question, found, time.monotonic() - begun)
+            cpu_s = time.process_time() + answers.cpu_s - cpu_s
+            yield Advice(question, found, time.monotonic() - begun, cpu_s)

@@ -63,6 +63,8 @@ class Search:
         self.most_bytes = self.usable
         self.found = Found()
         self.seen: dict[str, Seen] = {}
+        #: by strategy, how much longer steps were by traces of all layers than by those of few
+        self.longer: dict[str, list[float]] = {}
         self.learned = Learned()
 
     def run(self) -> Found:
@@ -156,13 +158,23 @@ class Search:
                 self.found.counts["cannot be run"] += 1
                 self.seen.pop(cell.key, None)
             else:
+                if depth == "all_layers" and (few := self.seen.get(cell.key)):
+                    ratio = outcome.measurement["step_time_s"] / few.step_s
+                    self.longer.setdefault(cell.strategy, []).append(ratio)
                 self.seen[cell.key] = Seen(cell, outcome, depth)
                 found.append(self.seen[cell.key])
         return found
 
     def fitting(self) -> list[Seen]:
         """The cells that fit, the fastest first."""
-        return sorted((s for s in self.seen.values() if s.fits), key=lambda s: s.step_s)
+        return sorted((s for s in self.seen.values() if s.fits), key=self._least_whole_s)
+
+    def _least_whole_s(self, seen: Seen) -> float:
+        """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
+        longer than by few layers, as where the host falls behind, so will this one."""
+        known = self.longer.get(seen.cell.strategy, ())
+        few = seen.depth != "all_layers" and len(known) > 1
+        return seen.step_s * (min(known) if few else 1.0)
 
     # -- all layers ------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ def report(
             "counts": dict(answer.found.counts),
             "refused": answer.found.refused.reasons,
             "seconds": answer.seconds,
+            "cpu_s": answer.cpu_s,
         }
         for answer in answers
     ]
@@ -136,7 +137,7 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
         yield "\n".join(_as_jobs(winner.cell))
     counts = found.counts
     yield (
-        f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s: "
+        f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s ({answer.cpu_s:.0f} s of cores): "
         + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
     )
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Self
 
 from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import DiskCache, cache_folder
@@ -41,7 +42,7 @@ class Answers:
         folder = cache_folder()
         self._cache = None if folder is None else DiskCache(folder / "fits", _LIMIT_BYTES)
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
