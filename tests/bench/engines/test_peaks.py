@@ -45,6 +45,8 @@ SHARDING: dict[str, dict[str, Any]] = {
     },
     "whole": {"wrap": "whole"},
     "device": {"initialize": "device"},
+    "optimizer-on-host": {"optimizer": "host", "micro_batches": 2},
+    "parameters-on-host": {"optimizer": "host", "parameters": "host", "micro_batches": 2},
 }
 
 
@@ -88,7 +90,7 @@ def combinations() -> Iterator[Any]:
     yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances")
     for name, training in SHARDING.items():
         cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
-        yield pytest.param(cell, id=name, marks=[] if name == "torchtitan" else pytest.mark.slow)
+        yield pytest.param(cell, id=name, marks=[] if name in ("torchtitan", "parameters-on-host") else SLOW)
     for name, training in PIPELINES.items():
         yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
     for name in ("1f1b", "overlapped"):
