@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from spbench.bench.advise.candidates import Candidate, Learned, candidates, ordered
+from spbench.bench.advise.candidates import SLOWER, Candidate, Learned, candidates, ordered
 from spbench.bench.advise.estimates import Estimates
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.layouts import Way, strategy_settings
@@ -77,14 +77,16 @@ class Search:
         savings = savings_of(self.question)
         known = references(self.question, self.answers, savings)
         estimates = Estimates(self.question.cell, self.question.gpus, *known)
-        every = [*candidates(self.question, estimates, savings, self.found.refused)]
-        refused = self.found.refused.reasons
+        counts = self.found.counts
+        refusing = self.found.refused
+        every = [*candidates(self.question, estimates, savings, refusing, self.usable, counts)]
+        refused = refusing.reasons
         if not every:
             reasons = Counter(refused.values()).most_common(1)
             why = f": {reasons[0][0]}" if reasons else "; see --only, --without and --fixed"
             raise UserError(f"no layout of {self.question.gpus} GPUs is possible{why}")
-        counts = self.found.counts
-        counts["looked at"], counts["cannot be"] = len(every) + len(refused), len(refused)
+        counts["cannot be"] = len(refused)
+        counts["looked at"] = len(every) + counts[SLOWER] + len(refused)
         waiting = [c for c in every if c.estimated_bytes <= _TOO_LARGE * self.usable]
         if not waiting:  # the nearest that would fit is asked for
             waiting = sorted(every, key=lambda c: c.estimated_bytes)[: 2 * BEST]

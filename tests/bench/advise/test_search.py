@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.advise import search as module
-from spbench.bench.advise.candidates import Candidate, Learned, candidates
+from spbench.bench.advise.candidates import SLOWER, Candidate, Learned, candidates
 from spbench.bench.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.layouts import Refused
@@ -29,6 +29,7 @@ SEEDS = range(3)
 #: each layout that was looked at became one of these
 BECAME = (
     "cannot be",
+    SLOWER,
     "need too much by the estimate",
     "too slow by the estimate, or too large after traces of their strategy",
     "cannot be run",
