@@ -30,7 +30,8 @@ from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
 
 #: seconds may be off by this much more than what was learned says, and by this much for each doubling of
-#: ranks along an axis from what was traced; bytes by this much
+#: ranks along an axis from what was traced, and for a backend and a size of micro-batches that were traced
+#: nowhere; bytes by this much
 _MARGIN, _MARGIN_OF_STEP, _MARGIN_OF_BYTES = 1.03, 1.08, 1.1
 #: a layout whose estimated bytes are so much less than a card has surely fits
 _SURELY = 2.0
@@ -216,7 +217,8 @@ class Learned:
         """Seconds that a candidate takes at the least, of a strategy of which layouts were traced."""
         near = self._near(candidate.layout.way)
         assert near is not None
-        return self.expected_s(candidate) / (_MARGIN * _MARGIN_OF_STEP ** near[1])
+        unknown = sum(each not in self._of_variants for each in candidate.variants)
+        return self.expected_s(candidate) / (_MARGIN * _MARGIN_OF_STEP ** (near[1] + unknown))
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the least: by traces of the same way and backend, or else by the

@@ -15,6 +15,7 @@ from spbench.bench.commands.options import (
     Length,
     changes,
     executor,
+    files_of,
     jobs,
     many,
     path_option,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 @click.option("--batch", type=click.IntRange(min=1), help="Samples of the whole batch instead.")
 @many("--only", WORDS, "Only these strategies, such as ulysses+ring_attention, and these backends.")
 @many("--without", WORDS, "None of these strategies, alone or around others, and none of these backends.")
+@files_of("strategy", "A file of yours whose strategies are searched too; give it once for each.")
 @many("--fixed", SETTINGS, "Ranks along an axis that are given, as tp=8; also micro_batch=1.")
 @changes
 @many(
@@ -101,6 +103,8 @@ def command(
         asked = question(subject, Asked(cluster, n, None, own), batch_tokens, only, without, fixed)
         questions += [asked.with_figures(figures) for figures in sweep(of_cluster)]
     varying([each.place for each in questions])
+    if figure is not None:
+        _check_form(figure)
     answers = []
     with opened_executor(executor) as there:
         for answer in answered(questions, jobs, message, there):
@@ -108,3 +112,14 @@ def command(
         if len(questions) > 1:
             message(f"[{len(answers)}/{len(questions)}] answered in {answer.seconds:.0f} s")
     return report(answers, reasons_of, figure, output)
+
+
+def _check_form(figure: Path) -> None:
+    """Raises a UserError where no figure can be written so, before the search that it is of."""
+    from spbench.bench.errors import UserError
+    from spbench.plots.paper import form_of
+
+    try:
+        form_of(figure)
+    except ValueError as error:
+        raise UserError(f"--figure {error}") from error

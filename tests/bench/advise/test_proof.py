@@ -16,6 +16,7 @@ from spbench.bench.advise.references import references
 from spbench.bench.advise.search import BEST, Search
 from spbench.bench.fit import answers
 from spbench.bench.fit.answers import Answers
+from spbench.impls.backends.sharding_options import ShardingOptions
 from tests.bench.advise.questions import asked
 from tests.bench.crew import CrewHere
 
@@ -63,13 +64,15 @@ def test_traces_of_all_layouts_have_the_same_first_five(
     least: int, question: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "Crew", CrewHere)
+    # of ZeRO-3 the states on cards alone, or all layouts would be twice as many
+    monkeypatch.setattr(ShardingOptions, "searched", classmethod(lambda cls: iter([{}])))
     made = asked(seq_len=4096, batch=8, settings=SETTINGS, **question)  # type: ignore[arg-type]
     with Answers(look) as here:
         found = Search(made, here).run()
-        assert found.counts["looked at"] - len(found.refused.reasons) >= least
         n, true = traced(made, here)
     best = sorted(true.values())
     times = [seen.step_s for seen in found.best[:BEST]]
+    assert n >= least
     print(f"{n} layouts fit; {found.counts['traced with few layers']} were traced")
     print(*(f"{a:.5f} {b:.5f} {a / b - 1:+.3%}" for a, b in zip(times, best, strict=False)), sep="\n")
     # a single change of a layout, as another order of the mesh, may be better than all of them
