@@ -109,7 +109,7 @@ class FullySharded(Backend):
     ) -> HostAdam | None:
         """What updates the weights on the host, as soon as backward has made their gradients; None: the
         device does."""
-        if self.options.optimizer == "device" or not weights:
+        if not self.on_host or not weights:
             return None
         self.numbers = {p: number for number, p in enumerate(self.sharded.values())}
         #: whether a backward is the last of the step
@@ -120,7 +120,7 @@ class FullySharded(Backend):
         if self.options.parameters == "host":
             return HostShards(weights, self.precision, device, **settings)
         wide = torch.float32 if self._wide_states else weights[0].dtype
-        return HostOptimizer(weights, self.precision, wide, DEEPSPEED_STAGE_3, **settings)
+        return HostOptimizer(weights, self.precision, DEEPSPEED_STAGE_3, wide, **settings)
 
     @property
     def _wide_states(self) -> bool:
@@ -191,7 +191,6 @@ class FullySharded(Backend):
             p.grad = None
         if self.host is not None:
             self.last = False
-            self.host.begin()
 
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.last = True

@@ -21,7 +21,20 @@ def asked(backend: str, options: dict[str, Any], **changes: Any) -> Cell:
     return cell(backend, "ulysses", **settings, training=training)
 
 
-@pytest.mark.parametrize("options", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
-def test_weights_are_those_of_one_device(pool: RankPool, options: dict[str, Any]) -> None:
-    assert_right(pool, asked("zero3", options), backends()["zero3"])
-    assert_sends_its_closed_form(pool, asked("zero3", options, precision="fp16"))
+CASES = {
+    "zero3": ("zero3", OPTIMIZER),
+    "zero3-parameters": ("zero3", PARAMETERS),
+    "zero2": ("zero2", OPTIMIZER),
+    "zero2-parameters": ("zero2", PARAMETERS),
+    "zero1": ("zero1", OPTIMIZER),
+    "ddp": ("ddp", OPTIMIZER),
+    "legacy_ddp": ("legacy_ddp", OPTIMIZER),
+    "megatron": ("megatron", {"distributed_optimizer": True, **OPTIMIZER}),
+    "fsdp_flat": ("fsdp_flat", OPTIMIZER),
+}
+
+
+@pytest.mark.parametrize(("backend", "options"), CASES.values(), ids=CASES)
+def test_weights_are_those_of_one_device(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
+    assert_right(pool, asked(backend, options), backends()[backend])
+    assert_sends_its_closed_form(pool, asked(backend, options, precision="fp16"))
