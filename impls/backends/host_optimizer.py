@@ -331,8 +331,9 @@ class HostOptimizer(HostAdam):
             rounded = pageable_zeros(self.device, updated.shape, narrow) if pinned is None else pinned
             host_copy_(rounded, updated)
             updated = rounded
+        back = [*zip(run.weights, run.views(updated), strict=True)]
         with self._copying(1):
-            for weight, there in zip(run.weights, run.views(updated), strict=True):
+            for weight, there in back:
                 if weight.dtype == there.dtype:
                     to_device_(weight, there)
                 else:
