@@ -25,6 +25,7 @@ from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderL
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
+from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.savings import savings
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
@@ -100,7 +101,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     }
 
     @abstractmethod
-    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention:
+    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         """What mixes the tokens in a layer."""
 
     def __post_init__(self) -> None:
@@ -159,19 +160,21 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
         alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool]] = Counter()
-        once = {"gathered_once": 1} if self.separate_projections else {}
         kept = {"kept": 1} if self.keeps_operators else {}
         for run, again in self.recomputed_runs(layers):
-            for width, closes in ((self.attention_width, False), (self.inner, True)):
-                dims = tuple((hidden | {"F": width}).items())
-                alike["linear_in", (*dims, *once.items()), again] += len(run)
-                dims = (*dims, *kept.items())
-                # what drops the output's elements keeps a mask, which the last product runs again for
-                ends = closes and again and self.recompute_early_stop and not self.dropout
-                alike["linear_out", dims, again] += len(run) - ends
-                alike["linear_out", dims, False] += ends
             for layer in run:
-                for site in self.mixing(layer).sites(self, batch, seq_len, again):
+                mixer = self.mixing(layer)
+                # what drops the output's elements keeps a mask, which the last product runs again for
+                ends = layer == run[-1] and again and self.recompute_early_stop and not self.dropout
+                for width, once, last in (
+                    (mixer.width(self), mixer.gathers_once(self), False),
+                    (self.inner, self.separate_projections, ends),
+                ):
+                    dims = tuple((hidden | {"F": width}).items())
+                    gathered = (("gathered_once", 1),) if once else ()
+                    alike["linear_in", (*dims, *gathered), again] += 1
+                    alike["linear_out", (*dims, *kept.items()), again and not last] += 1
+                for site in mixer.sites(self, batch, seq_len, again):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
         sites = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
         sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
