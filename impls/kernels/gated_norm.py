@@ -3,8 +3,8 @@
     gate last:   y = x / rms(x) weight silu(z)      (Gated DeltaNet: FusedRMSNormGated of fla)
     gate first:  y = u / rms(u) weight, u = x silu(z)     (Mamba-2: RMSNormGated of mamba_ssm)
 
-Over the last dim of x, z and y [..., A]; the weight is [A], or has the last dims of x. As the fused kernels, the
-operator keeps x, z and one number a row, in float32 for half precisions.
+Over the last dim of x, z and y [..., A]; the weight is [A], or has the last dims of x. As the fused kernels,
+the operator keeps x, z and one number a row, in float32 for half precisions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def plain_gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_firs
 
 
 @torch.library.custom_op("spbench::gated_norm", mutates_args=())
-def _gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool
-) -> tuple[Tensor, Tensor]:
+def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> tuple[Tensor, Tensor]:
     dtype = state_dtype(x.dtype)
     u = x.to(dtype) * F.silu(z.to(dtype)) if gate_first else x.to(dtype)
     rstd = (u.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -2,10 +2,11 @@
 
     S_t = exp(g_t) M_t S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t
 
-A rule says what M_t is: nothing in Mamba-2 (:mod:`spbench.impls.kernels.state_space`), I - b_t k_t^T k_t in Gated
-DeltaNet (:mod:`spbench.impls.kernels.gated_delta`). Either way a run of positions is an affine map of the state,
-S -> M S + U, and so is the gradient on the way back, dS -> M^T dS + W: what the positions of one rank are to
-those of another. A rank that knows the map of each chunk knows the state before its own without their positions.
+A rule says what M_t is: nothing in Mamba-2 (:mod:`spbench.impls.kernels.state_space`), I - b_t k_t^T k_t in
+Gated DeltaNet (:mod:`spbench.impls.kernels.gated_delta`). Either way a run of positions is an affine map of
+the state, S -> M S + U, and so is the gradient on the way back, dS -> M^T dS + W: what the positions of one
+rank are to those of another. A rank that knows the map of each chunk knows the state before its own without
+their positions.
 
 Shapes: q, k [B, L, G, D], v, o [B, L, Z, A], g <= 0 and b [B, L, Z] in the states' dtype (float32 for half
 precisions), states [B, Z, D, A]. Each head of q and k is that of Z/G consecutive ones of v. A carry, a map
@@ -82,10 +83,15 @@ class Rule(ABC):
     def merged(
         cls, carries: Tensor, size: Sequence[int], order: Sequence[int], initial: Tensor | None = None
     ) -> Tensor:
-        """The state [B, Z, D, A] that the maps ``order`` of ``carries`` [N, B, Z, E], one after another, make of
-        an initial one (None: zero); one kernel, as in fla's context parallelism (merge_fwd_bwd_kernel).
+        """The state [B, Z, D, A] that the maps ``order`` of ``carries`` [N, B, Z, E], one after another, make
+        of an initial one (None: zero); one kernel, as in fla's context parallelism (merge_fwd_bwd_kernel).
         ``size`` is (D, A)."""
         return _merged(carries, list(size), list(order), cls.scalar, initial)
+
+    @staticmethod
+    def scale(d: int) -> float:
+        """By which outputs are scaled, of queries of D features."""
+        return 1.0
 
     @staticmethod
     @abstractmethod
@@ -106,7 +112,7 @@ def _merged(
         else:
             u, m = carry.unflatten(-1, (d, a + d)).split([a, d], -1)
             state = u + m @ state
-    return state
+    return state.contiguous()
 
 
 @_merged.register_fake
@@ -118,8 +124,8 @@ def _(carries: Tensor, size: list[int], *_: Any) -> Tensor:
 def _merged_flops(
     carries: Sequence[int], size: list[int], order: list[int], scalar: bool, *_: Any, **__: Any
 ) -> int:
-    (_, batch, heads, _), (d, a) = carries, size
-    return 2 * batch * heads * len(order) * (1 if scalar else d) * d * a
+    heads, (d, a) = carries[1] * carries[2], size
+    return 2 * heads * len(order) * (1 if scalar else d) * d * a
 
 
 class StatePassing(ABC):
@@ -129,8 +135,9 @@ class StatePassing(ABC):
     def state(
         self, rule: type[Rule], carry: Callable[[], Tensor], empty: Callable[[], Tensor], step: int
     ) -> Tensor | None:
-        """The state before this rank's positions (None: zero), given their map; for a ``step`` of -1 the gradient
-        of the state after them, given the map of gradients. ``empty`` makes room for one, [B, Z, D, A]."""
+        """The state before this rank's positions (None: zero), given their map; for a ``step`` of -1 the
+        gradient of the state after them, given the map of gradients. ``empty`` makes room for one, [B, Z, D,
+        A]."""
 
 
 class _GatedRecurrence(torch.autograd.Function):
@@ -180,12 +187,12 @@ def sequential(rule: type[Rule], q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: 
     for i in range(v.shape[1]):
         state = rule.step(state, k[:, i], v[:, i].to(dtype), g[:, i], b[:, i])
         outputs.append((q[:, i].unsqueeze(-2) @ state).squeeze(-2))
-    return torch.stack(outputs, 1).to(v.dtype)
+    return (rule.scale(q.shape[-1]) * torch.stack(outputs, 1)).to(v.dtype)
 
 
 def in_blocks(x: Tensor, block: int, heads: int) -> Tensor:
-    """[B, L, G, ...] -> [B, Z, C, block, ...] in the states' dtype: each head as often as it has heads of v, the
-    last block padded with zeros."""
+    """[B, L, G, ...] -> [B, Z, C, block, ...] in the states' dtype: each head as often as it has heads of v,
+    the last block padded with zeros."""
     x = x.to(state_dtype(x.dtype)).movedim(1, 2)
     x = F.pad(x, (*(0, 0) * (x.ndim - 3), 0, -x.shape[2] % block))
     return x.repeat_interleave(heads // x.shape[1], 1).unflatten(2, (-1, block))
@@ -202,8 +209,8 @@ def from_blocks(x: Tensor, like: Tensor) -> Tensor:
 
 @torch.library.custom_op("spbench::recurrence_sums", mutates_args=())
 def block_sums(g: Tensor, block: int, from_end: bool) -> Tensor:
-    """The sums [B, L, Z] of g [B, L, Z] over each block from its start up to each position; ``from_end``: from
-    each position to its end, which gives the gradient of g from that of these sums."""
+    """The sums [B, L, Z] of g [B, L, Z] over each block from its start up to each position; ``from_end``:
+    from each position to its end, which gives the gradient of g from that of these sums."""
     x = in_blocks(g, block, g.shape[2])
     return from_blocks(x.flip(-1).cumsum(-1).flip(-1) if from_end else x.cumsum(-1), g)
 
@@ -214,8 +221,8 @@ def _(g: Tensor, block: int, from_end: bool) -> Tensor:
 
 
 class BlockDecay:
-    """What decays how far in blocks, from the :func:`block_sums` [B, L, Z] of logarithms. Every exponent is at
-    most 0, so nothing overflows.
+    """What decays how far in blocks, from the :func:`block_sums` [B, L, Z] of logarithms. Every exponent is
+    at most 0, so nothing overflows.
 
     Attributes:
         from_start: from the state before a block to each of its positions [B, Z, C, block, 1].

@@ -1,10 +1,11 @@
-"""A short causal convolution of each channel along the sequence, and SiLU: what stands before a gated recurrence.
+"""A short causal convolution of each channel along the sequence, and SiLU: what stands before a gated
+recurrence.
 
     y_t = silu(bias + sum over i < W of weight_i x_(t - W + 1 + i))
 
 Shapes: x, y [B, L, C], weight [C, W], bias [C] or none. The W - 1 positions before the first are ``before``
-[B, W - 1, C], or zeros where it is None. As kernels for GPUs have it (causal-conv1d, fla's causal_conv1d), nothing
-is kept but the inputs: backward makes the sums before SiLU again.
+[B, W - 1, C], or zeros where it is None. As kernels for GPUs have it (causal-conv1d, fla's causal_conv1d),
+nothing is kept but the inputs: backward makes the sums before SiLU again.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     S_t = exp(g_t) S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t
 
-q is the paper's C, k its B, v its X, b its step size and g that times A. The operators are mamba_ssm's kernels
-(ops/triton/ssd_combined.py) and make room for what these make room for: the products q k^T of each block and
-group of heads, and the states of blocks, first alone in float32, then passed on in the inputs' dtype. Backward makes
-all of that again; nothing but the inputs and the initial state is kept. Shapes are those of
-:mod:`spbench.impls.kernels.recurrence`, with C blocks.
+q is the paper's C, k its B, v its X, b its step size and g that times A. The operators are mamba_ssm's
+kernels (ops/triton/ssd_combined.py) and make room for what these make room for: the products q k^T of each
+block and group of heads, and the states of blocks, first alone in float32, then passed on in the inputs'
+dtype. Backward makes all of that again; nothing but the inputs and the initial state is kept. Shapes are
+those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor) -> Tensor:
 
 @torch.library.custom_op("spbench::state_space_carry", mutates_args=())
 def _carry(states: Tensor, sums: Tensor, backward: bool) -> Tensor:
-    """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the way
-    back to the one before it."""
+    """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the
+    way back to the one before it."""
     across, state, blocks = _decay(sums).across, torch.zeros_like(states[:, :, 0]), range(states.shape[2])
     for c in reversed(blocks) if backward else blocks:
         state = across[:, :, c] * state + states[:, :, c]
@@ -78,8 +78,8 @@ def _carry(states: Tensor, sums: Tensor, backward: bool) -> Tensor:
 
 @torch.library.custom_op("spbench::state_space_passed", mutates_args=())
 def _passed(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool) -> Tensor:
-    """The state before each block, or the gradient of the one after it [B, Z, C, D, A], in the dtype of ``like``,
-    from what :func:`_carry` is given and the first of them."""
+    """The state before each block, or the gradient of the one after it [B, Z, C, D, A], in the dtype of
+    ``like``, from what :func:`_carry` is given and the first of them."""
     across, state = _decay(sums).across, torch.zeros_like(states[:, :, 0]) if first is None else first
     passed, blocks = [state] * states.shape[2], range(states.shape[2])
     for c in reversed(blocks) if backward else blocks:
@@ -128,7 +128,7 @@ def _input_gradients(
     queries, keys, values, strength, d_outputs = _split(heads, q, k, v, b, d_o)
     decay, products = _decay(sums), _for_heads(scores, heads)
     between, before, d_after = decay.between(), states.to(products.dtype), d_states.to(products.dtype)
-    # without b: what the pairs of a block do, and what the key of a position does by way of the state after it
+    # without b: what a block's pairs do, and what a position's key does by way of the state after it
     pairs, d_written = d_outputs @ values.mT * products * between, decay.to_end * (values @ d_after.mT)
     d_read, of_writing = decay.from_start * (d_outputs @ before.mT), (keys * d_written).sum(-1)
     d_b = pairs.sum(-2) + of_writing
@@ -155,9 +155,7 @@ def _states_shape(k: Tensor, v: Tensor) -> list[int]:
 @_scores.register_fake
 def _(q: Tensor, k: Tensor) -> Tensor:
     block = _block(q)
-    return q.new_empty(
-        len(q), q.shape[2], -(-q.shape[1] // block), block, block, dtype=state_dtype(q.dtype)
-    )
+    return q.new_empty(len(q), q.shape[2], -(-q.shape[1] // block), block, block, dtype=state_dtype(q.dtype))
 
 
 @_block_states.register_fake
@@ -229,8 +227,8 @@ def _score_gradient_flops(v: Shape, *_: Any, **__: Any) -> int:
 def _input_gradient_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
     batch, length, heads, a = v
     block, d = min(BLOCK, length), q[-1]
-    # of heads: d_v within the block and by way of the state, d_q and d_k by way of it, d_o v^T once more for the
-    # decay (_chunk_scan_bwd_ddAcs_stable); of groups: d_q and d_k from the products
+    # of heads: d_v within the block and by way of the state, d_q and d_k by way of it, d_o v^T once more for
+    # the decay (_chunk_scan_bwd_ddAcs_stable); of groups: d_q and d_k from the products
     of_heads = heads * (a * (block // 2 + 3 * d) + a * block // 2)
     return 2 * batch * length * (of_heads + 2 * q[2] * block * d)
 

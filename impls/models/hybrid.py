@@ -1,8 +1,9 @@
-"""Hybrids: causal transformers in some of whose layers a recurrence mixes the tokens instead of softmax attention.
+"""Hybrids: causal transformers in some of whose layers a recurrence mixes the tokens instead of softmax
+attention.
 
-Which layer has what is a pattern of letters that repeats: three layers of Gated DeltaNet to one of softmax attention
-as Qwen3-Next, seven of lightning attention to one as MiniMax-01 (arXiv 2501.08313), Mamba-2 as Nemotron-H (arXiv
-2504.03624).
+Which layer has what is a pattern of letters that repeats: three layers of Gated DeltaNet to one of softmax
+attention as Qwen3-Next, seven of lightning attention to one as MiniMax-01 (arXiv 2501.08313), Mamba-2 as
+Nemotron-H (arXiv 2504.03624).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES
+from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.mamba2 import Mamba2
 from spbench.impls.models.blocks.recurrent_mixer import WAYS, RecurrentLayer
@@ -20,9 +22,9 @@ from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.tnl import decay_rates
 from spbench.impls.options import check_choices
 
-RECURRENCES: Mapping[str, Callable[..., RecurrentLayer]] = {"M": Mamba2}
+RECURRENCES: Mapping[str, Callable[..., RecurrentLayer]] = {"G": GatedDeltaNet, "M": Mamba2}
 #: letters of a pattern, and what they stand for
-LETTERS = {"S": "softmax attention", "L": "lightning attention", "M": "Mamba-2"}
+LETTERS = {"S": "softmax attention", "L": "lightning attention", "G": "Gated DeltaNet", "M": "Mamba-2"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class HybridModel(CausalTransformerModel):
         super().__post_init__()
 
     def variants(self) -> list[Mapping[str, Any]]:
-        # a hybrid asks nothing of a strategy that its kinds of layers do not; 3 heads cannot be split over 2 or 4
+        # 3 heads cannot be split over 2 or 4
         three = {"state_heads": 3, "state_key_heads": 1}
         return [{"checkpointing": True}, {"heads": 3, "kv_heads": None} | three]
 
@@ -88,5 +90,9 @@ _TINY: Mapping[str, Any] = {
 }
 
 PRESETS = {
+    "gated-deltanet-tiny-hybrid": HybridModel(
+        **_TINY, pattern="GS", state_key_heads=4, kv_heads=4, qk_norm=True, rotary_share=0.5
+    ),
+    "gated-deltanet-tiny": HybridModel(**_TINY, pattern="G", state_key_heads=12),
     "mamba2-tiny": HybridModel(**_TINY, pattern="M", state_key_heads=4),
 }

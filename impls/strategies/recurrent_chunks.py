@@ -1,16 +1,18 @@
 """Gated recurrences over chunks of a sequence: LASP's and LASP-2's ways to pass states, for maps of states.
 
-What a chunk does to the state is S -> M S + U (:mod:`spbench.impls.kernels.recurrence`), where linear attention has a
-decay that every rank knows in place of M. Two ways to the state before a chunk:
+What a chunk does to the state is S -> M S + U (:mod:`spbench.impls.kernels.recurrence`), where linear
+attention has a decay that every rank knows in place of M. Two ways to the state before a chunk:
 
-- along the ranks, as LASP (arXiv 2404.02882): a rank works out the map of its chunk, receives the state before it,
+- along the ranks, as LASP (arXiv 2404.02882): a rank works out the map of its chunk, receives the state
+before it,
   and sends on M S + U, so that what ranks do in turn is one product; one state is sent;
-- all maps gathered, as LASP-2 (arXiv 2502.07563), of which each rank puts together those before its own: M is sent
+- all maps gathered, as LASP-2 (arXiv 2502.07563), of which each rank puts together those before its own: M is
+sent
   too. This is fla's context parallelism (ops/cp of flash-linear-attention).
 
-Backward likewise, with gradients of the states and the ranks in reverse. The convolution before the recurrence needs
-the last W - 1 rows of the chunk before, which the neighbour sends, or which are gathered from all ranks, as fla does
-it; their gradients go back the same way.
+Backward likewise, with gradients of the states and the ranks in reverse. The convolution before the
+recurrence needs the last W - 1 rows of the chunk before, which the neighbour sends, or which are gathered
+from all ranks, as fla does it; their gradients go back the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class Edge:
-    """Bytes of what is at a chunk's edge: a state, the map of states of the chunk, rows before convolutions."""
+    """Bytes of what is at a chunk's edge: a state, the map of states of the chunk, rows before
+    convolutions."""
 
     state: int
     carry: int
@@ -49,8 +52,8 @@ class Edge:
 
 
 class EdgePassing(StatePassing):
-    """What ranks tell each other of the edges of their chunks. It goes to higher ranks (``step`` 1), its gradient to
-    lower ones (``step`` -1)."""
+    """What ranks tell each other of the edges of their chunks. It goes to higher ranks (``step`` 1), its
+    gradient to lower ones (``step`` -1)."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -141,17 +144,21 @@ class RecurrentChunks(SequenceChunks):
     def check_sizes(self, sites: Sequence[Site]) -> None:
         super().check_sizes(sites)
         for site in sites:
-            if site.kind == "gated_recurrence" and site.dims["L"] < self.size * (site.dims["W"] - 1):
+            rows, length = site.dims.get("W", 1) - 1, site.dims.get("L", 0) // self.size
+            if site.kind == "gated_recurrence" and length < rows:
                 raise Unsupported(
-                    f"chunks of {site.dims['L'] // self.size} positions are shorter than the {site.dims['W'] - 1} "
-                    "that a convolution needs of the chunk before",
-                    f"use a sequence length of at least {self.size * (site.dims['W'] - 1)}",
+                    f"chunks of {length} positions lack some of the {rows} rows that convolutions pass on",
+                    f"use a sequence length of at least {self.size * rows}",
                 )
 
     def recurrence_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
         """What a gated recurrence and its convolution send."""
         nbytes = Edge.of(site, element_bytes)
-        for phase, step in [("forward", 1), *([("backward", 1)] if site.recomputed else []), ("backward", -1)]:
+        for phase, step in [
+            ("forward", 1),
+            *([("backward", 1)] if site.recomputed else []),
+            ("backward", -1),
+        ]:
             of = "" if step > 0 else "gradients: "
             for purpose, collective, count, payload in self.passing.messages(
                 self.rank, self.size, step, nbytes

@@ -1,9 +1,9 @@
 """Gated recurrences by Ulysses' swap: all-to-alls give each rank all positions of some heads.
 
-Everything between the projections goes by head, so it is swapped at once: queries, keys, values and gates as the
-projections made them, then convolutions, gates and recurrence of whole sequences with this rank's heads of each
-weight (A_log, dt_bias, the convolutions'), and the output back. No halo is needed, and no state is sent. This is
-context parallelism of Mamba-2 layers in Megatron-LM (MambaContextParallel).
+Everything between the projections goes by head, so it is swapped at once: queries, keys, values and gates as
+the projections made them, then convolutions, gates and recurrence of whole sequences with this rank's heads
+of each weight (A_log, dt_bias, the convolutions'), and the output back. No halo is needed, and no state is
+sent. This is context parallelism of Mamba-2 layers in Megatron-LM (MambaContextParallel).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class SwappedHeads(Strategy):
         if self.size == 1:
             return super().mix_by_heads(mix, by_heads, weights)
         heads = max(x.shape[HEADS] for x in by_heads)
-        swapped = [all_to_all(self._for_ranks(x, HEADS, heads), HEADS, POSITIONS, self.group) for x in by_heads]
+        swapped = [
+            all_to_all(self._for_ranks(x, HEADS, heads), HEADS, POSITIONS, self.group) for x in by_heads
+        ]
         own = [self._for_ranks(w, 0, heads).chunk(self.size)[self.rank] for w in weights]
         y = super().mix_by_heads(mix, swapped, own)
         return all_to_all(y, POSITIONS, HEADS, self.group)[:, :, :heads]

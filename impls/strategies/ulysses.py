@@ -55,7 +55,9 @@ class Ulysses(SwappedHeads, GridChunks):
     summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
     source = "arXiv 2309.14509, section 3; around ring_attention USP, arXiv 2405.07719"
     can_enclose = True
-    meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention", "gated_recurrence"})
+    meets = frozenset(
+        {"attention", "causal_attention", "full_attention", "linear_attention", "gated_recurrence"}
+    )
     options_type = UlyssesOptions
     options: UlyssesOptions
 

@@ -2,9 +2,9 @@
 
 As mamba_ssm's Mamba2 with its norm: C, B and x are convolved together, with biases; the step of each head is
 softplus(dt + dt_bias), its decay exp(-exp(A_log) step); D x is added to what the state gives; x silu(z) comes
-before the norm, of each group's features alone. Here each part has a projection of its own, of which mamba_ssm
-makes one product. Its memory-saving path (mamba_split_conv1d_scan_combined) convolves again in backward; here
-what was convolved is kept, and D x is added outside the kernel.
+before the norm, of each group's features alone. Here each part has a projection of its own, of which
+mamba_ssm makes one product. Its memory-saving path (mamba_split_conv1d_scan_combined) convolves again in
+backward; here what was convolved is kept, and D x is added outside the kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from spbench.impls.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Mamba2(RecurrentLayer):
-    """A layer of Mamba-2: Z heads of A features (headdim), G groups (n_groups), D numbers a feature of the state."""
+    """A layer of Mamba-2: Z heads of A features (headdim), G groups (n_groups), D numbers a feature of the
+    state."""
 
     rule = StateSpace
     gates: ClassVar[int] = 1
@@ -35,7 +36,6 @@ class Mamba2(RecurrentLayer):
         return Mamba2Mixer(self, model, strategy)
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        """Counts of the layer's parameters, as :class:`SoftmaxAttention` has them."""
         return {"split": self.split_parameters(model) + self.heads + self.heads * self.value_size}
 
 
@@ -59,5 +59,5 @@ class Mamba2Mixer(RecurrentMixer):
     def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
         group = self.kind.heads // self.kind.key_heads
         o, gate = (x.flatten(2).unflatten(-1, (-1, group * self.kind.value_size)) for x in (o, gate))
-        weight, way = self.norm.view(o.shape[-2:]), "plain" if self.kind.way == "sequential" else "fused"
-        return gated_norm(o, gate, weight, self.model.norm_epsilon, gate_first=True, way=way).flatten(2)
+        weight, epsilon = self.norm.view(o.shape[-2:]), self.model.norm_epsilon
+        return gated_norm(o, gate, weight, epsilon, gate_first=True, way=self.way).flatten(2)

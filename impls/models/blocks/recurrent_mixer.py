@@ -1,13 +1,13 @@
 """What Gated DeltaNet's and Mamba-2's layers share: projections, short convolutions, gates by head.
 
-A layer projects its input to queries, keys, values, gates of the recurrence and a gate of the output; convolves
-the first three along the sequence; runs the recurrence; normalises and gates its output. All from the convolutions
-to the recurrence goes by head, so that a strategy may give a rank some heads of the whole sequence, or ask its
-neighbours for what their positions do to its own.
+A layer projects its input to queries, keys, values, gates of the recurrence and a gate of the output;
+convolves the first three along the sequence; runs the recurrence; normalises and gates its output. All from
+the convolutions to the recurrence goes by head, so that a strategy may give a rank some heads of the whole
+sequence, or ask its neighbours for what their positions do to its own.
 
-Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, Z heads (this
-rank's), G heads of queries and keys (this rank's), D their size, A size of values, W positions that a convolution
-sees.
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, Z heads
+(this rank's), G heads of queries and keys (this rank's), D their size, A size of values, W positions that a
+convolution sees.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from spbench.impls.models.blocks.places import Places
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy
 
-#: "chunked": the kernels of the recurrence and what is fused around it; "sequential": position by position, in
-#: torch's own operators
+#: "chunked": the kernels of the recurrence and what is fused around it; "sequential": position by position,
+#: in torch's own operators
 WAYS = ("chunked", "sequential")
 
 
@@ -70,7 +70,12 @@ class RecurrentLayer(ABC):
             raise ValueError(f"key_heads {self.key_heads} does not divide heads {self.heads} of a recurrence")
 
     @abstractmethod
-    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module: ...
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        """The layer's mixer."""
+
+    @abstractmethod
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        """Counts of the layer's parameters, as :class:`SoftmaxAttention` has them."""
 
     def width(self, model: DecoderOptions) -> int:
         """Features between the projections that open and close the layer."""
@@ -100,13 +105,9 @@ class RecurrentLayer(ABC):
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
         """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         d, a = self.key_size, self.value_size
-        heads = {"Z": self.heads, "A": a, "G": self.key_heads}
-        dims = {"B": batch, "L": seq_len} | heads | {"D": d, "W": self.convolution, "gates": self.gates}
-        dims["M"] = self.rule.carry_elements(d, a) - d * a
-        return [
-            Site("separate_linear_in", 1, heads, again),
-            Site("gated_recurrence", 1, dims, again),
-        ]
+        dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": a, "G": self.key_heads, "D": d}
+        dims |= {"M": self.rule.carry_elements(d, a) - d * a, "W": self.convolution, "gates": self.gates}
+        return [Site("gated_recurrence", 1, dims, again)]
 
 
 class RecurrentMixer(nn.Module, ABC):
@@ -115,6 +116,8 @@ class RecurrentMixer(nn.Module, ABC):
     def __init__(self, kind: RecurrentLayer, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
+        #: of norms
+        self.way = "plain" if kind.way == "sequential" else "fused"
         self.project = strategy.separate_linear_in(model.hidden, kind.projected)
         by_feature = strategy.feature_parameter
         width = kind.convolution
@@ -134,8 +137,9 @@ class RecurrentMixer(nn.Module, ABC):
     def recurrence(
         self, strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
     ) -> Tensor:
-        """o [B, L, Z, A] of what is convolved, q, k [B, L, G, D] and v [B, L, Z, A], and the projections of the
-        gates [B, L, Z, n], in the states' dtype; ``by_head``: A_log, dt_bias and those of :meth:`by_head`."""
+        """o [B, L, Z, A] of what is convolved, q, k [B, L, G, D] and v [B, L, Z, A], and the projections of
+        the gates [B, L, Z, n], in the states' dtype; ``by_head``: A_log, dt_bias and those of
+        :meth:`by_head`."""
 
     @abstractmethod
     def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -173,16 +177,16 @@ class RecurrentMixer(nn.Module, ABC):
         parts = [None] * 3 if before is None else before.split(widths, -1)
         convolve = plain_short_convolution if self.kind.way == "sequential" else short_convolution
         q, k, v = (
-            convolve(x.flatten(2), w.flatten(0, 1), None if bias is None else bias.flatten(), part).view(x.shape)
+            convolve(x.flatten(2), w.flatten(0, 1), None if bias is None else bias.flatten(), part).view(
+                x.shape
+            )
             for x, w, bias, part in zip(inputs, convolutions, biases, parts, strict=True)
         )
         del inputs
         by_head = weights[6 if self.kind.biased else 3 :]
         return self.recurrence(strategy, q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
 
-    def run(
-        self, strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor
-    ) -> Tensor:
+    def run(self, strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
         """The recurrence alone, in the layer's way."""
         if self.kind.way == "sequential":
             return sequential(self.kind.rule, q, k, v, g, b)
