@@ -29,6 +29,7 @@ LENGTHS = {"st-dit-tiny": 288, "transformer-2d-tiny": 576, "transformer-3d-tiny"
 DEFAULT_MODELS = {
     "lasp": "tnl-tiny",
     "lasp2": "tnl-tiny",
+    "lasp2h": "linear-llama3-tiny-hybrid",
     "dsp": "st-dit-tiny",
     "ring_attention": "causal-transformer-tiny",
     "all_gather_kv": "causal-transformer-tiny",
@@ -45,6 +46,8 @@ SHARDING: dict[str, dict[str, Any]] = {
     },
     "whole": {"wrap": "whole"},
     "device": {"initialize": "device"},
+    "optimizer-on-host": {"optimizer": "host", "micro_batches": 2},
+    "parameters-on-host": {"optimizer": "host", "parameters": "host", "micro_batches": 2},
 }
 
 
@@ -88,7 +91,7 @@ def combinations() -> Iterator[Any]:
     yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances")
     for name, training in SHARDING.items():
         cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
-        yield pytest.param(cell, id=name, marks=[] if name == "torchtitan" else pytest.mark.slow)
+        yield pytest.param(cell, id=name, marks=[] if name in ("torchtitan", "parameters-on-host") else SLOW)
     for name, training in PIPELINES.items():
         yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
     for name in ("1f1b", "overlapped"):
