@@ -29,6 +29,7 @@ LENGTHS = {"st-dit-tiny": 288, "transformer-2d-tiny": 576, "transformer-3d-tiny"
 DEFAULT_MODELS = {
     "lasp": "tnl-tiny",
     "lasp2": "tnl-tiny",
+    "lasp2h": "linear-llama3-tiny-hybrid",
     "dsp": "st-dit-tiny",
     "ring_attention": "causal-transformer-tiny",
     "all_gather_kv": "causal-transformer-tiny",
