@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.host_optimizer import EACH_WEIGHT, HostOptimizer
+from spbench.impls.backends.host_optimizer import EACH_WEIGHT, HostLayout, HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.composition import Composition, by_partial_axes
@@ -182,13 +182,18 @@ class Backend(ABC):
         """
         settings = self.optimizer_settings(shard_groups)
         if self.on_host and parameters:
-            return HostOptimizer(parameters, self.precision, EACH_WEIGHT, **settings)
+            return HostOptimizer(parameters, self.precision, self.host_layout, **settings)
         return Optimizer(
             parameters,
             self.precision if masters else replace(self.precision, master=False),
             master_gradients=master_gradients,
             **settings,
         )
+
+    @property
+    def host_layout(self) -> HostLayout:
+        """How the host holds what an optimizer there needs."""
+        return EACH_WEIGHT
 
     @property
     def on_host(self) -> bool:

@@ -171,7 +171,7 @@ DEEPSPEED_STAGE_3 = HostLayout(10**9, pinned_masters=False, sums=True, rounds="p
 #: param_buffer_of_bit16_for_cpu_offload_groups
 DEEPSPEED_STAGE_1 = HostLayout(2**62, pinned_masters=True, rounds="pinned", overlaps=True)
 #: HybridDeviceOptimizer of Megatron-Core (core/optimizer/cpu_offloading, commit d98e8a64), which is one for
-#: any weights; with overlap_cpu_optimizer_d2h_h2d, as it is by default
+#: any weights; with its overlap_cpu_optimizer_d2h_h2d
 EACH_WEIGHT = HostLayout(None, pinned_masters=True, overlaps=True)
 
 

@@ -16,7 +16,8 @@ Options and the flags of Megatron-LM's that they are: ``distributed_optimizer``,
 --ddp-bucket-size; ``pad_buckets_for_high_nccl_busbw``, --ddp-pad-buckets-for-high-nccl-busbw;
 ``accumulate_allreduce_grads_in_fp32: false``, --grad-reduce-in-bf16 with --bf16, and what Megatron-LM does
 with --fp16 unless --accumulate-allreduce-grads-in-fp32 is given; ``optimizer: host``,
---optimizer-cpu-offload with --use-precision-aware-optimizer.
+--optimizer-cpu-offload with --use-precision-aware-optimizer; ``overlap_cpu_optimizer_d2h_h2d``,
+--overlap-cpu-optimizer-d2h-h2d.
 
 As there, the host waits for its device where it reads the gradients' norm before the update, and after each
 exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
@@ -36,7 +37,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.buffer_layout import laid_out
-from spbench.impls.backends.host_optimizer import HostOptimizer
+from spbench.impls.backends.host_optimizer import EACH_WEIGHT, HostLayout, HostOptimizer
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import Optimizer, Precision
@@ -126,6 +127,10 @@ class Megatron(Backend):
             masters=False,
             shard_groups=groups if self.options.distributed_optimizer else (),
         )
+
+    @property
+    def host_layout(self) -> HostLayout:
+        return replace(EACH_WEIGHT, overlaps=self.options.overlap_cpu_optimizer_d2h_h2d)
 
     def _groups(self, axes: Sequence[str]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """The ranks that share a buffer of these parameters or sum it, and those of other instances of the

@@ -31,6 +31,8 @@ class MegatronOptions(OptimizerOptions):
             Megatron-Core's.
         pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
         accumulate_allreduce_grads_in_fp32: main gradients are float32; else they are as the weights.
+        overlap_cpu_optimizer_d2h_h2d: of ``optimizer: host``, copies have streams of their own, and each
+            weight is updated as soon as its gradient is there.
     """
 
     distributed_optimizer: bool = False
@@ -41,11 +43,14 @@ class MegatronOptions(OptimizerOptions):
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
+    overlap_cpu_optimizer_d2h_h2d: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer == "host" and not self.distributed_optimizer:
             raise ValueError("optimizer: host needs distributed_optimizer, as Megatron-Core's does")
+        if self.overlap_cpu_optimizer_d2h_h2d and self.optimizer == "device":
+            raise ValueError("overlap_cpu_optimizer_d2h_h2d is of optimizer: host; set that, or leave it out")
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
         if self.num_distributed_optimizer_instances > 1 and not self.distributed_optimizer:
