@@ -56,6 +56,14 @@ MEETINGS: Mapping[str, str] = {
     "project_sequence": "Linformer's projection",
 }
 
+#: dims of a site of attention that say what it heeds beside the causal mask
+HEEDED: Mapping[str, str] = {"documents": "packed documents", "window": "sliding windows"}
+#: the hooks by which a strategy says how positions meet, by the kind of site that asks for them
+HEEDING: Mapping[str, frozenset[str]] = {
+    "causal_attention": frozenset({"causal_attention", "attend"}),
+    "linear_attention": frozenset({"linear_attention"}),
+}
+
 
 class Unsupported(ValueError):
     """These sizes cannot be run: the reason, and the nearest sizes that can."""

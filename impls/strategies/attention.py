@@ -6,18 +6,22 @@ keys of linear attention, K Linformer's projected length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
 from spbench.impls.kernels.projection import strided_product
+from spbench.impls.kernels.ranged_attention import ranged_flash_attention
 from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
+from spbench.impls.layout import HEEDED
 from spbench.impls.strategies.delegation import left_within, property_left_within
 
 #: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
@@ -34,6 +38,9 @@ class AttentionHooks:
     """How do positions of a sequence meet? The defaults hold where this rank has all the keys and values that
     its queries attend to, of the heads that its projections made."""
 
+    #: what attention heeds beside the causal mask, keys of HEEDED, by the kind of site; of a class that
+    #: overrides how positions meet there, nothing that it does not say
+    heeds: ClassVar[Mapping[str, frozenset[str]]] = {"causal_attention": frozenset(HEEDED)}
     random: DropoutRandom
     if TYPE_CHECKING:
 
@@ -71,12 +78,16 @@ class AttentionHooks:
         return torch.matmul(probabilities, v)
 
     @left_within
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
         """Causal softmax attention, scores scaled by A**-0.5: q [B, Z, L or a part, A], k, v [B, G, L or a
         part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
         Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
+        ``attended`` says what of the earlier positions a position attends to; plain: to all.
         """
-        return causal_flash_attention(q, k, v)
+        if attended.plain:
+            return causal_flash_attention(q, k, v)
+        whole = [(0, q.shape[2])]
+        return ranged_flash_attention(q, k, v, attended.ranges(whole, whole))
 
     @left_within
     def whole_attention(

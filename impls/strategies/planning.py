@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
 from torch import nn
 
 from spbench.impls.axes import Place
-from spbench.impls.layout import MEETINGS, MeetingKind, Site, Unsupported, shard_of
+from spbench.impls.layout import HEEDED, HEEDING, MEETINGS, MeetingKind, Site, SiteKind, Unsupported, shard_of
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.traffic import Traffic
@@ -140,6 +140,9 @@ class PlanningHooks(GridHooks):
                 raise Unsupported(
                     f"{self.name} has no {MEETINGS[site.kind]}", "use another strategy or another model"
                 )
+            for word, what in HEEDED.items():
+                if word in site.dims and word not in self.heeded(site.kind):
+                    raise Unsupported(f"{self.name} has no {what}", "use another strategy, or leave them out")
             if site.kind == "given_heads" and self.splits_features:
                 raise Unsupported(
                     f"{self.name} splits the projections to heads, and this model is given its heads",
@@ -155,6 +158,18 @@ class PlanningHooks(GridHooks):
     def check_sizes(self, sites: Sequence[Site]) -> None:
         """Raise :class:`Unsupported` if this strategy cannot split these sizes over its ranks. Called on more
         than one rank, with the sites as this strategy sees them (:meth:`as_seen`), grids as sequences."""
+
+    @classmethod
+    @final
+    def heeded(cls, kind: SiteKind) -> frozenset[str]:
+        """What ``heeds`` says of a kind of site; nothing for a class that overrides how positions meet
+        there and does not say what it heeds."""
+        for each in cls.__mro__:
+            if kind in (said := vars(each).get("heeds", {})):
+                return frozenset(said[kind])
+            if not HEEDING.get(kind, frozenset()).isdisjoint(vars(each)):
+                break
+        return frozenset()
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:

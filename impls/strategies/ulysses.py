@@ -16,13 +16,17 @@ around Ring Attention this is USP (arXiv 2405.07719), with the heads' limit on t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_to_all
+from spbench.impls.layout import HEEDED
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import Attend, as_sequences
@@ -55,6 +59,7 @@ class Ulysses(GridChunks):
     source = "arXiv 2309.14509, section 3; around ring_attention USP, arXiv 2405.07719"
     can_enclose = True
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
+    heeds: ClassVar[Mapping[str, frozenset[str]]] = {"causal_attention": frozenset(HEEDED)}
     options_type = UlyssesOptions
     options: UlyssesOptions
 
@@ -123,11 +128,11 @@ class Ulysses(GridChunks):
         attended = super().attention(q, k, v, mask, dropout=dropout, softmax=softmax)
         return self.to_positions(attended, heads)
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
         repeats = self.sent(q.shape[HEADS], k.shape[HEADS]) // k.shape[HEADS]
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
-        return self.by_heads(super().causal_attention, q, k, v)
+        return self.by_heads(partial(super().causal_attention, attended=attended), q, k, v)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.by_heads(super().full_attention, q, k, v)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import LIBRARIES
+from spbench.impls.models.blocks.packing import PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
@@ -29,7 +30,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions(AttentionHeads):
+class DecoderOptions(AttentionHeads, PackedSequences):
     """What the layers of a decoder are made of, and which kernels they use.
 
     Attributes:
@@ -68,6 +69,7 @@ class DecoderOptions(AttentionHeads):
         checkpoints: of full recomputation: where the inputs of runs of layers wait for backward: on the
             "device", or in pinned memory of the "host"; see :class:`HostCheckpoints`.
         checkpointing: as ``recompute: full``.
+        documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
     layers: int = 16
@@ -91,6 +93,8 @@ class DecoderOptions(AttentionHeads):
     recompute_early_stop: bool = False
     checkpoints: str = "device"
     checkpointing: bool = False
+    documents: str | Sequence[int] = ()
+    documents_seed: int = 0
 
     #: "rms" or "layer", which has a bias too
     norm: ClassVar[str] = "rms"
@@ -101,6 +105,7 @@ class DecoderOptions(AttentionHeads):
         elif self.head_dim < 1:
             raise ValueError(f"head_dim is at least 1, not {self.head_dim}")
         check_choices(self, _WAYS)
+        self.check_documents()
         object.__setattr__(self, "unfused", tuple(self.unfused))  # a list has no hash
         for name in self.unfused:
             if name not in FUSIONS:

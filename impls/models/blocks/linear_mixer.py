@@ -59,7 +59,7 @@ class LinearAttention:
         """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
         width = (2 if self.lrpe else 1) * model.head_size
-        sites = [Site("linear_attention", 1, dims | {"D": width}, again)]
+        sites = [Site("linear_attention", 1, dims | {"D": width} | model.heeded(seq_len), again)]
         if model.attention_norm == "hidden":
             sites.append(Site("feature_norm", 1, dims, again))
         return sites
