@@ -98,6 +98,10 @@ class Attended:
         """The position after the last of each document: cu_seqlens of FlashAttention, without its 0."""
         return tuple(accumulate(self.documents))
 
+    def document_of(self, position: int) -> int:
+        """Which document a position is of."""
+        return bisect_right(self.ends, position)
+
     def within_documents(self, intervals: Iterable[Interval]) -> Iterator[tuple[int, int, Interval]]:
         """The parts of intervals in documents: (document, its first position, part), in order."""
         ends = self.ends

@@ -58,6 +58,11 @@ MEETINGS: Mapping[str, str] = {
 
 #: dims of a site of attention that say what it heeds beside the causal mask
 HEEDED: Mapping[str, str] = {"documents": "packed documents", "window": "sliding windows"}
+#: what attention can heed, by the kind of site
+HEEDS_ALL: Mapping[str, frozenset[str]] = {
+    "causal_attention": frozenset(HEEDED),
+    "linear_attention": frozenset({"documents"}),
+}
 #: the hooks by which a strategy says how positions meet, by the kind of site that asks for them
 HEEDING: Mapping[str, frozenset[str]] = {
     "causal_attention": frozenset({"causal_attention", "attend"}),

@@ -17,10 +17,10 @@ gathering these states is LASP-2 (arXiv 2502.07563).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.kept_results import kept
 from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.keyed_steps import keyed_steps
-from spbench.impls.layout import HEEDED, runs_again
+from spbench.impls.layout import HEEDS_ALL, runs_again
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
@@ -169,7 +169,7 @@ class AllGatherKV(PlacedChunks):
     summary = "sequence chunks; keys and values are all-gathered (Llama 3's context parallelism)"
     source = "arXiv 2407.21783, section 3.3.2"
     meets = frozenset({"attention", "causal_attention", "full_attention"})
-    heeds: ClassVar[Mapping[str, frozenset[str]]] = {"causal_attention": frozenset(HEEDED)}
+    heeds = HEEDS_ALL
     options_type = AllGatherKVOptions
     options: AllGatherKVOptions
 

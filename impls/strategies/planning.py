@@ -6,6 +6,7 @@ their gradients are therefore summed.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
@@ -118,8 +119,17 @@ class PlanningHooks(GridHooks):
         sites = list(sites)
         self._check_lengths(sites)
         for strategy, seen in self.as_seen(sites):
+            strategy._check_heeded(seen)
             if strategy.size > 1:
                 strategy._check_own(seen)
+
+    def _check_heeded(self, sites: Iterable[Site]) -> None:
+        for site, (word, what) in itertools.product(sites, HEEDED.items()):
+            if word in site.dims and word not in self.heeded(site.kind):
+                kind = MEETINGS[cast(MeetingKind, site.kind)]
+                raise Unsupported(
+                    f"{kind} of {self.name} has no {what}", "use another strategy, or leave them out"
+                )
 
     def _check_lengths(self, sites: Iterable[Site]) -> None:
         multiple, parts = self.length_multiple, self.sequence_parts
@@ -140,9 +150,6 @@ class PlanningHooks(GridHooks):
                 raise Unsupported(
                     f"{self.name} has no {MEETINGS[site.kind]}", "use another strategy or another model"
                 )
-            for word, what in HEEDED.items():
-                if word in site.dims and word not in self.heeded(site.kind):
-                    raise Unsupported(f"{self.name} has no {what}", "use another strategy, or leave them out")
             if site.kind == "given_heads" and self.splits_features:
                 raise Unsupported(
                     f"{self.name} splits the projections to heads, and this model is given its heads",

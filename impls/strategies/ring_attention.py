@@ -15,17 +15,19 @@ paper (arXiv 2404.02882, section 4) has it for a baseline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import Ring, owners_in_turn
 from spbench.impls.kernels.decay import decay_mask, decay_powers, state_dtype
 from spbench.impls.kernels.kept_results import kept
-from spbench.impls.layout import HEEDED, runs_again
+from spbench.impls.layout import HEEDS_ALL, runs_again
 from spbench.impls.rings import OwnerKey
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
@@ -147,31 +149,51 @@ class _RingLinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, group: dist.ProcessGroup
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        group: dist.ProcessGroup,
+        attended: Attended,
     ) -> Tensor:
+        powers_of = partial(_powers_within_documents, decay, group.rank(), attended)
         o = v.new_zeros(v.shape, dtype=state_dtype(v.dtype))
         for owner, (keys, values) in Ring(group).round(k, v):
             if owner <= group.rank():
-                o.add_(((q @ keys.mT) * block_decay(decay, group.rank() - owner, q)) @ values)
+                o.add_(((q @ keys.mT) * powers_of(owner, q)) @ values)
         ctx.save_for_backward(q, k, v, decay)
-        ctx.group = group
+        ctx.group, ctx.powers_of = group, powers_of
         return o.to(v.dtype)
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay = ctx.saved_tensors
+        q, k, v, _ = ctx.saved_tensors
         d_q = torch.zeros_like(q, dtype=state_dtype(q.dtype))
 
         def of_block(owner: int, keys: Tensor, values: Tensor) -> BlockGradients | None:
             if owner > ctx.group.rank():
                 return None
-            powers = block_decay(decay, ctx.group.rank() - owner, q)
+            powers = ctx.powers_of(owner, q)
             d_scores = (d_o @ values.mT) * powers
             d_q.add_(d_scores @ keys)
             return d_scores.mT @ q, ((q @ keys.mT) * powers).mT @ d_o, ...
 
         d_k, d_v = gradients_round(ctx.group, [k, v], of_block)
-        return d_q.to(q.dtype), d_k, d_v, None, None
+        return d_q.to(q.dtype), d_k, d_v, None, None, None
+
+
+def _powers_within_documents(
+    decay: Tensor | None, rank: int, attended: Attended, owner: int, q: Tensor
+) -> Tensor:
+    """:func:`block_decay` of a rank's queries from the keys of an owner, 0 in other documents."""
+    powers = block_decay(decay, rank - owner, q)
+    if not attended.documents:
+        return powers
+    length, ends = q.shape[2], torch.tensor(attended.ends, device=q.device)
+    places = torch.arange(length, device=q.device)
+    mine, theirs = (torch.bucketize(places + r * length, ends, right=True) for r in (rank, owner))
+    return powers * (mine.unsqueeze(-1) == theirs)
 
 
 def block_decay(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
@@ -192,7 +214,7 @@ class RingAttention(PlacedChunks):
     summary = "sequence chunks; keys and values travel round a ring, blockwise softmax (Ring Attention)"
     source = "arXiv 2310.01889, section 3; placements: arXiv 2311.09431"
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
-    heeds: ClassVar[Mapping[str, frozenset[str]]] = {"causal_attention": frozenset(HEEDED)}
+    heeds = HEEDS_ALL
     options_type = DocumentPlacementOptions
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
@@ -215,9 +237,16 @@ class RingAttention(PlacedChunks):
         return _RingAttention.apply(q, k, v, self.group, meetings)
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         if self.size == 1:
-            return super().linear_attention(q, k, v, decay, way=way)
+            return super().linear_attention(q, k, v, decay, way=way, attended=attended)
         assert self.group is not None
-        return _RingLinearAttention.apply(q, k, v, decay, self.group)
+        return _RingLinearAttention.apply(q, k, v, decay, self.group, attended)

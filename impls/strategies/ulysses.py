@@ -16,17 +16,16 @@ around Ring Attention this is USP (arXiv 2405.07719), with the heads' limit on t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_to_all
-from spbench.impls.layout import HEEDED
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import Attend, as_sequences
@@ -59,7 +58,7 @@ class Ulysses(GridChunks):
     source = "arXiv 2309.14509, section 3; around ring_attention USP, arXiv 2405.07719"
     can_enclose = True
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
-    heeds: ClassVar[Mapping[str, frozenset[str]]] = {"causal_attention": frozenset(HEEDED)}
+    heeds = HEEDS_ALL
     options_type = UlyssesOptions
     options: UlyssesOptions
 
@@ -144,10 +143,17 @@ class Ulysses(GridChunks):
         return self.to_positions(attend(q, k, v), heads)
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
         if decay is not None:
             decay = F.pad(decay, (0, self.padded(heads) - heads)).chunk(self.size)[self.rank]
-        return self.to_positions(super().linear_attention(q, k, v, decay, way=way), heads)
+        return self.to_positions(super().linear_attention(q, k, v, decay, way=way, attended=attended), heads)

@@ -123,6 +123,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             {"recompute": "full", "checkpoints": "host"} | one,
             plain | {"heads": 3} | one,
             {"tied": True, "cross_entropy": "fused"},
+            # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
+            {"documents": (7, 1, 11, 5)} | one,
         ]
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:

@@ -99,7 +99,8 @@ class LinearAttentionMixer(nn.Module):
             cos, sin = places.turned(self.theta.view(-1, self.model.head_size))
             q, k = (torch.cat((y * cos, y * sin), -1) for y in (q, k))
             del cos, sin
-        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention)
+        heeded = {} if places.attended.plain else {"attended": places.attended}
+        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention, **heeded)
         del q, k, v
         y = self._normalised(o.transpose(1, 2))
         del o
