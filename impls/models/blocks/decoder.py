@@ -25,6 +25,7 @@ from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderL
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
+from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.savings import savings
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
@@ -103,7 +104,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     }
 
     @abstractmethod
-    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention:
+    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         """What mixes the tokens in a layer."""
 
     def __post_init__(self) -> None:
@@ -134,6 +135,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             {"recompute": "full", "checkpoints": "host", "mlp_tile": 7, "loss_tile": 7} | one,
             plain | {"heads": 3} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"},
+            # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
+            {"documents": (7, 1, 11, 5)} | one,
         ]
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:
@@ -170,21 +173,22 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
         alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool]] = Counter()
-        once = {"gathered_once": 1} if self.separate_projections else {}
         kept = {"kept": 1} if self.keeps_operators else {}
         for run, again in self.recomputed_runs(layers):
-            for width, closes in ((self.attention_width, False), (self.inner, True)):
-                tiles = self.mlp_tiling.dims if closes else {}
-                dims = tuple((hidden | {"F": width} | tiles).items())
-                alike["linear_in", (*dims, *once.items()), again] += len(run)
-                dims = (*dims, *kept.items())
+            for layer in run:
+                mixer, tiles = self.mixing(layer), self.mlp_tiling.dims
                 # what drops the output's elements keeps a mask, which the last product runs again for; tiles
                 # are one function, which runs whole
-                ends = closes and again and self.recompute_early_stop and not self.dropout and not tiles
-                alike["linear_out", dims, again] += len(run) - ends
-                alike["linear_out", dims, False] += ends
-            for layer in run:
-                for site in self.mixing(layer).sites(self, batch, seq_len, again):
+                spared = layer == run[-1] and self.recompute_early_stop and not self.dropout and not tiles
+                for dims, once, ends in (
+                    ({"F": mixer.width(self)}, mixer.gathers_once(self), False),
+                    ({"F": self.inner} | tiles, self.separate_projections, spared),
+                ):
+                    letters = tuple((hidden | dims).items())
+                    gathered = {"gathered_once": 1} if once else {}
+                    alike["linear_in", (*letters, *gathered.items()), again] += 1
+                    alike["linear_out", (*letters, *kept.items()), again and not ends] += 1
+                for site in mixer.sites(self, batch, seq_len, again):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
         sites = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
         sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)

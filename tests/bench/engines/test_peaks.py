@@ -29,6 +29,7 @@ LENGTHS = {"st-dit-tiny": 288, "transformer-2d-tiny": 576, "transformer-3d-tiny"
 DEFAULT_MODELS = {
     "lasp": "tnl-tiny",
     "lasp2": "tnl-tiny",
+    "lasp2h": "linear-llama3-tiny-hybrid",
     "dsp": "st-dit-tiny",
     "ring_attention": "causal-transformer-tiny",
     "all_gather_kv": "causal-transformer-tiny",
@@ -91,6 +92,11 @@ def combinations() -> Iterator[Any]:
     for name, training in SHARDING.items():
         cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
         yield pytest.param(cell, id=name, marks=[] if name in ("torchtitan", "parameters-on-host") else SLOW)
+    for backend in ("ddp", "fsdp_flat", "legacy_ddp", "megatron", "zero1", "zero2"):
+        host = {"optimizer": "host", **({"distributed_optimizer": True} if backend == "megatron" else {})}
+        cell = combination("lasp", "tnl-tiny", backend, 2, host)
+        marks = [] if backend == "megatron" else SLOW
+        yield pytest.param(cell, id=f"{backend}-optimizer-on-host", marks=marks)
     for name, training in PIPELINES.items():
         yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
     for name in ("1f1b", "overlapped"):
