@@ -15,7 +15,7 @@ from spbench.bench.advise.candidates import SLOWER, Candidate, Learned, candidat
 from spbench.bench.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.layouts import Refused
-from spbench.bench.advise.looks import Look
+from spbench.bench.advise.looks import Look, Looks, outcomes
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.search import BEST, Search
 from spbench.bench.cell import Cell
@@ -229,3 +229,24 @@ def test_what_cannot_be_run_is_counted_with_its_reason(monkeypatch: pytest.Monke
 def test_a_layout_that_fits_is_one_whose_outcome_is_ok() -> None:
     cell = next(iter(every())).cell(question().cell)
     assert not Seen(cell, Outcome("oom", measurement={"peak_memory_bytes": 1}), "few_layers").fits
+
+
+def test_an_executor_takes_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many at once as it has room for; none is taken here."""
+    given: list[str] = []
+
+    class Elsewhere:
+        at_once = 8
+
+        def outcomes(self, cells: Sequence[Cell], run: Any, on_start: Any) -> Iterator[tuple[Cell, Outcome]]:
+            given.extend(cell.key for cell in cells)
+            yield from MadeUp(0, 80 * GIB)(cells)
+
+    made = Looks(executor=Elsewhere())  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_cache", None)
+    assert made.jobs == 8
+    cell = every()[0].cell(question().cell)
+    ((found, outcome),) = outcomes(made, [Look.of(cell, "few_layers")])
+    assert (found.cell.key, outcome.status) == (cell.key, "ok")
+    assert given == [found.key]
+    assert not made.crew.workers
