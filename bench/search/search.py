@@ -106,18 +106,40 @@ class Boundary:
 
     def _guess(self) -> int:
         """The boundary as far as is known; blind bisection if no program could be sampled."""
-        if self.programs is None or self._host_was_full():
+        if self._host_was_full():
             return (self.low + self.high) // 2
+        if self.programs is None or not self.confirming:
+            return self._between_probes()
         while True:
             guess = self._last(self._seems_to_fit)
-            if guess == self.low or not self.confirming:
+            if guess == self.low:
                 return guess
             try:
                 if self.programs.confirm(guess):
                     return guess
             except NotOneProgram:
-                # programs change too often there: what is known of others must do, and the probes will tell
+                # programs change too often there, as with tiles, of which a longer sequence has more
                 self.confirming = False
+                return min(guess, self.high - 1) if not self.proof else self._between_probes()
+
+    def _between_probes(self) -> int:
+        """Where a line through the peaks of two probes meets the card's memory: of the nearest that fits and
+        that does not, or of the two largest or smallest. Memory grows evenly with the number of tiles."""
+        peaks = {each["value"] // self.unit: each["peak_memory_bytes"] for each in self.proof}
+        if not peaks:
+            return (self.low + self.high) // 2
+        least, most = peaks.get(self.low, 0), self.capacity
+        if (above := peaks.get(self.high, most + 1)) <= most:
+            # the card is full before its memory is: what is lost to fragments is at most a fifth
+            most = (max(least, most * 4 // 5) + above) // 2
+        inside = [units for units in (self.low, self.high) if units in peaks]
+        if len(inside) < 2:
+            inside = sorted(peaks)[-2:] if self.low in peaks else sorted(peaks)[:2]
+        a, *others = inside
+        b, of_b = (others[0], peaks[others[0]]) if others else (0, 0)
+        slope = (peaks[a] - of_b) / (a - b)
+        guess = int(a + (most - peaks[a]) / slope) if slope > 0 else (self.low + self.high) // 2
+        return max(self.low, min(self.high - 1, guess))
 
     def _host_was_full(self) -> bool:
         """Whether what bounds the bracket is the memory of hosts, which is not predicted."""
