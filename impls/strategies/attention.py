@@ -19,6 +19,7 @@ from spbench.impls.kernels.linear_attention import linear_attention, quadratic_l
 from spbench.impls.kernels.projection import strided_product
 from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
 from spbench.impls.strategies.delegation import left_within, property_left_within
+from spbench.impls.strategies.head_sources import HeadSource
 
 #: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
 #: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
@@ -77,6 +78,13 @@ class AttentionHooks:
         Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
         """
         return causal_flash_attention(q, k, v)
+
+    @left_within
+    def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
+        """Causal softmax attention of the queries, keys and values that ``heads`` projects from x [B, L or a
+        part, H] -> [B, Z, L or a part, A], by way of :meth:`causal_attention`; a strategy that makes them in
+        parts overrides this."""
+        return heads.attended(x)
 
     @left_within
     def whole_attention(
