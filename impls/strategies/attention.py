@@ -21,6 +21,9 @@ from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.head_sources import HeadSource
 
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
+
 #: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
 #: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
 #: own operators
@@ -36,6 +39,7 @@ class AttentionHooks:
     its queries attend to, of the heads that its projections made."""
 
     random: DropoutRandom
+    within: Strategy | None
     if TYPE_CHECKING:
 
         @property
@@ -79,12 +83,14 @@ class AttentionHooks:
         """
         return causal_flash_attention(q, k, v)
 
-    @left_within
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
         """Causal softmax attention of the queries, keys and values that ``heads`` projects from x [B, L or a
-        part, H] -> [B, Z, L or a part, A], by way of :meth:`causal_attention`; a strategy that makes them in
-        parts overrides this."""
-        return heads.attended(x)
+        part, H] -> [B, Z, L or a part, A]; by default they are made whole, for :meth:`causal_attention`. A
+        strategy that makes them in parts overrides this; it is asked unless one around it has a
+        ``causal_attention`` of its own."""
+        if self.within is None or type(self).causal_attention is not AttentionHooks.causal_attention:
+            return heads.attended(x)
+        return self.within.projected_attention(x, heads)
 
     @left_within
     def whole_attention(

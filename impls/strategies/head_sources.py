@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 ALL = slice(None)
@@ -28,7 +27,7 @@ class HeadPart(NamedTuple):
     Attributes:
         groups: of the heads of keys and values.
         members: of each run of the queries of a group.
-        positions: of this rank's.
+        positions: of this rank's; the tensors are those of these alone (:meth:`HeadSource.at`).
     """
 
     groups: slice = ALL
@@ -52,18 +51,32 @@ class HeadSource(ABC):
     Attributes:
         heads, groups: Z and G.
         head_size: A.
-        in_parts: whether parts can be made; else only :meth:`attended` is there.
+        position_dim: of the tensors that have positions.
+        with_positions: how many tensors have positions; they are the first.
+        needed: how many of these are needed again for gradients; they are the first.
     """
 
     heads: int
     groups: int
     head_size: int
-    in_parts: bool = True
+    position_dim: int
+    with_positions: int
+    needed: int
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether parts can be made; else only :meth:`attended` is there."""
+        return True
+
+    def at(self, tensors: Sequence[Tensor], positions: slice) -> list[Tensor]:
+        """The tensors, or gradients of them, of some positions: views."""
+        dims = [ALL] * self.position_dim
+        first, others = tensors[: self.with_positions], tensors[self.with_positions :]
+        return [*(x[(*dims, positions)] for x in first), *others]
 
     @abstractmethod
     def tensors(self, x: Tensor) -> Sequence[Tensor]:
-        """What is differentiated; all other methods are given these again. The first is x or stands for it:
-        [B, L, H] or [B, Z, L, A]."""
+        """What is differentiated; all other methods are given these again, or those of some positions."""
 
     @abstractmethod
     def queries(self, tensors: Sequence[Tensor], part: HeadPart) -> Tensor:
@@ -91,7 +104,10 @@ class HeadSource(ABC):
 
 
 class GivenHeads(HeadSource):
-    """Queries, keys and values that are there: q [B, Z, L, A], k, v [B, G, L, A] are the tensors."""
+    """Queries, keys and values that are there: q [B, Z, L, A], k, v [B, G, L, A] are the tensors. Their
+    gradients need none of them."""
+
+    position_dim, with_positions, needed = 2, 3, 0
 
     def __init__(self, q: Tensor, k: Tensor):
         self.heads, self.groups, self.head_size = q.shape[1], k.shape[1], q.shape[3]
@@ -102,31 +118,21 @@ class GivenHeads(HeadSource):
     def attended(self, x: Tensor) -> Tensor:
         raise NotImplementedError("they are given")
 
-    def _queries(self, q: Tensor, part: HeadPart) -> Tensor:
-        return part.of_queries(q, self.groups, 1)[..., part.positions, :]
-
     def queries(self, tensors: Sequence[Tensor], part: HeadPart) -> Tensor:
-        return self._queries(tensors[0], part).flatten(1, 3)
+        return part.of_queries(tensors[0], self.groups, 1).flatten(1, 3)
 
     def keys_values(self, tensors: Sequence[Tensor], part: HeadPart) -> tuple[Tensor, Tensor]:
-        _, k, v = (part.of_keys(x, 1)[:, :, part.positions] for x in tensors)
-        return k, v
+        _, k, v = tensors
+        return part.of_keys(k, 1), part.of_keys(v, 1)
 
     def add_queries(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], part: HeadPart, d_q: Tensor
     ) -> None:
-        into = self._queries(gradients[0], part)
+        into = part.of_queries(gradients[0], self.groups, 1)
         into.add_(d_q.view(into.shape))
 
     def add_keys_values(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], part: HeadPart, d_k: Tensor, d_v: Tensor
     ) -> None:
         for gradient, of_part in zip(gradients[1:], (d_k, d_v), strict=True):
-            part.of_keys(gradient, 1)[:, :, part.positions].add_(of_part)
-
-
-def gradient_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Zeros to which the gradients of tensors are added: of the first one in its own dtype, of the others in
-    ``dtype``, or in their own."""
-    x, *others = tensors
-    return [torch.zeros_like(x), *(torch.zeros_like(y, dtype=dtype or y.dtype) for y in others)]
+            part.of_keys(gradient, 1).add_(of_part)

@@ -32,10 +32,10 @@ from spbench.impls.layout import runs_again
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest, nearest_divisors
-from spbench.impls.strategies.head_sources import GivenHeads, HeadPart, HeadSource, gradient_sums
+from spbench.impls.strategies.head_sources import GivenHeads, HeadPart, HeadSource
 from spbench.impls.strategies.repeated_attention import RepeatedAttention
 from spbench.impls.strategies.sequence_chunks import GridOptions
-from spbench.impls.strategies.ulysses import HEADS, Ulysses
+from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.traffic import Traffic
 
 
@@ -112,7 +112,7 @@ class _InRounds(torch.autograd.Function):
             o = tensors[0].new_empty(*sizes, source.heads, source.head_size).transpose(1, 2)
             others: list[Tensor] = []
             for number in keyed_steps(rounds.sets, lambda number: number == 0):
-                k, v = upipe.sent_keys(source.keys_values(tensors, rounds.part(number)), rounds)
+                k, v = upipe.keys_to_heads(*source.keys_values(tensors, rounds.part(number)), rounds.runs)
                 for member in keyed_steps(rounds.each, lambda member: member == 0):
                     part = rounds.part(number, member)
                     q = upipe.to_heads(source.queries(tensors, part))
@@ -139,9 +139,10 @@ class _InRounds(torch.autograd.Function):
         upipe, source, attention = ctx.upipe, ctx.source, ctx.attention
         saved = ctx.saved_tensors
         tensors, (o, *others) = saved[: ctx.count], saved[ctx.count :]
-        rounds, gradients = upipe.rounds(source.heads, source.groups), gradient_sums(tensors)
+        rounds = upipe.rounds(source.heads, source.groups)
+        gradients = [torch.zeros_like(x) for x in tensors]
         for number in keyed_steps(rounds.sets, lambda number: number == 0):
-            k, v = upipe.sent_keys(source.keys_values(tensors, rounds.part(number)), rounds)
+            k, v = upipe.keys_to_heads(*source.keys_values(tensors, rounds.part(number)), rounds.runs)
             d_keys: Sequence[Tensor] = ()
             for member in keyed_steps(rounds.each, lambda member: member == 0):
                 part = rounds.part(number, member)
@@ -162,7 +163,7 @@ class _InRounds(torch.autograd.Function):
                 source.add_queries(tensors, gradients, part, d_q)
                 del d_q
             del k, v
-            d_k, d_v = upipe.summed_keys(d_keys, rounds)
+            d_k, d_v = upipe.key_gradients(*d_keys, rounds.keys * upipe.size, rounds.runs)
             del d_keys
             source.add_keys_values(tensors, gradients, rounds.part(number), d_k, d_v)
             del d_k, d_v
@@ -226,21 +227,6 @@ class UPipe(Ulysses):
                 ("k, v and their gradients", of_keys),
             ):
                 yield Traffic("backward", purpose, "all_to_all", 4 * count, payload)
-
-    def sent_keys(self, keys: Iterable[Tensor], rounds: Rounds) -> tuple[Tensor, Tensor]:
-        """k and v of a set of groups [B, g, L/N, A] -> this rank's of the whole sequence."""
-        if rounds.runs > 1:
-            keys = (x.repeat_interleave(rounds.runs, HEADS) for x in keys)
-        k, v = (self.to_heads(x) for x in keys)
-        return k, v
-
-    def summed_keys(self, gradients: Iterable[Tensor], rounds: Rounds) -> tuple[Tensor, Tensor]:
-        """The other way: [B, g, L/N, A], summed over the ranks that were sent the same."""
-        back = (self.to_positions(x, rounds.keys * self.size) for x in gradients)
-        if rounds.runs > 1:
-            back = (x.unflatten(HEADS, (-1, rounds.runs)).sum(HEADS + 1) for x in back)
-        d_k, d_v = back
-        return d_k, d_v
 
     def attend_within(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of some heads to whole sequences, by what this strategy is around."""

@@ -36,7 +36,10 @@ QUERIES, KEYS, VALUES = range(3)
 
 
 class ProjectedHeads(HeadSource):
-    """The queries, keys and values of a :class:`SoftmaxAttentionMixer`."""
+    """The queries, keys and values of a :class:`SoftmaxAttentionMixer`. Of the tensors x alone has
+    positions."""
+
+    position_dim, with_positions, needed = 1, 1, 1
 
     def __init__(self, mixer: SoftmaxAttentionMixer, places: Places):
         self.mixer, self.places = mixer, places
@@ -127,7 +130,7 @@ class ProjectedHeads(HeadSource):
     def _projected(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> Tensor:
         """[B, z, l, A], before norm and RoPE."""
         rows, bias = self._rows(tensors, which, part)
-        y = project(tensors[0][:, part.positions], rows, bias)
+        y = project(tensors[0], rows, bias)
         return y.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
     def _made(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> Tensor:
@@ -149,11 +152,11 @@ class ProjectedHeads(HeadSource):
             for total, gradient in zip(self._norm(gradients, which), d_norm, strict=True):
                 total.add_(gradient)
         d_y = d.transpose(1, 2).flatten(2)
-        x, (rows, bias) = tensors[0][:, part.positions], self._rows(tensors, which, part)
+        x, (rows, bias) = tensors[0], self._rows(tensors, which, part)
         d_weights, d_biases, _ = self._separated(gradients)
         of_rows = self._by_heads(d_weights, which, part)
         of_rows.add_(weight_gradient(d_y, x, rows).view(of_rows.shape))
         if bias is not None:
             of_bias = self._by_heads(d_biases, which, part)
             of_bias.add_(bias_gradient(d_y, bias).view(of_bias.shape))
-        add_input_gradient(gradients[0][:, part.positions], d_y, rows)
+        add_input_gradient(gradients[0], d_y, rows)
