@@ -76,7 +76,7 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fpdt: FPDT, source: HeadSource, length: int, *tensors: Tensor) -> Tensor:
         repeats = fpdt.sent(source.heads, source.groups) // source.groups
-        attending, waiting = fpdt.copies(tensors[0]), fpdt.copies(tensors[0])
+        attending, waiting = fpdt.copies(tensors[0].device)
         keys: list[Sequence[Tensor]] = []
         of_chunks: list[Tensor] = []
         output = []
@@ -118,7 +118,7 @@ class _InChunks(torch.autograd.Function):
         rest, each = saved[2 * len(chunks) :], 3 + source.needed
         rows = [rest[start : start + each] for start in range(0, len(rest), each)]
         precise, scale = state_dtype(d_o.dtype), source.head_size**-0.5
-        attending, waiting = fpdt.copies(d_o), fpdt.copies(d_o)
+        attending, waiting = fpdt.copies(d_o.device)
         gradients = [d_o.new_zeros(shape) for shape in ctx.shapes]
         gradients += (torch.zeros_like(x, dtype=precise) for x in weights)
         # between two chunks of keys: the gradients of each chunk's output, and so far of its queries
@@ -172,6 +172,7 @@ class FPDT(Ulysses):
     meets = frozenset({"causal_attention"})
     options_type = FPDTOptions
     options: FPDTOptions
+    _copies: tuple[CopyStream, CopyStream] | None = None
 
     @property
     def length_multiple(self) -> int:
@@ -218,9 +219,12 @@ class FPDT(Ulysses):
                     for purpose, heads in both if length else ():
                         yield Traffic(phase, purpose, "all_to_all", 2 * count * site.count, head * heads)
 
-    def copies(self, like: Tensor) -> CopyStream:
-        """What brings tensors to where they wait, and back."""
-        return (CopyStream if self.options.offload else NoCopies)(like.device)
+    def copies(self, device: torch.device) -> tuple[CopyStream, CopyStream]:
+        """What brings tensors to where they wait and back: those that are attended to, and the others."""
+        if self._copies is None:
+            kind = CopyStream if self.options.offload else NoCopies
+            self._copies = kind(device), kind(device)
+        return self._copies
 
     def to_heads(self, x: Tensor) -> Tensor:
         return x if self.size == 1 else super().to_heads(x)

@@ -74,6 +74,7 @@ class RepeatedAttention:
             places.append(len(known) + len(others) if place is None else place)
             if place is None:
                 others.append(x.detach())
+        saved.clear()  # the graph holds the list
         self._edge, self._places = get_gradient_edge(o), places
         return o.detach(), others
 
