@@ -46,6 +46,10 @@ class CopyStream:
             to_device_(x, host)
         return x
 
+    def changed(self, x: Tensor, host: Tensor) -> None:
+        """Begin to copy to the host what came from there and was written to."""
+        self.to_host(x, host)
+
     def wait(self) -> None:
         """What has begun is done before the computing stream goes on."""
         self._module.current_stream().wait_stream(self._stream)
@@ -69,10 +73,13 @@ class NoCopies(CopyStream):
         return torch.empty(*shape, dtype=dtype, device=self.device)
 
     def to_host(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        return x if into is None or into is x else into.copy_(x)
+        return x if into is None else into.copy_(x)
 
     def to_device(self, host: Tensor) -> Tensor:
         return host
+
+    def changed(self, x: Tensor, host: Tensor) -> None:
+        pass
 
     def wait(self) -> None:
         pass

@@ -135,16 +135,18 @@ class _InChunks(torch.autograd.Function):
                 d_q, d_keys, d_values = flash_attention_backward(
                     d_of_chunk, q, k, v, o, lse, scale, step == 0
                 )
-                if not sums and step:
-                    attending.to_host(d_of_chunk, into=d_outputs[i])
                 d_q = sums[1].add_(d_q) if sums else d_q.to(precise)
-                del q, o, lse, sums, d_of_chunk
                 if step == 0:
                     own, d_k, d_v = d_q, d_keys.to(precise), d_values.to(precise)
                 else:
-                    attending.to_host(d_q, into=d_queries[i])
                     d_k.add_(d_keys)
                     d_v.add_(d_values)
+                    if sums:
+                        attending.changed(d_q, d_queries[i])
+                    else:
+                        attending.to_host(d_of_chunk, d_outputs[i])
+                        attending.to_host(d_q, d_queries[i])
+                del q, o, lse, sums, d_of_chunk
                 del d_q, d_keys, d_values
             del k, v
             if j + 1 < len(chunks):

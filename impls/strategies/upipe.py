@@ -106,7 +106,7 @@ class _InRounds(torch.autograd.Function):
         ctx: Any, upipe: UPipe, source: HeadSource, sizes: tuple[int, int], *tensors: Tensor
     ) -> Tensor:
         rounds = upipe.rounds(source.heads, source.groups)
-        attention = RepeatedAttention(upipe.attend_within)
+        attention = upipe.repeated_attention(rounds)
 
         def in_rounds() -> tuple[Tensor, ...]:
             o = tensors[0].new_empty(*sizes, source.heads, source.head_size).transpose(1, 2)
@@ -227,6 +227,10 @@ class UPipe(Ulysses):
                 ("k, v and their gradients", of_keys),
             ):
                 yield Traffic("backward", purpose, "all_to_all", 4 * count, payload)
+
+    def repeated_attention(self, rounds: Rounds) -> RepeatedAttention:
+        """The attention of all rounds."""
+        return RepeatedAttention(self.attend_within)
 
     def attend_within(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of some heads to whole sequences, by what this strategy is around."""
