@@ -21,6 +21,7 @@ MeetingKind = Literal[
     "whole_attention",
     "full_attention",
     "linear_attention",
+    "gated_recurrence",
     "project_sequence",
 ]
 #: what else a model, a layer or a step can ask for; most kinds are the names of the hooks that are asked
@@ -53,6 +54,7 @@ MEETINGS: Mapping[str, str] = {
     "whole_attention": "softmax attention with dropout, or by way of all scores",
     "full_attention": "softmax attention of all to all on a grid",
     "linear_attention": "linear attention",
+    "gated_recurrence": "gated recurrence (Gated DeltaNet, Mamba-2)",
     "project_sequence": "Linformer's projection",
 }
 

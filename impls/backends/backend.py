@@ -180,11 +180,17 @@ class Backend(ABC):
         return Optimizer(
             parameters,
             self.precision if masters else replace(self.precision, master=False),
-            with_moments=self.settings.moments == "kept",
             master_gradients=master_gradients,
-            overflow_groups=[*self.overflow_groups, *shard_groups],
-            lr=self.settings.learning_rate,
+            **self.optimizer_settings(shard_groups),
         )
+
+    def optimizer_settings(self, shard_groups: Iterable[dist.ProcessGroup | None] = ()) -> dict[str, Any]:
+        """What every optimizer is made with; ``shard_groups`` as in :meth:`make_optimizer`."""
+        return {
+            "with_moments": self.settings.moments == "kept",
+            "overflow_groups": [*self.overflow_groups, *shard_groups],
+            "lr": self.settings.learning_rate,
+        }
 
     def summed(self) -> Iterator[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         """The parameters by the group that their gradients are summed over (None: a rank alone)."""

@@ -6,6 +6,7 @@ overrides what it changes. The hooks are grouped by the question that they answe
 - :class:`Strategy`, here: which positions has this rank, and what goes between pipeline stages?
 - :class:`LayerHooks`: what does a layer compute with its weights?
 - :class:`AttentionHooks`: how do positions of a sequence meet?
+- :class:`RecurrenceHooks`: how do they meet in a gated recurrence?
 - :class:`GridHooks`: how do they meet on a grid?
 - :class:`ParameterHooks`: over which ranks are parameters split, and their gradients summed?
 - :class:`PlanningHooks`: can it run these sizes, and what does it send?
@@ -41,6 +42,7 @@ from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.layers import LayerHooks
 from spbench.impls.strategies.planning import ParameterHooks, PlanningHooks
+from spbench.impls.strategies.recurrence import RecurrenceHooks
 
 __all__ = [
     "MEETINGS",
@@ -55,7 +57,7 @@ __all__ = [
 ]
 
 
-class Strategy(LayerHooks, AttentionHooks, ParameterHooks, PlanningHooks):
+class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, PlanningHooks):
     """The single device, and the interface that every way to parallelize implements.
 
     A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all of them, and

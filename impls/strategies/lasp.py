@@ -26,7 +26,7 @@ from spbench.impls.collectives import exchange
 from spbench.impls.kernels import linear_attention as kernels
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site
-from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.strategies.recurrent_chunks import Chain, RecurrentChunks
 from spbench.impls.traffic import Traffic
 
 
@@ -97,13 +97,14 @@ class LaspOptions(Options):
     barrier: bool = False
 
 
-class Lasp(SequenceChunks):
+class Lasp(RecurrentChunks):
     """Sequence chunks along which the state of linear attention travels from rank to rank."""
 
     name = "lasp"
     summary = "sequence chunks; the state of linear attention travels along the ranks"
     source = "arXiv 2404.02882, section 3"
-    meets = frozenset({"linear_attention"})
+    meets = frozenset({"linear_attention", "gated_recurrence"})
+    passing = Chain
     options_type = LaspOptions
     options: LaspOptions
 
@@ -115,7 +116,9 @@ class Lasp(SequenceChunks):
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         sites = list(sites)
         for site in sites:
-            if site.kind == "linear_attention":
+            if site.kind == "gated_recurrence":
+                yield from self.recurrence_traffic(site, element_bytes)
+            elif site.kind == "linear_attention":
                 d = site.dims
                 # states are in at least float32
                 state = d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from spbench.impls.collectives import start_all_gather
 from spbench.impls.kernels import linear_attention as kernels
 from spbench.impls.strategies.base import Site
-from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.strategies.recurrent_chunks import Gather, RecurrentChunks
 from spbench.impls.traffic import Traffic
 
 
@@ -69,18 +69,21 @@ def _decayed_sum(totals: Tensor, decay: Tensor | None, length: int, chunks: list
     return torch.einsum("nbzda,zn->bzda", totals, weights.expand(totals.shape[2], -1))
 
 
-class Lasp2(SequenceChunks):
+class Lasp2(RecurrentChunks):
     """Sequence chunks of which one all-gather gives every rank all states of linear attention."""
 
     name = "lasp2"
     summary = "sequence chunks; one all-gather of the states of linear attention"
     source = "arXiv 2502.07563, algorithm 2"
-    meets = frozenset({"linear_attention"})
+    meets = frozenset({"linear_attention", "gated_recurrence"})
+    passing = Gather
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         sites = list(sites)
         for site in sites:
-            if site.kind == "linear_attention":
+            if site.kind == "gated_recurrence":
+                yield from self.recurrence_traffic(site, element_bytes)
+            elif site.kind == "linear_attention":
                 d = site.dims
                 # of all ranks, in at least float32
                 states = self.size * d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)

@@ -55,8 +55,8 @@ class PlacementOptions(GridOptions):
     grid than ``grid_dim`` needs no message.
 
     Attributes:
-        placement: of positions on ranks, one of PLACEMENTS; linear attention and grids take contiguous chunks
-            only.
+        placement: of positions on ranks, one of PLACEMENTS; linear attention, recurrences and grids take
+            contiguous chunks only.
     """
 
     placement: str = "contiguous"
@@ -100,8 +100,9 @@ class PlacedChunks(GridChunks):
         for site in sites:
             if site.kind == "attention" and "mask_rows" in site.dims:
                 raise Unsupported(f"{self.name} has no masks but the causal one", "use ring_self_attention")
-            if site.kind in ("linear_attention", "full_attention") and placement != "contiguous":
-                what = "linear attention" if site.kind == "linear_attention" else "a grid"
+            what = {"linear_attention": "linear attention", "gated_recurrence": "a recurrence"}.get(site.kind)
+            if (what or site.kind == "full_attention") and placement != "contiguous":
+                what = what or "a grid"
                 raise Unsupported(f"{what} has no {placement} placement", "use placement contiguous")
 
     def own(self, x: Tensor, dim: int) -> Tensor:

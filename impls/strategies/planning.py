@@ -16,6 +16,7 @@ from spbench.impls.axes import Place
 from spbench.impls.layout import MEETINGS, MeetingKind, Site, Unsupported, shard_of
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
+from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -185,6 +186,16 @@ class PlanningHooks(GridHooks):
     def traffic(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         """The closed forms of this strategy and of those within it; the arguments are those of
         :meth:`communication`. An entry that names no ``axes`` goes over all axes of its strategy."""
+        whole = []
+        for site in sites:
+            if not (tiling := tiling_of(site)):
+                whole.append(site)
+                continue
+            for tile in tiles_of(site, tiling, self.sequence_parts):
+                yield from entries_of_tiles(self._traffic_of([tile], element_bytes), site, tiling)
+        yield from self._traffic_of(whole, element_bytes)
+
+    def _traffic_of(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for strategy, seen in self.as_seen(sites):
             for entry in strategy.communication(seen, element_bytes):
                 yield entry if entry.axes else entry.over(*strategy.axes)

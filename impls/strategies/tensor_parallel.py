@@ -97,10 +97,12 @@ class TensorParallel(Strategy):
 
     def _check_groups(self, site: Site) -> None:
         heads, kv_heads = site.dims.get("Z", 0), site.dims.get("G", self.size)
-        if site.kind == "separate_linear_in" and kv_heads % self.size:
+        if site.kind in ("separate_linear_in", "gated_recurrence") and kv_heads % self.size:
+            of = "keys and values" if site.kind == "separate_linear_in" else "keys of a recurrence"
+            mend = ", or leave out separate_projections" if site.kind == "separate_linear_in" else ""
             raise Unsupported(
-                f"{self.size} ranks do not divide {kv_heads} heads of keys and values",
-                f"use {nearest_divisors(kv_heads, self.size)}, or leave out separate_projections",
+                f"{self.size} ranks do not divide {kv_heads} heads of {of}",
+                f"use {nearest_divisors(kv_heads, self.size)}{mend}",
             )
         if kv_heads % self.size and self.size % kv_heads:
             fitting = [n for n in divisors(heads) if not (kv_heads % n and n % kv_heads)]

@@ -27,6 +27,7 @@ from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import Attend, as_sequences
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, refuse_masks_of_own_queries
+from spbench.impls.strategies.swapped_heads import SwappedHeads
 from spbench.impls.traffic import Traffic
 
 #: dims of [B, Z, L, A]
@@ -47,14 +48,16 @@ class UlyssesOptions(GridOptions):
     pad_heads: bool = False
 
 
-class Ulysses(GridChunks):
+class Ulysses(SwappedHeads, GridChunks):
     """Sequence chunks that all-to-alls swap for whole sequences of some heads during attention."""
 
     name = "ulysses"
     summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
     source = "arXiv 2309.14509, section 3; around ring_attention USP, arXiv 2405.07719"
     can_enclose = True
-    meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
+    meets = frozenset(
+        {"attention", "causal_attention", "full_attention", "linear_attention", "gated_recurrence"}
+    )
     options_type = UlyssesOptions
     options: UlyssesOptions
 
@@ -89,7 +92,9 @@ class Ulysses(GridChunks):
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):
-            if site.kind not in self.meets:
+            if site.kind == "gated_recurrence":
+                yield from self.recurrence_traffic(site, element_bytes)
+            if site.kind not in self.meets or site.kind == "gated_recurrence":
                 continue
             d = site.dims
             # q and k have D features a head in linear attention, v and the output A

@@ -13,6 +13,7 @@ from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.tiles import loss_in_tiles
 from spbench.impls.strategies.base import Strategy, Unsupported
 
 if TYPE_CHECKING:
@@ -99,10 +100,17 @@ class Decoder(nn.Module):
 
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight = self.head if (tied := self.tied) is None else tied
-        logits, labels = self.strategy.vocabulary_logits(self.norm(x), weight, None), inputs["labels"]
-        token_loss = self.strategy.cross_entropy(logits, labels, way=self.model.cross_entropy)
-        loss = (token_loss * inputs["loss_weights"]).sum()
+        x, labels, weights = self.norm(x), inputs["labels"], inputs["loss_weights"]
+        if tiling := self.model.loss_tiling:
+            loss, token_loss = loss_in_tiles(self._token_loss, weight, x, labels, weights, tiling)
+        else:
+            token_loss = self._token_loss(x, weight, labels)
+            loss = (token_loss * weights).sum()
         return {"loss": loss, "language_loss": loss, "token_loss": token_loss}
+
+    def _token_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = self.strategy.vocabulary_logits(x, weight, None)
+        return self.strategy.cross_entropy(logits, labels, way=self.model.cross_entropy)
 
 
 def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:

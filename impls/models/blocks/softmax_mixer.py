@@ -74,6 +74,14 @@ class SoftmaxAttention:
         """Whether only a rank that has all positions can compute it."""
         return self.dropout > 0 or self.kernel == "unfused"
 
+    def width(self, model: DecoderOptions) -> int:
+        """Features between the projections that open and close the layer."""
+        return model.attention_width
+
+    def gathers_once(self, model: DecoderOptions) -> bool:
+        """Whether the input is one tensor for several products."""
+        return model.separate_projections
+
     def norm_weights(self, model: DecoderOptions) -> int:
         """How many weights and biases the norms of queries and keys have."""
         return (4 if model.norm == "layer" else 2) if model.qk_norm else 0
