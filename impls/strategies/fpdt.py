@@ -87,9 +87,9 @@ class _InChunks(torch.autograd.Function):
             q_on_host, *own = (attending.to_host(x) for x in (q, k, v))
 
             def blocks(k: Tensor = k, v: Tensor = v) -> Iterator[Block]:
-                for _, earlier in in_turn(attending, keys):
-                    yield ALL, *earlier, False
-                    del earlier
+                for _, (earlier_k, earlier_v) in in_turn(attending, keys):
+                    yield ALL, earlier_k, earlier_v, False
+                    del earlier_k, earlier_v
                 yield ALL, k, v, True
 
             o, lse = attend_blocks(q, blocks())

@@ -68,7 +68,8 @@ class RepeatedAttention:
         with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
             o = self.attend(*_Opened.apply(token, self._gradients, q, k, v))
         known = q, k, v, o
-        places, others = [], []
+        places: list[int] = []
+        others: list[Tensor] = []
         for x in saved:
             place = next((i for i, y in enumerate(known) if _same(x, y)), None)
             places.append(len(known) + len(others) if place is None else place)

@@ -29,7 +29,6 @@ from torch import Tensor
 from spbench.impls.kernels.kept_results import kept
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.layout import runs_again
-from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest, nearest_divisors
 from spbench.impls.strategies.head_sources import GivenHeads, HeadPart, HeadSource
@@ -177,7 +176,7 @@ class UPipe(Ulysses):
     summary = "Ulysses in rounds of some heads, which project, send and attend (UPipe, Untied Ulysses)"
     source = "arXiv 2602.21196; around ring_attention its ring"
     meets = frozenset({"causal_attention"})
-    options_type: type[Options] = UPipeOptions
+    options_type = UPipeOptions  # type: ignore[assignment]  # it pads no heads
     options: UPipeOptions  # type: ignore[assignment]
 
     def rounds(self, heads: int, groups: int) -> Rounds:

@@ -64,7 +64,7 @@ class ProjectedHeads(HeadSource):
 
     def _weights(self) -> Sequence[Tensor]:
         project = self.mixer.project
-        return project.weights if isinstance(project, SeparateLinear) else [project.weight]
+        return [*project.weights] if isinstance(project, SeparateLinear) else [project.weight]
 
     def _biases(self) -> Sequence[Tensor]:
         project = self.mixer.project

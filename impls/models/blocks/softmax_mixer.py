@@ -22,6 +22,8 @@ from spbench.impls.models.blocks.projected_heads import ProjectedHeads
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.grouped_query import GroupedQueryLinear
+from spbench.impls.strategies.layers import GroupedLinear, SeparateLinear
 
 #: kernels that take and return [B, L, Z, A]; they are alike but for their rates on a card
 _FLASH = (
@@ -122,7 +124,7 @@ class SoftmaxAttentionMixer(nn.Module):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
         hidden, kv_heads = model.hidden, model.kv_heads or model.heads
-        self.project: nn.Module
+        self.project: SeparateLinear | GroupedQueryLinear | GroupedLinear
         if model.separate_projections:
             width = kv_heads * model.head_size
             outputs = model.attention_width, width, width
@@ -244,4 +246,4 @@ class SoftmaxAttentionMixer(nn.Module):
         if self.model.norm != "layer":
             return rms_norm(x, weight, epsilon, way=self.model.rms_norm)
         # libraries' kernels take no views: what is kept is a copy of the projection's part
-        return layer_norm(x.contiguous(), weight, *bias, epsilon)
+        return layer_norm(x.contiguous(), weight, bias[0], epsilon)
