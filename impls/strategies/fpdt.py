@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.kernels.copy_stream import CopyStream, NoCopies
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.flash_attention import flash_attention_backward
@@ -235,11 +236,14 @@ class FPDT(Ulysses):
         return x if self.size == 1 else super().to_positions(x, heads)
 
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
-        if not heads.in_parts:
+        if not (heads.in_parts and heads.attended.plain):
             return super().projected_attention(x, heads)
         o: Tensor = _InChunks.apply(self, heads, x.shape[1], *heads.tensors(x))
         return o
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+        if not attended.plain:
+            assert self.size == 1, "refused before"
+            return super(Ulysses, self).causal_attention(q, k, v, attended)
         o: Tensor = _InChunks.apply(self, GivenHeads(q, k), q.shape[POSITIONS], q, k, v)
         return o

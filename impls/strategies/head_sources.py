@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
+
 ALL = slice(None)
 
 
@@ -51,6 +53,7 @@ class HeadSource(ABC):
     Attributes:
         heads, groups: Z and G.
         head_size: A.
+        attended: what of the earlier positions a position attends to.
         position_dim: of the tensors that have positions.
         with_positions: how many tensors have positions; they are the first.
         needed: how many of these are needed again for gradients; they are the first.
@@ -59,13 +62,14 @@ class HeadSource(ABC):
     heads: int
     groups: int
     head_size: int
+    attended: Attended
     position_dim: int
     with_positions: int
     needed: int
 
     @property
     def in_parts(self) -> bool:
-        """Whether parts can be made; else only :meth:`attended` is there."""
+        """Whether parts can be made; else only :meth:`attend_whole` is there."""
         return True
 
     def at(self, tensors: Sequence[Tensor], positions: slice) -> list[Tensor]:
@@ -99,7 +103,7 @@ class HeadSource(ABC):
         """As :meth:`add_queries`, of a part's keys and values."""
 
     @abstractmethod
-    def attended(self, x: Tensor) -> Tensor:
+    def attend_whole(self, x: Tensor) -> Tensor:
         """The causal attention of all of them at once, as the model asks for it: [B, Z, L, A]."""
 
 
@@ -109,13 +113,14 @@ class GivenHeads(HeadSource):
 
     position_dim, with_positions, needed = 2, 3, 0
 
-    def __init__(self, q: Tensor, k: Tensor):
+    def __init__(self, q: Tensor, k: Tensor, attended: Attended = CAUSAL):
         self.heads, self.groups, self.head_size = q.shape[1], k.shape[1], q.shape[3]
+        self.attended = attended
 
     def tensors(self, x: Tensor) -> Sequence[Tensor]:
         raise NotImplementedError("they are given")
 
-    def attended(self, x: Tensor) -> Tensor:
+    def attend_whole(self, x: Tensor) -> Tensor:
         raise NotImplementedError("they are given")
 
     def queries(self, tensors: Sequence[Tensor], part: HeadPart) -> Tensor:

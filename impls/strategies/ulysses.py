@@ -18,11 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_to_all
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import Attend, as_sequences
@@ -58,6 +61,7 @@ class Ulysses(SwappedHeads, GridChunks):
     meets = frozenset(
         {"attention", "causal_attention", "full_attention", "linear_attention", "gated_recurrence"}
     )
+    heeds = HEEDS_ALL
     options_type = UlyssesOptions
     options: UlyssesOptions
 
@@ -142,11 +146,11 @@ class Ulysses(SwappedHeads, GridChunks):
         attended = super().attention(q, k, v, mask, dropout=dropout, softmax=softmax)
         return self.to_positions(attended, heads)
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
         repeats = self.sent(q.shape[HEADS], k.shape[HEADS]) // k.shape[HEADS]
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
-        return self.by_heads(super().causal_attention, q, k, v)
+        return self.by_heads(partial(super().causal_attention, attended=attended), q, k, v)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.by_heads(super().full_attention, q, k, v)
@@ -158,10 +162,17 @@ class Ulysses(SwappedHeads, GridChunks):
         return self.to_positions(attend(q, k, v), heads)
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
         if decay is not None:
             decay = F.pad(decay, (0, self.padded(heads) - heads)).chunk(self.size)[self.rank]
-        return self.to_positions(super().linear_attention(q, k, v, decay, way=way), heads)
+        return self.to_positions(super().linear_attention(q, k, v, decay, way=way, attended=attended), heads)

@@ -21,14 +21,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.kernels.kept_results import kept
 from spbench.impls.keyed_steps import keyed_steps
-from spbench.impls.layout import runs_again
+from spbench.impls.layout import HEEDS_ALL, runs_again
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest, nearest_divisors
 from spbench.impls.strategies.head_sources import GivenHeads, HeadPart, HeadSource
@@ -105,7 +107,7 @@ class _InRounds(torch.autograd.Function):
         ctx: Any, upipe: UPipe, source: HeadSource, sizes: tuple[int, int], *tensors: Tensor
     ) -> Tensor:
         rounds = upipe.rounds(source.heads, source.groups)
-        attention = upipe.repeated_attention(rounds)
+        attention = upipe.repeated_attention(rounds, source.attended)
 
         def in_rounds() -> tuple[Tensor, ...]:
             o = tensors[0].new_empty(*sizes, source.heads, source.head_size).transpose(1, 2)
@@ -176,6 +178,7 @@ class UPipe(Ulysses):
     summary = "Ulysses in rounds of some heads, which project, send and attend (UPipe, Untied Ulysses)"
     source = "arXiv 2602.21196; around ring_attention its ring"
     meets = frozenset({"causal_attention"})
+    heeds = HEEDS_ALL
     options_type = UPipeOptions  # type: ignore[assignment]  # it pads no heads
     options: UPipeOptions  # type: ignore[assignment]
 
@@ -227,13 +230,11 @@ class UPipe(Ulysses):
             ):
                 yield Traffic("backward", purpose, "all_to_all", 4 * count, payload)
 
-    def repeated_attention(self, rounds: Rounds) -> RepeatedAttention:
-        """The attention of all rounds."""
-        return RepeatedAttention(self.attend_within)
-
-    def attend_within(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of some heads to whole sequences, by what this strategy is around."""
-        return super(Ulysses, self).causal_attention(q, k, v)  # Ulysses' own would send them again
+    def repeated_attention(self, rounds: Rounds, attended: Attended) -> RepeatedAttention:
+        """Attention of the heads of any round to whole sequences, by what this strategy is around."""
+        # Ulysses' own would send them again
+        within = super(Ulysses, self).causal_attention
+        return RepeatedAttention(within if attended.plain else partial(within, attended=attended))
 
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
         if self.size == 1 or not heads.in_parts:
@@ -241,8 +242,9 @@ class UPipe(Ulysses):
         o: Tensor = _InRounds.apply(self, heads, x.shape[:2], *heads.tensors(x))
         return o
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
         if self.size == 1:
-            return self.attend_within(q, k, v)
-        o: Tensor = _InRounds.apply(self, GivenHeads(q, k), (q.shape[0], q.shape[2]), q, k, v)
+            return super(Ulysses, self).causal_attention(q, k, v, attended)
+        source = GivenHeads(q, k, attended)
+        o: Tensor = _InRounds.apply(self, source, (q.shape[0], q.shape[2]), q, k, v)
         return o

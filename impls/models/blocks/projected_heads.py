@@ -45,7 +45,7 @@ class ProjectedHeads(HeadSource):
         self.mixer, self.places = mixer, places
         model = mixer.model
         self.heads, self.groups = model.heads, model.kv_heads or model.heads
-        self.head_size = model.head_size
+        self.head_size, self.attended = model.head_size, places.attended
 
     @property
     def in_parts(self) -> bool:
@@ -53,8 +53,8 @@ class ProjectedHeads(HeadSource):
         whole = not self.mixer.strategy.splits_features
         return whole and self.mixer.model.recompute != "selective" and not self.mixer.kind.needs_all_positions
 
-    def attended(self, x: Tensor) -> Tensor:
-        return self.mixer.attended(x, self.places)
+    def attend_whole(self, x: Tensor) -> Tensor:
+        return self.mixer.attend_whole(x, self.places)
 
     # -- what is differentiated: x, the weights, their biases, and the norms of queries and of keys ----------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import Attended
 from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
@@ -114,7 +115,8 @@ class SoftmaxAttention:
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         kept = {"kept": 1} if model.keeps_operators else {}
-        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept, again)]
+        heeded = model.heeded(seq_len)
+        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept | heeded, again)]
 
 
 class SoftmaxAttentionMixer(nn.Module):
@@ -150,7 +152,7 @@ class SoftmaxAttentionMixer(nn.Module):
             y = y.clone(memory_format=torch.contiguous_format)
         return self.out.project(y.flatten(2))
 
-    def attended(self, x: Tensor, places: Places) -> Tensor:
+    def attend_whole(self, x: Tensor, places: Places) -> Tensor:
         """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""
         q, k, v = self._projected(x)
         q, k = self.turned(q, places), self.turned(k, places)
@@ -158,12 +160,13 @@ class SoftmaxAttentionMixer(nn.Module):
         if self._made_contiguous:
             q, k, v = (x.contiguous() for x in (q, k, v))
         if self.model.recompute == "selective":
-            return recomputed(self._attend, self.strategy.random, q, k, v)
-        return self._attend(q, k, v)
+            return recomputed(self._attend, self.strategy.random, q, k, v, places.attended)
+        return self._attend(q, k, v, places.attended)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
         if not self.kind.needs_all_positions:
-            return self.strategy.causal_attention(q, k, v)
+            # strategies that know of nothing but causal attention need not name a further argument
+            return self.strategy.causal_attention(q, k, v, *([] if attended.plain else [attended]))
         local = self.model.library == "megatron-local"
         if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spbench.impls.attended import Attended
 from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.strategies.fpdt import FPDT
 from spbench.impls.strategies.head_sources import HeadPart
@@ -70,8 +71,8 @@ class _LastRoundAlone(RepeatedAttention):
 class KeyGradientsOfOneRound(UPipe):
     """Keys and values get the gradient of one round of queries, not the sum over their group's."""
 
-    def repeated_attention(self, rounds: Rounds) -> RepeatedAttention:
-        attention = _LastRoundAlone(self.attend_within)
+    def repeated_attention(self, rounds: Rounds, attended: Attended) -> RepeatedAttention:
+        attention = _LastRoundAlone(super().repeated_attention(rounds, attended).attend)
         attention.each = rounds.each
         return attention
 

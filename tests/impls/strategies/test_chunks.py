@@ -37,6 +37,8 @@ GROUPED = "causal-transformer-tiny-gqa"  # 12 heads in 4 groups
         ("fpdt", {"chunk": 9}, 3),  # and a last chunk of 6
         ("fpdt", {"chunk": 4, "offload": False}, 2),
         ("upipe+ring_attention", {"placement": "zigzag"}, {"sp": 2, "cp": 2}),
+        ("upipe+ulysses", {"heads_a_round": 6}, {"sp": 2, "cp": 2}),
+        ("upipe+fpdt", {"heads_a_round": 6, "chunk": 8}, {"sp": 2, "cp": 2}),
     ],
 )
 def test_options_are_green(pool: RankPool, strategy: str, options: dict[str, Any], sizes: Any) -> None:
