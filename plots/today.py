@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from matplotlib.axes import Axes
 from pandas import DataFrame
@@ -14,14 +13,14 @@ from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import measured, published_of
 from spbench.plots.marks import marker_line, status_mark
 from spbench.plots.series import Row, gpus, grouped, option, searches_for, strategy, title
-from spbench.plots.style import GREY, INK, method_color
+from spbench.plots.style import GREY, INK, method_color, strategy_name
 
 _answer = measured("answer")
 
 
 def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A panel for each cluster and number of GPUs, with a bar for each row in the order of the scenario, and a
-    diamond where the published length is."""
+    """A panel for each cluster and number of GPUs, with a bar for each row in the order of the scenario, and
+    a diamond where the published length is."""
     rows = [row for row in rows if searches_for(row, "seq_len")]
     published = published_of(comparison, "tokens").numbers
     machines = grouped(rows, lambda row: (str(row["cell"]["cluster"]), gpus(row)))
@@ -49,14 +48,14 @@ def _switches(row: Row) -> Iterator[str]:
     if option(row, "model_options", "loss_tile"):
         yield "tiled loss"
     if strategy(row) != "single":
-        yield strategy(row)
+        yield strategy_name(strategy(row))
     if option(row, "model_options", "mlp_tile"):
         yield "tiled MLP"
     if option(row, "model_options", "checkpoints") == "host":
         yield "checkpoints on host"
 
 
-def _draw_ladder(ax: Axes, rows: Sequence[Row], published: dict[str, Any]) -> Drawn:
+def _draw_ladder(ax: Axes, rows: Sequence[Row], published: Mapping[str, float]) -> Drawn:
     before = ""
     names, reach = [], 0.0
     for y, row in enumerate(rows):
