@@ -69,16 +69,15 @@ class BackendFigures:
 
     Attributes:
         whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
-        host_bytes: what a rank holds of states on its host where all is shared out among ranks that there
-            are, times these.
         once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
+        host_bytes: of states that are on the hosts of all replicas together.
     """
 
     whole_bytes: float
     shared_bytes: float
-    host_bytes: float
     once: Mapping[str, float]
     each: Mapping[str, float]
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,9 @@ def _backend(found: Found, text: str) -> BackendFigures | None:
     return BackendFigures(
         max(0.0, few_bytes - shared / a),
         shared,
-        a * (fewest.measurement["peak_host_memory_bytes"] or 0) / elements,
         {name: max(0.0, n - each[name]) for name, n in once.items()},
         each,
+        a * (fewest.measurement["peak_host_memory_bytes"] or 0) / elements,
     )
 
 
