@@ -52,7 +52,8 @@ class Recorder(TorchDispatchMode):
         self.settle_s = settle_s
         self._unsettled = False
         self._paused = False
-        self.memory, self.host_memory = MemoryMeter(mesh), HostMemoryMeter(mesh)
+        self.host_memory = HostMemoryMeter(mesh)
+        self.memory = MemoryMeter(mesh, self.host_memory)
         self.communication = CommunicationMeter(group_axes(mesh))
         self.events = EventLog(mesh) if events else None
         self.further = [meter(mesh) for meter in further]

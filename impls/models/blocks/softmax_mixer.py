@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import Attended
 from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
@@ -73,6 +74,14 @@ class SoftmaxAttention:
         """Whether only a rank that has all positions can compute it."""
         return self.dropout > 0 or self.kernel == "unfused"
 
+    def width(self, model: DecoderOptions) -> int:
+        """Features between the projections that open and close the layer."""
+        return model.attention_width
+
+    def gathers_once(self, model: DecoderOptions) -> bool:
+        """Whether the input is one tensor for several products."""
+        return model.separate_projections
+
     def norm_weights(self, model: DecoderOptions) -> int:
         """How many weights and biases the norms of queries and keys have."""
         return (4 if model.norm == "layer" else 2) if model.qk_norm else 0
@@ -103,7 +112,8 @@ class SoftmaxAttention:
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         kept = {"kept": 1} if model.keeps_operators else {}
-        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept, again)]
+        heeded = model.heeded(seq_len)
+        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept | heeded, again)]
 
 
 class SoftmaxAttentionMixer(nn.Module):
@@ -137,9 +147,9 @@ class SoftmaxAttentionMixer(nn.Module):
         if self._made_contiguous:
             q, k, v = (x.contiguous() for x in (q, k, v))
         if self.model.recompute == "selective":
-            o = recomputed(self._attend, self.strategy.random, q, k, v)
+            o = recomputed(self._attend, self.strategy.random, q, k, v, places.attended)
         else:
-            o = self._attend(q, k, v)
+            o = self._attend(q, k, v, places.attended)
         del q, k, v
         y = o.transpose(1, 2)
         del o
@@ -148,9 +158,10 @@ class SoftmaxAttentionMixer(nn.Module):
             y = y.clone(memory_format=torch.contiguous_format)
         return self.out.project(y.flatten(2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
         if not self.kind.needs_all_positions:
-            return self.strategy.causal_attention(q, k, v)
+            # strategies that know of nothing but causal attention need not name a further argument
+            return self.strategy.causal_attention(q, k, v, *([] if attended.plain else [attended]))
         local = self.model.library == "megatron-local"
         if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

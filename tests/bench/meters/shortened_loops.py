@@ -12,6 +12,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines.traces import Trace
 from spbench.impls import rings
 from spbench.impls.keyed_steps import Key, keyed_steps
+from spbench.impls.models.blocks import tiles
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategies
 from spbench.impls.strategies import all_gather_kv
@@ -48,7 +49,7 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked = self.run = 0
         self.whole = False
-        for module in (rings, all_gather_kv):
+        for module in (rings, all_gather_kv, tiles):
             monkeypatch.setattr(module, "keyed_steps", self)
 
     def __call__(self, size: int, key: Key, **how: Any) -> Iterator[int]:

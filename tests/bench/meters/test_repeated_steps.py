@@ -66,6 +66,18 @@ RINGS = {
     "RSA, Linformer": cell("ring_self_attention", "bert-tiny-linformer"),
     "checkpointing": cell("ring_self_attention", "bert-tiny", {"checkpointing": True, "dropout": 0.1}),
     "inference": ring_cell("causal-transformer-tiny", training={"step": "inference"}),
+    "tiles": ring_cell(
+        "causal-transformer-tiny",
+        batch=16,
+        model_options={"hidden": 6 * N, "heads": N, "recompute": "full", "mlp_tile": 7, "loss_tile": 5},
+        training={"backend": "zero3"},
+    ),
+    "tiles, inference": ring_cell(
+        "causal-transformer-tiny",
+        batch=16,
+        model_options={"hidden": 6 * N, "heads": N, "mlp_tile": 7, "loss_tile": 5},
+        training={"step": "inference"},
+    ),
     "zero1": ring_cell(
         "causal-transformer-tiny",
         sizes={"dp": 2, "sp": N},
