@@ -1,4 +1,4 @@
-"""Errors of outputs and gradients against float64, by ranks: what the arithmetic of a method costs in bf16."""
+"""Errors of outputs and gradients against float64, by ranks: what a method costs in bf16."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def _largest(names: Sequence[str]) -> Value:
 
 
 _QUANTITIES = (
-    PlottedQuantity("error_of_outputs", "Error of outputs", _largest(["o", "loss"]), logarithmic=True),
+    PlottedQuantity(
+        "error_of_outputs",
+        "Error of outputs\n(of a model: worst gradient)",
+        _largest(["o", "worst_gradient"]),
+        logarithmic=True,
+    ),
     PlottedQuantity(
         "error_of_gradients",
         "Error of gradients\n(the largest of d_q, d_k, d_v)",
@@ -44,7 +49,7 @@ _QUANTITIES = (
 def _facet(row: Row) -> str:
     """What a row is of."""
     if "call" not in model(row):
-        return "A small model: its loss, all gradients"
+        return "A small model: all gradients"
     return _KINDS[option(row, "model_options", "kind", "causal_attention")]
 
 
@@ -57,13 +62,9 @@ def _setting(row: Row) -> str:
 
 def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     drawn = [row for row in rows if row["cell"]["precision"] == _PRECISION]
-    facets = {
-        name: lines_of(some, GPUS, _setting) for name, some in sorted(grouped(drawn, _facet).items())
-    }
+    facets = {name: lines_of(some, GPUS, _setting) for name, some in sorted(grouped(drawn, _facet).items())}
     remarks = [f"Relative to float64, in {_PRECISION}; one GPU is what a device's own arithmetic costs"]
-    return line_grid(
-        drawn, facets, _QUANTITIES, comparison, "Errors by ranks", GPUS, remarks, one_scale=False
-    )
+    return line_grid(drawn, facets, _QUANTITIES, comparison, "Errors by ranks", GPUS, remarks)
 
 
 draw = Drawing("numerics", _grid)

@@ -1,4 +1,4 @@
-"""Ranks that take turns in one process compute what processes with Gloo do, and end where processes would hang."""
+"""Ranks in turns in one process compute what processes with Gloo do, and end where those would hang."""
 
 from __future__ import annotations
 
