@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
+Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 
 class KeptResults:
@@ -46,15 +46,19 @@ def keeping() -> bool:
 def kept(make: Callable[[], Result]) -> Result:
     """What ``make`` returns: of a block that keeps results, from its first run also when it runs again.
 
-    To be called where no gradient is recorded, as in the forward of an autograd function.
+    To be called where no gradient is recorded, as in the forward of an autograd function. Within ``make``
+    nothing is kept.
     """
-    block = _in_use.get()
-    if block is None:
+    if (keeper := _in_use.get()) is None:
         return make()
-    if block.again:
-        return block.results.popleft()  # type: ignore[return-value]
-    result = make()
+    if keeper.again:
+        return keeper.results.popleft()  # type: ignore[return-value]
+    token = _in_use.set(None)
+    try:
+        result = make()
+    finally:
+        _in_use.reset(token)
     # autograd writes on the tensors that a function returns, which must not hold what they came from
     alias = result.detach() if isinstance(result, Tensor) else tuple(x.detach() for x in result)
-    block.results.append(alias)
+    keeper.results.append(alias)
     return result

@@ -126,8 +126,7 @@ def test_the_page_shows_the_rows(line: str, strategy: str, kind: str, placement:
         (shown,) = [each for each in page.splitlines() if each.startswith(f"| {line}, {what} |")]
         numbers = [text.strip() for text in shown.strip("|").split("|")[1:]]
         for ranks, number in zip([1, 2, 4, 8, 16, 32, 64], numbers, strict=True):
+            place = ("single", kind, 1) if ranks == 1 else (strategy, kind, ranks, placement)
             if number:
-                row = committed(
-                    strategy if ranks > 1 else "single", kind, ranks, placement if ranks > 1 else None
-                )
-                assert number == f"{max(row['measurement']['errors'][name] for name in names) * 1e3:.1f}"
+                found = committed(*place)["measurement"]["errors"]
+                assert number == f"{max(found[name] for name in names) * 1e3:.1f}"
