@@ -14,7 +14,9 @@ from spbench.bench.reproduction.megatron_cases import cases
 from tests.bench.jobs.job_inputs import read
 
 
-@pytest.mark.parametrize(("name", "cells"), [("megatron_b200", 12), ("megatron_b200_more", 15), ("usp", 40)])
+@pytest.mark.parametrize(
+    ("name", "cells"), [("megatron_b200", 12), ("megatron_b200_more", 15), ("usp", 36), ("upipe", 12)]
+)
 def test_cells_of_megatron(name: str, cells: int) -> None:
     found = [cell for variant in load_scenario(name).cells.values() for cell in variant]
     assert len(found) == cells
