@@ -7,14 +7,16 @@ keys and values, A head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import Attended
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.models.blocks.packing import PackedSequences
 from spbench.impls.models.blocks.softmax_mixer import FUSED_KERNELS
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.options import check_choices
@@ -22,7 +24,7 @@ from spbench.impls.strategies.base import Site, Strategy, Unsupported
 
 
 @dataclass(frozen=True)
-class AttentionCallModel(Model):
+class AttentionCallModel(PackedSequences, Model):
     """The options of an attention call.
 
     Attributes:
@@ -30,18 +32,22 @@ class AttentionCallModel(Model):
         kv_heads: of keys and values, which divide ``heads``; None: as many.
         head_size: features of a head.
         attention: the kernel, by whose rates on a card it is timed.
+        documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
     heads: int = 32
     kv_heads: int | None = None
     head_size: int = 128
     attention: str = "flash"
+    documents: str | Sequence[int] = ()
+    documents_seed: int = 0
 
     sequence_dims: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
     has_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choices(self, {"attention": FUSED_KERNELS})
+        self.check_documents()
         if self.heads % self.groups:
             raise ValueError(f"heads {self.heads} are not divisible by kv_heads {self.kv_heads}")
 
@@ -56,7 +62,7 @@ class AttentionCallModel(Model):
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         _one_stage_only(stage)
-        return AttentionCall(strategy)
+        return AttentionCall(strategy, self.attended(seq_len))
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         return {
@@ -71,7 +77,7 @@ class AttentionCallModel(Model):
         heads = {"Z": self.heads, "G": self.groups, "A": self.head_size}
         return [
             Site("given_heads", 1, {"Z": self.heads}),
-            Site("causal_attention", 1, {"B": batch, "L": seq_len} | heads),
+            Site("causal_attention", 1, {"B": batch, "L": seq_len} | heads | self.heeded(seq_len)),
             Site("parameters", 1, {"elements": 0}),
         ]
 
@@ -89,13 +95,15 @@ class AttentionCall(nn.Module):
 
     unbatched: frozenset[str] = frozenset()
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: Strategy, attended: Attended):
         super().__init__()
-        self.strategy = strategy
+        self.strategy, self.attended = strategy, attended
+        strategy.pack(attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         q, k, v = (inputs[name].transpose(1, 2) for name in "qkv")
-        return {"o": self.strategy.causal_attention(q, k, v).transpose(1, 2)}
+        attended = [] if self.attended.plain else [self.attended]
+        return {"o": self.strategy.causal_attention(q, k, v, *attended).transpose(1, 2)}
 
 
 PRESETS = {

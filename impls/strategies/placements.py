@@ -300,6 +300,12 @@ class PlacedChunks(GridChunks):
             return super().causal_attention(q, k, v, attended)
         return self.attend(q, k, v, self.meetings(q, self.options.placement, attended))
 
+    def attended_pairs(self, attended: Attended, length: int) -> int:
+        if self.size == 1 or self.options.placement == "striped":  # whose stripes are almost even
+            return super().attended_pairs(attended, length) // self.size
+        held = intervals(self.options.placement, self.size, length // self.size, attended)
+        return attended.pairs(held[self.rank])
+
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.size == 1:
             return super().full_attention(q, k, v)
