@@ -48,6 +48,9 @@ class SoftmaxAttention:
         kernel: "flash" or one of its kinds, by whose rates it is timed, "cudnn" (flash attention too, which
             takes positions before the batch, so that libraries that lay out hidden states so make no second
             copy of its output), or "unfused", which makes all scores.
+        gated: each head's output is multiplied by the sigmoid of a gate of its own, which is projected beside
+        its
+            query (Qwen3-Next).
     """
 
     rotary_base: float | None = 10_000.0
@@ -55,6 +58,7 @@ class SoftmaxAttention:
     dropout: float = 0.0
     kernel: str = "flash"
     rotary_share: float = 1.0
+    gated: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self, {"kernel": KERNELS})
@@ -66,12 +70,17 @@ class SoftmaxAttention:
 
     def by_groups(self, model: DecoderOptions) -> bool:
         """Whether the projection's rows lie group by group of heads (:class:`GroupedQueryLinear`)."""
-        return self.bias or model.grouped
+        return self.bias or model.grouped or self.gated
 
     @property
     def needs_all_positions(self) -> bool:
         """Whether only a rank that has all positions can compute it."""
         return self.dropout > 0 or self.kernel == "unfused"
+
+    @property
+    def outputs(self) -> int:
+        """Projections of the input for each head of queries."""
+        return 2 if self.gated else 1
 
     def width(self, model: DecoderOptions) -> int:
         """Features between the projections that open and close the layer."""
@@ -91,7 +100,7 @@ class SoftmaxAttention:
         columns = model.hidden + (1 if self.bias else 0)
         key_value = 2 * (model.kv_heads or model.heads) * model.head_size * columns
         return {
-            "split": model.attention_width * (columns + model.hidden) + key_value,
+            "split": model.attention_width * (self.outputs * columns + model.hidden) + key_value,
             "key_value": key_value if model.grouped else 0,
             "whole": model.head_size * self.norm_weights(model),
         }
@@ -124,11 +133,11 @@ class SoftmaxAttentionMixer(nn.Module):
         self.project: nn.Module
         if model.separate_projections:
             width = kv_heads * model.head_size
-            outputs = model.attention_width, width, width
+            outputs = kind.outputs * model.attention_width, width, width
             self.project = strategy.separate_linear_in(hidden, outputs, bias=kind.bias)
         elif kind.by_groups(model):
             self.project = strategy.grouped_query_linear_in(
-                hidden, model.head_size, model.heads, kv_heads, bias=kind.bias
+                hidden, model.head_size, kind.outputs * model.heads, kv_heads, bias=kind.bias
             )
         else:
             self.project = strategy.grouped_linear_in(hidden, model.attention_width, 3)
@@ -139,7 +148,7 @@ class SoftmaxAttentionMixer(nn.Module):
         self.out = strategy.linear_out(model.attention_width, hidden)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        q, k, v = self._projected(x)
+        q, k, v, gate = self._projected(x)
         q, k = self._turned(q, k, places)
         q = q.flatten(1, -3)
         if self._made_contiguous:
@@ -154,7 +163,8 @@ class SoftmaxAttentionMixer(nn.Module):
         if self.model.fused and self.kind.kernel in _FLASH and len(y) > 1:
             # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
             y = y.clone(memory_format=torch.contiguous_format)
-        return self.out.project(y.flatten(2))
+        y = y.flatten(2)
+        return self.out.project(y if gate is None else y * gate.sigmoid())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.kind.needs_all_positions:
@@ -212,20 +222,30 @@ class SoftmaxAttentionMixer(nn.Module):
             return rotated_by_angles(x, places.angles(size, base))
         return rotated(x, *places.rotary(size, base))
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A]."""
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A], and gates [B, L, Z A]."""
+        gate: Tensor | None = None
         if self.model.separate_projections:
             q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
+            q, gate = self._ungated(q)
             if self.model.grouped:
                 q = q.unflatten(-2, (k.shape[-2], -1))
         elif self.kind.by_groups(self.model):
             q, k, v = self.project(x)
+            q, gate = self._ungated(q)
         else:
             q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
         if self.model.qk_norm:
             q, k = self._normalised(q, "q_norm"), self._normalised(k, "k_norm")
         q, k, v = (y.movedim(1, -2) for y in (q, k, v))
-        return q, k, v
+        return q, k, v, gate
+
+    def _ungated(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries [B, L, .., A], and gates [B, L, Z A], from both of each head beside each other."""
+        if not self.kind.gated:
+            return q, None
+        q, gate = q.unflatten(-2, (-1, 2)).unbind(-2)
+        return q, gate.flatten(2)
 
     def _normalised(self, x: Tensor, name: str) -> Tensor:
         """[..., A] -> [..., A], by the kind of norm that the model has."""
