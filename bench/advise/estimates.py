@@ -110,7 +110,9 @@ class Estimates:
     ):
         self.cell, self.gpus = cell, gpus
         self.references, self.backends = references, backends
-        self.layers = getattr(model_preset(*cell.model_arguments), "layers", 1)
+        model = model_preset(*cell.model_arguments)
+        #: in periods, of which one is what is meant by a layer here
+        self.layers = getattr(model, "layers", 1) / model.period
         self._known: dict[tuple[Any, ...], float] = {}
         self._of_backends: dict[tuple[Way, int, int, str], tuple[float, float]] = {}
 
@@ -231,7 +233,8 @@ class Estimates:
 
 
 def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, where its model has a number of them."""
-    if not hasattr(model_preset(*cell.model_arguments), "layers"):
+    """The cell with that many layers, or periods of them, where its model has a number of layers."""
+    model = model_preset(*cell.model_arguments)
+    if not hasattr(model, "layers"):
         return cell
-    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
+    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers * model.period}})

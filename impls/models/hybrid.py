@@ -77,6 +77,10 @@ class HybridModel(CausalTransformerModel):
         layers = self._layers
         return layers[number % len(layers)]
 
+    @property
+    def period(self) -> int:
+        return len(self._layers)
+
     def has_mlp(self, layer: int) -> bool:
         return MLP not in self.pattern or self._layer(layer).endswith(MLP)
 

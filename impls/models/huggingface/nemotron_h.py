@@ -12,8 +12,8 @@ from spbench.impls.models.hybrid import HybridModel
 
 
 class NemotronHConfig(Config):
-    """Layers of Mamba-2 (M), softmax attention without positions (*) and MLPs of squared ReLU (-), each with a
-    norm of its own, in the order of ``hybrid_override_pattern``. Layers of experts (E) are refused."""
+    """Layers of Mamba-2 (M), softmax attention without positions (*) and MLPs of squared ReLU (-), each with
+    a norm of its own, in the order of ``hybrid_override_pattern``. Layers of experts (E) are refused."""
 
     name: ClassVar[str] = "nemotron_h"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
