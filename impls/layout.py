@@ -58,6 +58,19 @@ MEETINGS: Mapping[str, str] = {
     "project_sequence": "Linformer's projection",
 }
 
+#: dims of a site of attention that say what it heeds beside the causal mask
+HEEDED: Mapping[str, str] = {"documents": "packed documents", "window": "sliding windows"}
+#: what attention can heed, by the kind of site
+HEEDS_ALL: Mapping[str, frozenset[str]] = {
+    "causal_attention": frozenset(HEEDED),
+    "linear_attention": frozenset({"documents"}),
+}
+#: the hooks by which a strategy says how positions meet, by the kind of site that asks for them
+HEEDING: Mapping[str, frozenset[str]] = {
+    "causal_attention": frozenset({"causal_attention", "attend"}),
+    "linear_attention": frozenset({"linear_attention"}),
+}
+
 
 class Unsupported(ValueError):
     """These sizes cannot be run: the reason, and the nearest sizes that can."""

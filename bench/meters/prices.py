@@ -68,9 +68,9 @@ _STREAMING_TAGS = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded, torch
 #: operators that stream and that torch does not tag
 _STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {
     "_to_copy", "arange", "cat", "_chunk_cat", "constant_pad_nd", "flip", "full", "full_like", "masked_fill_",
-    "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat", "roll", "scalar_tensor",
-    "select_backward", "slice_backward", "select_scatter", "slice_scatter", "stack", "tril", "tril_", "triu",
-    "triu_", "zeros", "zeros_like",
+    "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat", "repeat_interleave", "roll",
+    "scalar_tensor", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "stack", "tril",
+    "tril_", "triu", "triu_", "zeros", "zeros_like",
     "all", "amax", "amin", "any", "argmax", "argmin", "cumsum", "linalg_vector_norm", "logsumexp", "mean",
     "softplus_backward", "sum", "var_mean",
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "native_layer_norm",

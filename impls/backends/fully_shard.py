@@ -109,18 +109,18 @@ class FullySharded(Backend):
     ) -> HostAdam | None:
         """What updates the weights on the host, as soon as backward has made their gradients; None: the
         device does."""
-        if self.options.optimizer == "device" or not weights:
+        if not self.on_host or not weights:
             return None
         self.numbers = {p: number for number, p in enumerate(self.sharded.values())}
-        #: whether a backward is the last of the step
-        self.last = False
+        #: whether a backward is the last of the step, and which weights still wait for their gradient
+        self.last, self.missing = False, {*self.numbers.values()}
         for p in self.numbers:
             p.register_post_accumulate_grad_hook(weakly(self._reduced))
         settings = self.optimizer_settings(groups)
         if self.options.parameters == "host":
             return HostShards(weights, self.precision, device, **settings)
         wide = torch.float32 if self._wide_states else weights[0].dtype
-        return HostOptimizer(weights, self.precision, wide, DEEPSPEED_STAGE_3, **settings)
+        return HostOptimizer(weights, self.precision, DEEPSPEED_STAGE_3, wide, **settings)
 
     @property
     def _wide_states(self) -> bool:
@@ -133,6 +133,8 @@ class FullySharded(Backend):
         assert p.grad is not None
         gradient, p.grad = p.grad.to_local(), None  # type: ignore[attr-defined]
         self.host.take(self.numbers[p], gradient, last=self.last)
+        if self.last:
+            self.missing.remove(self.numbers[p])
 
     def _wrap(self) -> None:
         """Shard each unit, then what is left of the module."""
@@ -190,14 +192,14 @@ class FullySharded(Backend):
         for p in self.sharded.values():
             p.grad = None
         if self.host is not None:
-            self.last = False
-            self.host.begin()
+            self.last, self.missing = False, {*self.numbers.values()}
 
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.last = True
 
     def synchronize(self) -> None:
         if self.host is not None:
+            assert not self.missing, "backward made no gradient for some parameters"
             return
         for name, p in self.sharded.items():  # reduce-scattered in backward
             assert p.grad is not None

@@ -9,6 +9,7 @@ DeepSpeed's optimizers make on the CPU: pageable.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,10 +75,6 @@ class HostAdam(Optimizer):
                     **moments,
                 }
 
-    def begin(self) -> None:
-        """Before the gradients of a step."""
-        raise NotImplementedError
-
     def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
         """Copy a gradient to the host, on the current stream.
 
@@ -98,13 +95,14 @@ class HostAdam(Optimizer):
             return
         if self.precision.loss_scale:
             to_host_(self._scale, self.scale)
-        wait_for_device(self.device)
+        self.wait()
         if self.precision.loss_scale:
             self._unscale()
         self._make_moments()
         for number, master in enumerate(self.masters):
             state, (group,) = self.adam.state[master], self.adam.param_groups
             assert master.grad is not None
+            self.arrived(number)
             host_adamw_(
                 [master],
                 [master.grad],
@@ -117,8 +115,15 @@ class HostAdam(Optimizer):
             )
             self.updated(number)
 
+    def wait(self) -> None:
+        """Before the first update: for what is copied to the host."""
+        wait_for_device(self.device)
+
+    def arrived(self, number: int) -> None:
+        """Before the update of the master of that number."""
+
     def updated(self, number: int) -> None:
-        """After the update of the master of that number."""
+        """After it."""
 
     def tensors(self) -> list[Tensor]:
         gradients = [master.grad for master in self.masters if master.grad is not None]
@@ -147,18 +152,27 @@ class HostLayout:
         sums: gradients of micro-batches are summed in a pinned buffer of the weights' dtype.
         rounds: where updated weights are rounded to their own dtype: on the "device", a weight at a time; on
             the host into a pinned buffer ("pinned"), or into pageable memory that is then freed ("pageable").
+        overlaps: copies have streams of their own, so that the host updates what has arrived while other
+            weights are copied.
     """
 
     run: int | None
     pinned_masters: bool
     sums: bool = False
     rounds: str = "device"
+    overlaps: bool = False
 
 
 #: offload_optimizer of DeepSpeed's ZeRO-3 (runtime/zero/stage3.py, commit edaa722): in sub-groups of
 #: sub_group_size elements; partition_grads sums in grad_partitions_flat_buffer, on the device, and sends
 #: that up again for the last micro-batch, wide; copy_ that waits rounds on the host
 DEEPSPEED_STAGE_3 = HostLayout(10**9, pinned_masters=False, sums=True, rounds="pageable")
+#: that of its ZeRO-1 and 2 (runtime/zero/stage_1_and_2.py): all at once, rounded into
+#: param_buffer_of_bit16_for_cpu_offload_groups
+DEEPSPEED_STAGE_1 = HostLayout(2**62, pinned_masters=True, rounds="pinned", overlaps=True)
+#: HybridDeviceOptimizer of Megatron-Core (core/optimizer/cpu_offloading, commit d98e8a64), which is one for
+#: any weights; with its overlap_cpu_optimizer_d2h_h2d
+EACH_WEIGHT = HostLayout(None, pinned_masters=True, overlaps=True)
 
 
 class _Run:
@@ -194,23 +208,29 @@ class HostOptimizer(HostAdam):
 
     Args:
         weights: which are updated.
-        dtype: of masters, moments and their gradients.
+        dtype: of masters, moments and their gradients; None: float32 where the precision has masters, else
+            that of the weights.
     """
 
     def __init__(
         self,
         weights: Sequence[Tensor],
         precision: Precision,
-        dtype: torch.dtype,
         layout: HostLayout,
+        dtype: torch.dtype | None = None,
         **settings: Any,
     ):
         self.weights, self.layout = weights, layout
-        self.runs = [_Run(run, dtype, layout) for run in _cut(weights, layout.run)]
+        dtype = dtype or (torch.float32 if precision.master else weights[0].dtype)
+        values = [w.detach() for w in weights]
+        self.runs = [_Run(run, dtype, layout) for run in _cut(values, layout.run)]
         self._place = [(run, at) for run in self.runs for at in range(len(run.weights))]
-        super().__init__([run.master for run in self.runs], precision, weights[0], **settings)
+        super().__init__([run.master for run in self.runs], precision, values[0], **settings)
         self._loaded = False
         self._summed: set[int] = set()
+        #: of copies to the host and back, and when each gradient is there
+        self._streams: tuple[Any, Any] | None = None
+        self._taken: list[Any] = []
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -254,6 +274,54 @@ class HostOptimizer(HostAdam):
         run, at = self._place[number]
         return run.gradients[at]
 
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor] | None = None) -> None:
+        """Update the weights.
+
+        Args:
+            gradients: of each; None: :meth:`take` has had them, or they are that of the weight.
+        """
+        if not self.weights:
+            return
+        device = torch.get_device_module(self.device.device)
+        if self.layout.overlaps and self._streams is None:
+            self._streams = device.Stream(), device.Stream()
+        given = [w.grad for w in self.weights] if gradients is None else gradients
+        self._taken.clear()
+        with self._copying(0):
+            for number, gradient in enumerate(given):
+                if gradient is not None:
+                    self.take(number, gradient, last=True)
+                    self._taken.append(event := device.Event())
+                    event.record()
+        super().step()
+        if self._streams is not None:
+            device.current_stream().wait_stream(self._streams[1])
+
+    @contextmanager
+    def _copying(self, direction: int) -> Iterator[None]:
+        """What is issued inside comes after what the current stream has been given, on the stream of copies
+        to the host (0) or back (1) where there are such."""
+        if self._streams is None:
+            yield
+            return
+        device, stream = torch.get_device_module(self.device.device), self._streams[direction]
+        stream.wait_stream(device.current_stream())
+        with device.stream(stream):
+            yield
+
+    def wait(self) -> None:
+        """For what has been copied to the host: all of it, unless each weight is waited for."""
+        if not self._taken or self.precision.loss_scale:
+            for event in self._taken[-1:]:
+                event.wait()
+            super().wait()
+
+    def arrived(self, number: int) -> None:
+        if self._taken and not self.precision.loss_scale:
+            self._taken[number].wait()
+            self._taken[number].synchronize()
+
     def updated(self, number: int) -> None:
         """Send the weights of a run back."""
         run = self.runs[number]
@@ -263,13 +331,15 @@ class HostOptimizer(HostAdam):
             rounded = pageable_zeros(self.device, updated.shape, narrow) if pinned is None else pinned
             host_copy_(rounded, updated)
             updated = rounded
-        for weight, there in zip(run.weights, run.views(updated), strict=True):
-            if weight.dtype == there.dtype:
-                to_device_(weight, there)
-            else:
-                wide = torch.empty_like(weight, dtype=there.dtype)
-                to_device_(wide, there)
-                weight.copy_(wide)
+        back = [*zip(run.weights, run.views(updated), strict=True)]
+        with self._copying(1):
+            for weight, there in back:
+                if weight.dtype == there.dtype:
+                    to_device_(weight, there)
+                else:
+                    wide = torch.empty_like(weight, dtype=there.dtype)
+                    to_device_(wide, there)
+                    weight.copy_(wide)
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *(run.buffer for run in self.runs if run.buffer is not None)]

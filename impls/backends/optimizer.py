@@ -109,6 +109,9 @@ class Optimizer:
         """The loss to call backward on."""
         return loss * self.scale if self.precision.loss_scale else loss
 
+    def begin(self) -> None:
+        """A step begins; there are no gradients yet."""
+
     def step(self) -> None:
         """Update the weights from the gradients; with loss scaling, not if one of them overflowed."""
         if self.precision.master:

@@ -8,12 +8,13 @@ from typing import Literal
 
 from torch import nn
 
+from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.layout import Unsupported
-from spbench.impls.options import Options, Saving, check_choices
+from spbench.impls.options import Saving, check_choices
 
 
 @dataclass(frozen=True)
-class ShardingOptions(Options):
+class ShardingOptions(OptimizerOptions):
     """How a model is set up, and when weights are gathered.
 
     Attributes:
@@ -29,10 +30,10 @@ class ShardingOptions(Options):
             backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
             ``FSDPModule``). 0: as torch does by itself.
 
-        optimizer: where masters, moments and the update are. "host": as DeepSpeed's offload_optimizer has
-            them; the device keeps shards in the dtype of the weights, see DEEPSPEED_STAGE_3.
-        parameters: where the shards are between their all-gathers. "host": as CPUOffloadPolicy of
-            ``fully_shard`` has them, which are then the masters, with gradients and moments beside them.
+        parameters: where the shards are between their all-gathers. "host", with ``optimizer: host``: as
+            CPUOffloadPolicy of ``fully_shard`` has them; they are the masters. With the optimizer alone on
+            the host it is as DeepSpeed's offload_optimizer of ZeRO-3 has it, see DEEPSPEED_STAGE_3: the
+            device keeps shards in the dtype of the weights.
 
     Raises:
         ValueError: a number is negative, a word is none of these, or parameters are on the host without the
@@ -46,11 +47,11 @@ class ShardingOptions(Options):
     state_dtype: Literal["fp32", "weights"] = "fp32"
     forward_prefetch: int = 0
     backward_prefetch: int = 0
-    optimizer: Literal["device", "host"] = "device"
     parameters: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
-        widths, places = ("weights", "fp32"), ("device", "host")
+        super().__post_init__()
+        widths = ("weights", "fp32")
         check_choices(
             self,
             {
@@ -58,8 +59,7 @@ class ShardingOptions(Options):
                 "wrap": ("blocks", "embedding", "whole"),
                 "reduce_dtype": widths,
                 "state_dtype": widths,
-                "optimizer": places,
-                "parameters": places,
+                "parameters": ("device", "host"),
             },
         )
         if self.parameters == "host" and self.optimizer == "device":
@@ -78,8 +78,7 @@ class ShardingOptions(Options):
         ):
             if getattr(self, name) not in (less, "embedding"):
                 yield Saving({name: less}, words)
-        if self.optimizer == "device":
-            yield Saving({"optimizer": "host"}, "the host holds and updates masters and moments")
+        yield from super().savings()
         if self.parameters == "device":
             words = "shards of weights wait on the host too, with their gradients"
             yield Saving({"optimizer": "host", "parameters": "host"}, words)

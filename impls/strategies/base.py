@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self, final
 import torch.distributed as dist
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import ALONE, Place, union
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.dropout import DropoutRandom
@@ -124,6 +125,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         self.random = DropoutRandom(seed, place) if within is None else within.random
         #: memory that layers of this rank lend each other, as Megatron-LM's global memory buffer
         self.buffer: ReusedBuffer = ReusedBuffer() if within is None else within.buffer
+        #: what positions of a sequence attend to, where placements must know it; see :meth:`pack`
+        self.packed: Attended = CAUSAL
         self._around: weakref.ref[Strategy] | None = None
         if within is not None:
             # a weak reference: in a cycle process groups would live until Python's next garbage collection
@@ -184,6 +187,13 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         return dict.fromkeys(cls.axes[:1], size)
 
     # -- which positions this rank has ---------------------------------------------------------------
+
+    @final
+    def pack(self, attended: Attended) -> None:
+        """A model that is built says which documents its sequences are packed of, for placements that depend
+        on their lengths."""
+        for strategy in self.outermost.nested():
+            strategy.packed = attended
 
     @property_left_within
     def sequence_parts(self) -> int:

@@ -6,6 +6,7 @@ their gradients are therefore summed.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
 from torch import nn
 
 from spbench.impls.axes import Place
-from spbench.impls.layout import MEETINGS, MeetingKind, Site, Unsupported, shard_of
+from spbench.impls.layout import HEEDED, HEEDING, MEETINGS, MeetingKind, Site, SiteKind, Unsupported, shard_of
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
@@ -119,8 +120,17 @@ class PlanningHooks(GridHooks):
         sites = list(sites)
         self._check_lengths(sites)
         for strategy, seen in self.as_seen(sites):
+            strategy._check_heeded(seen)
             if strategy.size > 1:
                 strategy._check_own(seen)
+
+    def _check_heeded(self, sites: Iterable[Site]) -> None:
+        for site, (word, what) in itertools.product(sites, HEEDED.items()):
+            if word in site.dims and word not in self.heeded(site.kind):
+                kind = MEETINGS[cast(MeetingKind, site.kind)]
+                raise Unsupported(
+                    f"{kind} of {self.name} has no {what}", "use another strategy, or leave them out"
+                )
 
     def _check_lengths(self, sites: Iterable[Site]) -> None:
         multiple, parts = self.length_multiple, self.sequence_parts
@@ -156,6 +166,18 @@ class PlanningHooks(GridHooks):
     def check_sizes(self, sites: Sequence[Site]) -> None:
         """Raise :class:`Unsupported` if this strategy cannot split these sizes over its ranks. Called on more
         than one rank, with the sites as this strategy sees them (:meth:`as_seen`), grids as sequences."""
+
+    @classmethod
+    @final
+    def heeded(cls, kind: SiteKind) -> frozenset[str]:
+        """What ``heeds`` says of a kind of site; nothing for a class that overrides how positions meet
+        there and does not say what it heeds."""
+        for each in cls.__mro__:
+            if kind in (said := vars(each).get("heeds", {})):
+                return frozenset(said[kind])
+            if not HEEDING.get(kind, frozenset()).isdisjoint(vars(each)):
+                break
+        return frozenset()
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:

@@ -21,9 +21,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_from_group, reduce_from_group
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import project
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.options import Options, Saving, check_choices
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
@@ -67,6 +69,7 @@ class TensorParallel(Strategy):
     options: TensorParallelOptions
     summary = "weights split by columns and rows, heads and vocabulary with them (Megatron-LM)"
     source = "arXiv 1909.08053, section 3"
+    heeds = HEEDS_ALL
     splits_features = True
     can_enclose = True
     #: the dims of sites that N must divide, and what they count
@@ -255,10 +258,17 @@ class TensorParallel(Strategy):
         return super().vocabulary_parts * self.size
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         own = None if decay is None else decay.chunk(self.size)[self.rank]
-        return super().linear_attention(q, k, v, own, way=way)
+        return super().linear_attention(q, k, v, own, way=way, attended=attended)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         # all heads share the weight, and this rank's heads make only their part of its gradient

@@ -137,6 +137,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
             {"recompute": "full", "checkpoints": "host", "mlp_tile": 7, "loss_tile": 7} | one,
             plain | {"heads": 3} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"},
+            # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
+            {"documents": (7, 1, 11, 5)} | one,
         ]
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:

@@ -157,10 +157,12 @@ class LoneDecoderLayer(nn.Module):
         super().__init__()
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
         self.on_host = HostCheckpoints() if model.checkpoints == "host" else None
+        self.attended = model.attended(seq_len)
+        strategy.pack(self.attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = inputs["x"]
-        places = Places(self.strategy, self.seq_len, x)
+        places = Places(self.strategy, self.seq_len, x, self.attended)
         if self.model.recomputes_layers:
             if self.on_host is not None:
                 self.on_host.begin()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spbench.impls.composition import Stage
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
-from spbench.impls.models.blocks.places import Places
+from spbench.impls.models.blocks.places import Places, places_in_documents
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.tiles import loss_in_tiles
 from spbench.impls.strategies.base import Strategy, Unsupported
@@ -31,7 +31,8 @@ class Decoder(nn.Module):
     def __init__(self, model: DecoderModel, strategy: Strategy, seq_len: int, stage: Stage):
         super().__init__()
         self.model, self.strategy, self.seq_len, self.stage = model, strategy, seq_len, stage
-        self.unbatched = model.unbatched
+        self.unbatched, self.attended = model.unbatched, model.attended(seq_len)
+        strategy.pack(self.attended)
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
         if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)
@@ -81,9 +82,9 @@ class Decoder(nn.Module):
     def _places_like(self, x: Tensor) -> Places:
         """Made for each forward; libraries make them once."""
         if not self.model.fused:
-            return Places(self.strategy, self.seq_len, x)
+            return Places(self.strategy, self.seq_len, x, self.attended)
         if self._places is None:
-            self._places = Places(self.strategy, self.seq_len, x)
+            self._places = Places(self.strategy, self.seq_len, x, self.attended)
         return self._places
 
     def _run(self, x: Tensor, places: Places, names: Sequence[str]) -> Tensor:
@@ -94,7 +95,7 @@ class Decoder(nn.Module):
     def _embedded(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         if self.positions is not None:
-            whole = torch.arange(self.seq_len, device=tokens.device)
+            whole = places_in_documents(self.seq_len, self.attended, tokens.device)
             x = x + self.positions(self.strategy.shard(whole, 0))
         return self.strategy.random.dropout(x, self.model.dropout, self.strategy.position_axes)
 
@@ -116,9 +117,10 @@ class Decoder(nn.Module):
 def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:
     if model.learned_positions is None:
         return None
-    if seq_len > model.learned_positions:
+    longest = max(model.attended(seq_len).documents, default=seq_len)
+    if longest > model.learned_positions:
         raise Unsupported(
-            f"the model has {model.learned_positions} learned positions, not the {seq_len} of the sequence",
+            f"the model has {model.learned_positions} learned positions, not the {longest} of the sequence",
             "set max_positions",
         )
     return nn.Embedding(model.learned_positions, model.hidden)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import LIBRARIES
+from spbench.impls.models.blocks.packing import PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
@@ -30,7 +31,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions(AttentionHeads):
+class DecoderOptions(AttentionHeads, PackedSequences):
     """What the layers of a decoder are made of, and which kernels they use.
 
     Attributes:
@@ -74,6 +75,7 @@ class DecoderOptions(AttentionHeads):
         loss_tile: head and loss are computed in tiles of at most that many tokens of a rank, gradients with
             them; "liger": of the length that Liger's fused linear cross entropy chooses. 0: at once. See
             :func:`loss_in_tiles`.
+        documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
     layers: int = 16
@@ -99,6 +101,8 @@ class DecoderOptions(AttentionHeads):
     checkpointing: bool = False
     mlp_tile: int = 0
     loss_tile: int | Literal["liger"] = 0
+    documents: str | Sequence[int] = ()
+    documents_seed: int = 0
 
     #: "rms" or "layer", which has a bias too
     norm: ClassVar[str] = "rms"
@@ -109,6 +113,7 @@ class DecoderOptions(AttentionHeads):
         elif self.head_dim < 1:
             raise ValueError(f"head_dim is at least 1, not {self.head_dim}")
         check_choices(self, _WAYS)
+        self.check_documents()
         object.__setattr__(self, "unfused", tuple(self.unfused))  # a list has no hash
         for name in self.unfused:
             if name not in FUSIONS:

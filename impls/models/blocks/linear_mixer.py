@@ -67,7 +67,7 @@ class LinearAttention:
         """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
         width = (2 if self.lrpe else 1) * model.head_size
-        sites = [Site("linear_attention", 1, dims | {"D": width}, again)]
+        sites = [Site("linear_attention", 1, dims | {"D": width} | model.heeded(seq_len), again)]
         if model.attention_norm == "hidden":
             sites.append(Site("feature_norm", 1, dims, again))
         return sites
@@ -107,7 +107,8 @@ class LinearAttentionMixer(nn.Module):
             cos, sin = places.turned(self.theta.view(-1, self.model.head_size))
             q, k = (torch.cat((y * cos, y * sin), -1) for y in (q, k))
             del cos, sin
-        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention)
+        heeded = {} if places.attended.plain else {"attended": places.attended}
+        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention, **heeded)
         del q, k, v
         y = self._normalised(o.transpose(1, 2))
         del o

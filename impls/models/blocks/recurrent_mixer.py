@@ -107,7 +107,7 @@ class RecurrentLayer(ABC):
         d, a = self.key_size, self.value_size
         dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": a, "G": self.key_heads, "D": d}
         dims |= {"M": self.rule.carry_elements(d, a) - d * a, "W": self.convolution, "gates": self.gates}
-        return [Site("gated_recurrence", 1, dims, again)]
+        return [Site("gated_recurrence", 1, dims | model.heeded(seq_len), again)]
 
 
 class RecurrentMixer(nn.Module, ABC):

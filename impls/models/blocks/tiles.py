@@ -10,12 +10,13 @@ the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.tiles import Tiling
 
 #: of a tile [1, n, H]
@@ -57,17 +58,16 @@ class _Tiles(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.run, ctx.lengths, ctx.weights = run, lengths, weights
         y = torch.empty_like(x)
-        for into, tile in zip(y.split(lengths, 1), x.split(lengths, 1), strict=True):
-            into.copy_(run(tile))
+        for tile in _each(lengths):
+            y[:, tile].copy_(run(x[:, tile]))
         return y
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         d_x, sums = torch.empty_like(x), WeightGradients(ctx.weights)
-        tiles = (each.split(ctx.lengths, 1) for each in (d_x, x, d_y))
-        for into, tile, d_tile in zip(*tiles, strict=True):
-            into.copy_(_gradients(ctx.run, tile, ctx.weights, d_tile, sums))
+        for tile in _each(ctx.lengths):
+            d_x[:, tile].copy_(_gradients(ctx.run, x[:, tile], ctx.weights, d_y[:, tile], sums))
         return None, None, d_x, *sums.sums
 
 
@@ -82,6 +82,17 @@ def _gradients(
     d_tile, *d_weights = torch.autograd.grad(y, [tile, *weights], d_y)
     sums.add(d_weights)
     return d_tile
+
+
+def _each(lengths: Sequence[int], losses: list[Tensor] | None = None) -> Iterator[slice]:
+    """The positions of each tile. Those of one length do the same, but for the first, which begins sums.
+
+    Args:
+        losses: to which each tile appends its own.
+    """
+    keys = [(i == 0, length) for i, length in enumerate(lengths)]
+    for i in keyed_steps(len(lengths), keys.__getitem__, backward_within=True, kept=losses):
+        yield slice(i * lengths[0], i * lengths[0] + lengths[i])
 
 
 class WeightGradients:
@@ -129,18 +140,16 @@ class _LossTiles(torch.autograd.Function):
         labels: Tensor,
         loss_weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        losses, sums = [], WeightGradients([leaf := weight.detach().requires_grad_()])
+        losses: list[Tensor] = []
+        sums = WeightGradients([leaf := weight.detach().requires_grad_()])
         d_x = torch.empty_like(x) if learns else None
-        tiles = zip(*(each.split(lengths, 1) for each in (x, labels, loss_weights)), strict=True)
-        into = [None] * len(lengths) if d_x is None else d_x.split(lengths, 1)
-        for part, (tile, own_labels, own_weights) in zip(into, tiles, strict=True):
-            if part is None:
-                losses.append(run(tile, weight, own_labels))
-                continue
-            token_loss, d_tile = _loss_gradients(run, tile, leaf, own_labels, own_weights, sums)
-            part.copy_(d_tile)
-            del d_tile
-            losses.append(token_loss)
+        for tile in _each(lengths, losses):
+            if d_x is None:
+                losses.append(run(x[:, tile], weight, labels[:, tile]))
+            else:
+                given = x[:, tile], leaf, labels[:, tile], loss_weights[:, tile]
+                d_x[:, tile].copy_(_loss_gradients(run, *given, sums, losses))
+                del given
         token_loss = torch.cat(losses, 1)
         ctx.mark_non_differentiable(token_loss)
         if d_x is not None:
@@ -156,12 +165,19 @@ class _LossTiles(torch.autograd.Function):
 
 
 def _loss_gradients(
-    run: RunLoss, tile: Tensor, leaf: Tensor, labels: Tensor, loss_weights: Tensor, sums: WeightGradients
-) -> tuple[Tensor, Tensor]:
-    """The loss of a tile's tokens, and the gradient of the tile; that of the weight is added up."""
+    run: RunLoss,
+    tile: Tensor,
+    leaf: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    sums: WeightGradients,
+    losses: list[Tensor],
+) -> Tensor:
+    """The gradient of a tile; that of the weight is added up, and the losses of the tokens are appended."""
     tile = tile.detach().requires_grad_()
     with torch.enable_grad():
         token_loss = run(tile, leaf, labels)
     d_tile, d_weight = torch.autograd.grad(token_loss, [tile, leaf], loss_weights.to(token_loss.dtype))
     sums.add([d_weight])
-    return token_loss.detach(), d_tile
+    losses.append(token_loss.detach())
+    return d_tile

@@ -92,6 +92,11 @@ def combinations() -> Iterator[Any]:
     for name, training in SHARDING.items():
         cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
         yield pytest.param(cell, id=name, marks=[] if name in ("torchtitan", "parameters-on-host") else SLOW)
+    for backend in ("ddp", "fsdp_flat", "legacy_ddp", "megatron", "zero1", "zero2"):
+        host = {"optimizer": "host", **({"distributed_optimizer": True} if backend == "megatron" else {})}
+        cell = combination("lasp", "tnl-tiny", backend, 2, host)
+        marks = [] if backend == "megatron" else SLOW
+        yield pytest.param(cell, id=f"{backend}-optimizer-on-host", marks=marks)
     for name, training in PIPELINES.items():
         yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
     for name in ("1f1b", "overlapped"):

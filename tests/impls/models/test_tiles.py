@@ -164,11 +164,11 @@ def scaled_by_the_number_of_tiles(patch: pytest.MonkeyPatch) -> None:
 
 def loss_scaled_by_the_number_of_tiles(patch: pytest.MonkeyPatch) -> None:
     made = tiles._loss_gradients
-    patch.setattr(
-        tiles,
-        "_loss_gradients",
-        lambda run, tile, leaf, labels, weights, sums: made(run, tile, leaf, labels, weights / 15, sums),
-    )
+
+    def scaled(run: Any, tile: Tensor, leaf: Tensor, labels: Tensor, weights: Tensor, *to: Any) -> Tensor:
+        return made(run, tile, leaf, labels, weights / 15, *to)
+
+    patch.setattr(tiles, "_loss_gradients", scaled)
 
 
 def gradient_of_the_last_tile_alone(patch: pytest.MonkeyPatch) -> None:
