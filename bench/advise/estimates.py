@@ -28,6 +28,8 @@ from spbench.impls.models.model import model_preset
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
 #: behind one micro-batch; what it sends with each, behind each
 _HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
+#: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
+_UPDATED, _COPIED = 28 / 16, 8 / 16
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,14 @@ class BackendFigures:
     Attributes:
         whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
         once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
+        host_bytes: of states that are on the hosts of all replicas together.
     """
 
     whole_bytes: float
     shared_bytes: float
     once: Mapping[str, float]
     each: Mapping[str, float]
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,20 @@ class Estimates:
         slowest = stage + (ends if layout.pp > 1 else 0.0)
         fill = (layout.pp - 1) * stage / layout.virtual_stages
         computing = parts * (slowest if layout.pp > 1 else stage + ends) + fill
-        return computing + self._backend_s(layout, way, backend, computing / parts, parts)
+        seconds = computing + self._backend_s(layout, way, backend, computing / parts, parts)
+        return seconds + self._host_s(layout, way, backend)
+
+    def _host_s(self, layout: Layout, way: WayFigures, backend: str) -> float:
+        """Seconds of an update on the host and of its copies; all ranks of a node update at once."""
+        figures, cluster = self.backends[backend], load_cluster(self.cell.cluster)
+        if not figures.host_bytes:
+            return 0.0
+        host = cluster.host_memory
+        held = figures.host_bytes * self._elements(layout, way)
+        held /= layout.dp * ranks_along(way.alike, layout.sizes)
+        on_node = held * min(self.gpus, cluster.devices_per_node)
+        updated = _UPDATED * on_node / (host.update_bytes_per_s.value or float("inf"))
+        return updated + _COPIED * held / (host.bytes_per_s or float("inf"))
 
     def _backend_s(self, layout: Layout, way: WayFigures, backend: str, part_s: float, parts: int) -> float:
         key = (layout.way, layout.dp, layout.pp, backend)
