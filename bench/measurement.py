@@ -34,8 +34,8 @@ class Measurement:
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak; a block's slack is of what its tensor is of.
         peak_host_memory_bytes: the most that a rank holds in its host's memory, what is pinned as PyTorch's
-            allocator counts it; node_host_memory_bytes: that the ranks of a node hold together. None: they hold
-            none.
+            allocator counts it; node_host_memory_bytes: that the ranks of a node hold together. None: they
+            hold none.
         by_class: the memory of each class of ranks that run the same program, in set-up and at each traced
             step, where the meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of
             them), ``ranks`` (how many), ``stage`` (of the pipeline), ``step`` (from 1; 0 is set-up, whose
