@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
+from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.places import Places
@@ -44,6 +46,10 @@ class Decoder(nn.Module):
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
         self.on_host = HostCheckpoints() if model.checkpoints == "host" else None
         self._places: Places | None = None
+        self._way: str | CrossEntropy = model.cross_entropy
+        if model.autotune_flush_kib:
+            tuning = Autotuning(model.autotune_flush_kib * 2**10, model.autotune_copies)
+            self._way = partial(compiled_cross_entropy, tuning=tuning)
 
     @property
     def tied(self) -> Tensor | None:
@@ -100,7 +106,8 @@ class Decoder(nn.Module):
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight = self.head if (tied := self.tied) is None else tied
         logits, labels = self.strategy.vocabulary_logits(self.norm(x), weight, None), inputs["labels"]
-        token_loss = self.strategy.cross_entropy(logits, labels, way=self.model.cross_entropy)
+        way, self._way = self._way, self.model.cross_entropy  # the first call is over
+        token_loss = self.strategy.cross_entropy(logits, labels, way=way)
         loss = (token_loss * inputs["loss_weights"]).sum()
         return {"loss": loss, "language_loss": loss, "token_loss": token_loss}
 
