@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.meters.event_log import Streams
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.module_calls import ModuleCalls
@@ -56,12 +57,17 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 class MemoryMeter(Meter):
     """Records the storages of the tensors that operators return, from their birth to their death. Only
-    tensors on the mesh's device (the CPU without a mesh) count: what is drawn elsewhere takes none of it."""
+    tensors on the mesh's device (the CPU without a mesh) count: what is drawn elsewhere takes none of it.
+
+    Args:
+        streams: says on which stream a storage is made; None: there is one.
+    """
 
     name = "memory"
 
-    def __init__(self, mesh: DeviceMesh | None = None):
+    def __init__(self, mesh: DeviceMesh | None = None, streams: Streams | None = None):
         super().__init__(mesh)
+        self._streams = streams
         self.modules, self.device = ModuleCalls(), "cpu" if mesh is None else mesh.device_type
         self.log = MemoryLog(place_names=self.modules.names)
         self._numbers: dict[int, int] = {}
@@ -121,6 +127,7 @@ class MemoryMeter(Meter):
         log, number = self.log, len(self.log.sizes)
         log.sizes.append(nbytes)
         log.places.append(self.modules.place())
+        log.streams.append(0 if self._streams is None else self._streams.current.number)
         log.events.append(number + 1)
         return number
 
