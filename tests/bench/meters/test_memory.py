@@ -273,3 +273,26 @@ def test_more_bytes_than_64_bits_count(monkeypatch: pytest.MonkeyPatch, plain: s
     for long, what in zip(longs[1:], ("what is alive at once", f"a tensor of shape {shape}"), strict=True):
         with pytest.raises(Unsupported, match=f"{what} has more bytes than 64 bits count; choose a smaller"):
             VirtualEngine().measure(long)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_buffers_of_fully_shard_are_of_its_streams(events: bool) -> None:
+    sizes, training = {"dp": 2}, {"backend": "zero3"}
+    cell = Cell(
+        model="causal-transformer-tiny",
+        strategy="single",
+        sizes=sizes,
+        batch=2,
+        seq_len=16,
+        cluster="local",
+        training=training,
+    )
+    log = virtual.trace(cell, 0, events=events).memory
+    buffers = {number for number, tag in log.tags.items() if tag == "communication_buffers"}
+    died = {-event - 1 for event in log.events if event < 0}
+    gathered = {log.streams[number] for number in buffers & died}  # weights, made on the stream that copies in
+    reduced = {log.streams[number] for number in buffers - died}  # gradients, which outlive the step
+    assert len(gathered) == len(reduced) == 1
+    assert 0 not in gathered | reduced
+    assert gathered != reduced
+    assert {log.streams[number] for number in range(len(log.sizes)) if number not in buffers} == {0}
