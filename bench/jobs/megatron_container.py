@@ -19,9 +19,9 @@ MASK_OF_KEYS = (24, 9)
 #: the release with torch 2.12: cuBLAS's workspace on Blackwell is Hopper's
 #: (parseChosenWorkspaceSize, changed by pytorch/pytorch#175344)
 LARGE_WORKSPACE_ON_BLACKWELL = (26, 4)
-#: the releases with torch 2.3, 2.6 and 2.7, as far as they change what torch.compile allocates while it times
-#: kernels (:class:`Autotuning`): how many tensors that the last kernel overwrites are copied, where copies are
-#: made, and how large the buffer is. When the first changed is not known but for 24.01 (two) and 24.10 (one)
+#: the releases with torch 2.3, 2.6 and 2.7, as far as they change what torch.compile allocates while it
+#: times kernels (:class:`Autotuning`): how many tensors that the last kernel overwrites are copied, where
+#: copies are made, and how large the buffer is. The first is known of 24.01 (two) and 24.10 (one) alone
 ONE_COPY, COPIES_ON_HOST, FLUSHES_L2 = (24, 3), (24, 11), (25, 3)
 #: generations of cards by what is in their names, as NVIDIA numbers what they can do
 _CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
@@ -90,7 +90,9 @@ def set_autotuning(t: Translation, cluster: str | None) -> None:
     if runs_before(t, FLUSHES_L2):
         t.set(flush, 256_000_000 // 2**10, CONTAINER, note="256 MB, of torch.compile in the first step")
     elif cache is None:
-        t.remarks.append("in its first step torch.compile needs as much as the card's L2 cache has: not known")
+        t.remarks.append(
+            "in its first step torch.compile needs as much as the card's L2 cache has: not known"
+        )
     else:
         t.set(flush, cache // 2**10, note="the L2 cache, of torch.compile in the first step")
     if runs_before(t, COPIES_ON_HOST):

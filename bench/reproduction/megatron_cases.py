@@ -100,7 +100,9 @@ class Case:
             return cell
         # a checkpoint has Adam's moments, and the machine of the first run has the times of its kernels
         training = cell.training.model_copy(update={"moments": "kept"})
-        options = {name: value for name, value in cell.model_options.items() if not name.startswith("autotune")}
+        options = {
+            name: value for name, value in cell.model_options.items() if not name.startswith("autotune")
+        }
         return cell.model_copy(update={"training": training, "model_options": options})
 
 

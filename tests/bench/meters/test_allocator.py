@@ -179,8 +179,8 @@ def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
 
 
 class Naive:
-    """The same rules with nothing but lists: a segment is [(stream, small), [size, handle or None], ...] in order of
-    addresses, and everything is found by looking at all of them."""
+    """The same rules with nothing but lists: a segment is [(stream, small), [size, handle or None], ...] in
+    order of addresses, and everything is found by looking at all of them."""
 
     def __init__(self, capacity: int | None):
         self.capacity = capacity

@@ -277,21 +277,15 @@ def test_more_bytes_than_64_bits_count(monkeypatch: pytest.MonkeyPatch, plain: s
 
 @pytest.mark.parametrize("events", [False, True])
 def test_buffers_of_fully_shard_are_of_its_streams(events: bool) -> None:
-    sizes, training = {"dp": 2}, {"backend": "zero3"}
-    cell = Cell(
-        model="causal-transformer-tiny",
-        strategy="single",
-        sizes=sizes,
-        batch=2,
-        seq_len=16,
-        cluster="local",
-        training=training,
-    )
+    settings = {"model": "causal-transformer-tiny", "strategy": "single", "sizes": {"dp": 2}, "batch": 2}
+    cell = Cell.model_validate({**settings, "seq_len": 16, "training": {"backend": "zero3"}})
     log = virtual.trace(cell, 0, events=events).memory
     buffers = {number for number, tag in log.tags.items() if tag == "communication_buffers"}
     died = {-event - 1 for event in log.events if event < 0}
-    gathered = {log.streams[number] for number in buffers & died}  # weights, made on the stream that copies in
-    reduced = {log.streams[number] for number in buffers - died}  # gradients, which outlive the step
+    # weights are made on the stream that copies in, gradients outlive the step
+    gathered, reduced = (
+        {log.streams[number] for number in each} for each in (buffers & died, buffers - died)
+    )
     assert len(gathered) == len(reduced) == 1
     assert 0 not in gathered | reduced
     assert gathered != reduced
