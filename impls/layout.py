@@ -21,6 +21,7 @@ MeetingKind = Literal[
     "whole_attention",
     "full_attention",
     "linear_attention",
+    "gated_recurrence",
     "project_sequence",
 ]
 #: what else a model, a layer or a step can ask for; most kinds are the names of the hooks that are asked
@@ -53,7 +54,21 @@ MEETINGS: Mapping[str, str] = {
     "whole_attention": "softmax attention with dropout, or by way of all scores",
     "full_attention": "softmax attention of all to all on a grid",
     "linear_attention": "linear attention",
+    "gated_recurrence": "gated recurrence (Gated DeltaNet, Mamba-2)",
     "project_sequence": "Linformer's projection",
+}
+
+#: dims of a site of attention that say what it heeds beside the causal mask
+HEEDED: Mapping[str, str] = {"documents": "packed documents", "window": "sliding windows"}
+#: what attention can heed, by the kind of site
+HEEDS_ALL: Mapping[str, frozenset[str]] = {
+    "causal_attention": frozenset(HEEDED),
+    "linear_attention": frozenset({"documents"}),
+}
+#: the hooks by which a strategy says how positions meet, by the kind of site that asks for them
+HEEDING: Mapping[str, frozenset[str]] = {
+    "causal_attention": frozenset({"causal_attention", "attend"}),
+    "linear_attention": frozenset({"linear_attention"}),
 }
 
 

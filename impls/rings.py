@@ -42,10 +42,10 @@ def ring(
             current = _shift(current, group)
 
 
-def owners_in_turn(group: dist.ProcessGroup) -> Iterator[int]:
+def owners_in_turn(group: dist.ProcessGroup, depends_on: OwnerKey | None = None) -> Iterator[int]:
     """The ranks in the order in which their chunks pass by in a :func:`ring`, for what is here already."""
     size, rank = group.size(), group.rank()
-    for step in keyed_steps(size, _ring_key(size, rank, None)):
+    for step in keyed_steps(size, _ring_key(size, rank, depends_on)):
         yield (rank - step) % size
 
 

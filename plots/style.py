@@ -22,6 +22,7 @@ _METHODS = {
     "all_gather_kv": ("#90954c", "d", "oo"),
     "lasp": ("#73482c", "P", "++"),
     "lasp2": ("#0097f6", "X", "----"),
+    "lasp2h": ("#3c0103", ">", "-\\-\\"),
     "dsp": ("#79006b", "*", "||||"),
     "single": ("#535353", "h", "//"),
 }
@@ -36,6 +37,7 @@ _NAMES = {
     "ulysses": "Ulysses",
     "lasp": "LASP",
     "lasp2": "LASP-2",
+    "lasp2h": "LASP-2H",
     "dsp": "DSP",
 }
 #: names of strategies where there are several in one name, or many names beside each other

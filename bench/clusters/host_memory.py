@@ -1,4 +1,4 @@
-"""The memory of a node's host, and the links by which its devices copy to and from it."""
+"""The memory of a node's host, the links by which its devices copy to and from it, and its cores' rate."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ class HostMemory(StrictModel):
         total_bytes: of a node; null: no limit.
         link_bandwidth_bytes_per_s: of copies between a device and pinned memory, one direction; null: they
             cannot be timed.
+        update_bytes_per_s: that AdamW on all cores of a node reads and writes, 28 a float32 parameter; null:
+            a step that updates there cannot be timed.
         devices_per_link: how many devices share a link, all of which copy at once.
     """
 
     total_bytes: Sourced[PositiveInt] = Sourced(value=None, source="not known")
     link_bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
+    update_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     devices_per_link: PositiveInt = 1
 
     @property

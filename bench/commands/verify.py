@@ -39,6 +39,7 @@ from spbench.bench.errors import UserError
 @click.option(
     "--backend", default="legacy_ddp", show_default=True, help="Gradients held and summed by this one."
 )
+@many("--backend-option", SETTINGS, "With these options of the backend, such as optimizer=host.")
 @device
 @path_option(
     "--output", "Keep the verdicts in this folder, beside those of other cases; nowhere if left out."
@@ -54,6 +55,7 @@ def command(
     dtype: tuple[str, ...],
     part: tuple[str, ...],
     backend: str,
+    backend_option: tuple[tuple[str, str], ...],
     device: Literal["cpu", "cuda"] | None,
     output: Path | None,
 ) -> Output:
@@ -69,7 +71,10 @@ def command(
     strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
     model = tuple(name for text in model for name in cell_names("model", text))
     _check_names(strategy, model, dtype, part, backend)
-    options = _options(strategy, strategy_option)
+    if strategy_option and not strategy:
+        raise UserError("--strategy-option is of strategies that are named; add --strategy")
+    options = _options("strategy_options", strategy, strategy_option, "--strategy-option")
+    backend_options = _options("training", [backend], backend_option, "--backend-option")
     from spbench.bench.config.placement import chosen_device
     from spbench.bench.sweep.results import finite
     from spbench.bench.verification import cases
@@ -87,6 +92,7 @@ def command(
             list(part) or None,
             options=options,
             backend=backend,
+            backend_options=backend_options,
             device=ranks_on,
         ):
             lines.append(finite(dataclasses.asdict(row)))
@@ -138,20 +144,21 @@ def _check_names(
     check_known("backend", [backend], names("backend"))
 
 
-def _options(strategies: Sequence[str], given: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Options of strategies by name, from texts that YAML reads as the values that scenarios have.
+def _options(
+    section: str, owners: Sequence[str], given: Sequence[tuple[str, str]], flag: str
+) -> dict[str, Any]:
+    """Options of strategies or of a backend by name, from texts that YAML reads as the values that scenarios
+    have, under the key ``section``.
 
     Raises:
-        UserError: a strategy has no such option, or not with that value; or no strategy is named.
+        UserError: one of the owners has no such option, or not with that value.
     """
     import yaml
 
     found = {name: yaml.safe_load(value) for name, value in given}
-    if found and not strategies:
-        raise UserError("--strategy-option is of strategies that are named; add --strategy")
-    for strategy in strategies:
-        for path, problem in option_mistakes("strategy_options", strategy, found):
-            raise UserError(f"--strategy-option of {strategy}: {' '.join([*path, problem])}")
+    for owner in owners:
+        for path, problem in option_mistakes(section, owner, found):
+            raise UserError(f"{flag} of {owner}: {' '.join([*path, problem])}")
     return found
 
 

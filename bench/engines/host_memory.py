@@ -1,4 +1,4 @@
-"""What ranks hold in the pinned memory of their hosts, and whether a node has it."""
+"""What ranks hold in the memory of their hosts, and whether a node has it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,38 @@ from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines.plan import plan
 from spbench.bench.measurement import Measurement
+from spbench.bench.meters.memory import PAGEABLE
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.simulator.costs import node_of
 
 _GIB = 2**30
 
 
-def pinned_peaks(log: MemoryLog) -> list[int]:
-    """Bytes that PyTorch's allocator of pinned memory has taken of the host by the end of set-up and of each
-    traced step.
+def host_peaks(log: MemoryLog) -> list[int]:
+    """The most bytes that a rank has taken of the host by the end of set-up and of each traced step.
 
-    It rounds each request up to a power of two, keeps what is freed, and gives a block out again only for
-    requests of its own size (allocate and get_free_block of ATen/core/CachingHostAllocator.h). So of each
-    size it has as many blocks as were ever alive at once.
+    PyTorch's allocator of pinned memory rounds each request up to a power of two, keeps what is freed, and
+    gives a block out again only for requests of its own size (allocate and get_free_block of
+    ATen/core/CachingHostAllocator.h). So of each size it has as many blocks as were ever alive at once. Of
+    pageable memory counts what is alive.
     """
     alive: Counter[int] = Counter()
     most: Counter[int] = Counter()
+    pinned = pageable = peak = 0
     taken = []
     for start, end in pairwise([0, log.step_start, *log.step_ends]):
         for event in log.events[start:end]:
-            size = _rounded(log.sizes[abs(event) - 1])
-            alive[size] += 1 if event > 0 else -1
-            most[size] = max(most[size], alive[size])
-        taken.append(sum(size * blocks for size, blocks in most.items()))
+            number, change = abs(event) - 1, 1 if event > 0 else -1
+            if log.tags.get(number) == PAGEABLE:
+                pageable += change * log.sizes[number]
+            else:
+                size = _rounded(log.sizes[number])
+                alive[size] += change
+                if alive[size] > most[size]:
+                    most[size] = alive[size]
+                    pinned += size
+            peak = max(peak, pinned + pageable)
+        taken.append(peak)
     return taken
 
 
@@ -69,8 +78,8 @@ def limit_by_host(found: Measurement, cell: Cell, by_rank: Sequence[Measurement]
         found.status = "oom"
         found.reason = (
             f"the host of a node has {total / _GIB:.1f} GiB of memory, and its {ranks} ranks hold "
-            f"{sums[node] / _GIB:.1f} GiB pinned there, up to {fullest / _GIB:.2f} GiB each: the checkpoints "
-            "that wait on the host do not fit, though the devices have room"
+            f"{sums[node] / _GIB:.1f} GiB there, up to {fullest / _GIB:.2f} GiB each: what waits on the "
+            "host does not fit, though the devices have room"
         )
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
-from spbench.bench.engines.host_memory import limit_by_host, pinned_peaks
+from spbench.bench.engines.host_memory import host_peaks, limit_by_host
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.engines.rank_memory import RankMemory, needs
 from spbench.bench.engines.step_times import add_simulated_time
@@ -59,7 +59,7 @@ class Trace:
         """
         planned, memory = planned or plan(self.cell), RankMemory.of(self.memory, capacity)
         peak, ranks = memory.peak, planned.class_of(self.rank)
-        by_class, pinned = memory.rows(ranks), pinned_peaks(self.host_memory)
+        by_class, pinned = memory.rows(ranks), host_peaks(self.host_memory)
         if pinned[-1]:
             by_class = [{**row, "host_memory_bytes": n} for row, n in zip(by_class, pinned, strict=True)]
         measurement = Measurement(

@@ -6,28 +6,28 @@ from spbench.bench.jobs.deepspeed_files import DeepSpeedFiles
 from spbench.bench.jobs.keys import Keys
 
 _ZERO = "zero_optimization"
+_OFFLOADED = ("optimizer", "param")
 _STRATEGY = "accelerate.fsdp_config.fsdp_sharding_strategy"
 
 
 def set_sharding(k: Keys, found: DeepSpeedFiles) -> None:
     """Set the backend: FSDP where accelerate's file asks for it, else a stage of ZeRO."""
-    for name in (f"{_ZERO}.offload_optimizer.device", f"{_ZERO}.offload_param.device"):
-        beside = f"accelerate.deepspeed_config.{name.split('.')[1]}_device"
-        for each in (name, beside):
-            if k.value(each) not in ("none", None):
-                k.refuse("keeping weights, gradients or optimizer on the host", each)
     kind = k.value("accelerate.distributed_type")
     k.took("which files count", "accelerate.distributed_type")
     if kind == "FSDP" or (kind is None and "fsdp_config" in found.given.get("accelerate", {})):
         if "deepspeed" in found.given:
             k.problems.append("accelerate.distributed_type is FSDP beside a configuration of DeepSpeed")
         _set_fsdp(k)
+        k.ignore("of DeepSpeed", *(name for kind in _OFFLOADED for name in _places(kind)))
     else:
         _set_zero(k)
 
 
 def _set_fsdp(k: Keys) -> None:
     fsdp = "accelerate.fsdp_config"
+    if k.value(offloaded := f"{fsdp}.fsdp_offload_params"):
+        k.set("training.optimizer", "host", offloaded, note="torch's CPUOffloadPolicy")
+        k.set("training.parameters", "host", offloaded)
     version, freed = k.value(f"{fsdp}.fsdp_version"), f"{fsdp}.fsdp_reshard_after_forward"
     of = {"FULL_SHARD": "zero3", 1: "zero3", "SHARD_GRAD_OP": "zero2", 2: "zero2", None: "zero3"}
     value, name = k.value(_STRATEGY), _STRATEGY
@@ -63,6 +63,7 @@ def _set_zero(k: Keys) -> None:
         k.approximate(
             "weights are gathered in forward, not after the optimizer's step; the sums of bytes differ"
         )
+    _set_offloading(k, stage)
     size = k.value(buckets[0])
     if stage < 3 and size != "auto":
         overlapped = k.value(buckets[2]) is True
@@ -76,3 +77,26 @@ def _set_zero(k: Keys) -> None:
             "a layer's weights are gathered at once, not those of the next prefetch bucket", *fetched
         )
     k.ignore(f"of another stage of ZeRO than {stage}, or as large as the job makes them", *buckets, *fetched)
+
+
+def _places(kind: str) -> tuple[str, str]:
+    """The keys that say where DeepSpeed keeps its optimizer or its param."""
+    return f"accelerate.deepspeed_config.offload_{kind}_device", f"{_ZERO}.offload_{kind}.device"
+
+
+def _set_offloading(k: Keys, stage: int) -> None:
+    """Set what a stage of ZeRO keeps on the host."""
+    (optimizer, name), (param, of_param) = (k.chosen(*_places(kind)) for kind in _OFFLOADED)
+    for place, key in ((optimizer, name), (param, of_param)):
+        if place not in ("cpu", "none", None):
+            k.refuse("keeping weights or optimizer on a disk", key)
+    if param == "cpu" and (optimizer != "cpu" or stage < 3):
+        k.refuse("weights on the host without the optimizer, or below ZeRO-3", of_param)
+        return
+    if optimizer == "cpu":
+        k.set("training.optimizer", "host", name)
+    if stage == 1 and optimizer == "cpu":
+        k.approximate("the host holds what Megatron-Core's optimizer does, 2 bytes a parameter less")
+    if param == "cpu":
+        k.set("training.parameters", "host", of_param)
+        k.approximate("weights wait on the host in float32, as torch's CPUOffloadPolicy has them")

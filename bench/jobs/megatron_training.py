@@ -156,6 +156,7 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
         t.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
         t.ignore(f"{sharded} reduces and gathers by itself", *flags.values(), "--ddp-bucket-size")
         t.ignore(f"{sharded} has no main gradients", "--no-gradient-accumulation-fusion")
+        t.refuse("FSDP2 with Megatron-LM's optimizer on the host", "--optimizer-cpu-offload")
         _set_moments(t, cluster)
         return
     t.ignore(f"without {sharded} there is none", late)
@@ -172,6 +173,7 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
     if g.on(early):
         t.remarks.append(f"{early}: the first all-gather starts after all of the optimizer's step")
         t.ignore("an all-gather of the same buffers starts earlier; its time is not modelled", early)
+    _set_offloading(t)
     fusion = "--no-gradient-accumulation-fusion"
     t.set("training.gradient_accumulation_fusion", not g.on(fusion), fusion)
     _set_main_gradients(t)
@@ -186,6 +188,21 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
     t.refuse("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     t.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
     _set_moments(t, cluster)
+
+
+def _set_offloading(t: Translation) -> None:
+    """Set the optimizer's place, for which Megatron-LM has the path of its precision-aware optimizer."""
+    g, aware = t.given, "--use-precision-aware-optimizer"
+    offloaded, overlapped = "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"
+    t.ignore("main weights, gradients and moments are float32 as without it", aware)
+    if not g.on(offloaded):
+        t.ignore(f"of {offloaded}", overlapped)
+        return
+    t.problems += [
+        f"{offloaded} needs {name}" for name in (aware, "--use-distributed-optimizer") if not g.on(name)
+    ]
+    t.set("training.optimizer", "host", offloaded)
+    t.set("training.overlap_cpu_optimizer_d2h_h2d", g.on(overlapped), overlapped)
 
 
 def _set_main_gradients(t: Translation) -> None:

@@ -26,6 +26,7 @@ _OF_BACKEND = {
     "--num-distributed-optimizer-instances": "num_distributed_optimizer_instances",
     "--overlap-grad-reduce": "overlap_grad_reduce",
     "--overlap-param-gather": "overlap_param_gather",
+    "--overlap-cpu-optimizer-d2h-h2d": "overlap_cpu_optimizer_d2h_h2d",
     "--ddp-bucket-size": "bucket_size",
     "--ddp-pad-buckets-for-high-nccl-busbw": "pad_buckets_for_high_nccl_busbw",
 }
@@ -121,6 +122,8 @@ def _backend(cell: Cell) -> Iterator[_Row]:
         options = set_options(MegatronOptions(), cell.training.backend_options, name)
         for argument, option in _OF_BACKEND.items():
             yield argument, getattr(options, option), f"training.{option}"
+        for argument in ("--optimizer-cpu-offload", "--use-precision-aware-optimizer"):
+            yield argument, options.optimizer == "host", "training.optimizer"
         yield fusion, not options.gradient_accumulation_fusion, "training.gradient_accumulation_fusion"
         whole, option = options.accumulate_allreduce_grads_in_fp32, "accumulate_allreduce_grads_in_fp32"
         yield "--grad-reduce-in-bf16", cell.precision == "bf16" and not whole, f"training.{option}"

@@ -38,6 +38,11 @@ def flags(cell: Cell) -> Flags:
         ("training.global_batch_size", batch if parts > 1 else None, "training.micro_batches"),
         ("training.seq_len", length, "seq_len"),
         ("training.mixed_precision_param", {"bf16": "bfloat16"}.get(cell.precision, "float32"), "precision"),
+        (
+            "training.enable_cpu_offload",
+            training.backend_options.get("parameters") == "host" or None,
+            "training.parameters",
+        ),
         ("parallelism.data_parallel_shard_degree", mesh.get("dp", 1), "sizes.dp"),
         ("parallelism.fsdp_reshard_after_forward", freed, "training.backend"),
         ("parallelism.tensor_parallel_degree", mesh.get("tp", 1), "sizes.tp"),

@@ -242,6 +242,9 @@ class TorchtitanJob:
         if name not in ("Adam", "AdamW"):
             k.refuse("another optimizer than Adam", "optimizer.name")
         k.took("Adam, the optimizer that there is", "optimizer.name")
+        if k.value(offloaded := "training.enable_cpu_offload"):
+            k.set("training.optimizer", "host", offloaded, note="torch's CPUOffloadPolicy")
+            k.set("training.parameters", "host", offloaded)
         way = "optimizer.fused" if self.version == "a" else "optimizer.implementation"
         if k.value(way) in (True, "fused"):
             k.took("a fused Adam, the one that there is", way)

@@ -132,8 +132,10 @@ class FastRecorder(Recorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         if (remembered := MEMORY.get(key)) is not None:
-            meter = self.host_memory if makes_on_host(func) else self.memory
-            result = self._build(remembered, args, kwargs, meter)
+            on_host = makes_on_host(func)
+            result = self._build(remembered, args, kwargs, self.host_memory if on_host else self.memory)
+            if on_host:
+                self.host_memory.tag_made(func, result)
             self.memory.note_workspace(func)
             if self.events is not None and self.events.running:
                 self._write_row(key, func, args, kwargs, result)

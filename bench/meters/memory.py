@@ -1,4 +1,4 @@
-"""The memory meters: every storage's birth and death, on the device and in the host's pinned memory.
+"""The memory meters: every storage's birth and death, on the device and in the host's memory.
 
 They see tensors, not an allocator, so they count the same on fake tensors and on real ones.
 """
@@ -24,8 +24,11 @@ from spbench.bench.meters.torch_internals import (
     schema_of,
     storage_key,
 )
-from spbench.impls.kernels.host_copies import MAKES_ON_HOST
+from spbench.impls.kernels.host_copies import MAKES_ON_HOST, MAKES_PAGEABLE
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
+
+#: the tag of storages of the host that are not pinned
+PAGEABLE = "pageable"
 
 #: collectives whose operators of c10d fill their first argument, made for that, from other ranks
 _FILLED_FROM_OTHERS = ("recv", "all_gather", "reduce_scatter", "all_to_all")
@@ -60,14 +63,20 @@ class MemoryMeter(Meter):
     tensors on the mesh's device (the CPU without a mesh) count: what is drawn elsewhere takes none of it.
 
     Args:
+        elsewhere: knows storages that are not on the device, whatever their tensors say.
         streams: says on which stream a storage is made; None: there is one.
     """
 
     name = "memory"
 
-    def __init__(self, mesh: DeviceMesh | None = None, streams: Streams | None = None):
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        elsewhere: MemoryMeter | None = None,
+        streams: Streams | None = None,
+    ):
         super().__init__(mesh)
-        self._streams = streams
+        self._elsewhere, self._streams = elsewhere, streams
         self.modules, self.device = ModuleCalls(), "cpu" if mesh is None else mesh.device_type
         self.log = MemoryLog(place_names=self.modules.names)
         self._numbers: dict[int, int] = {}
@@ -119,6 +128,8 @@ class MemoryMeter(Meter):
             tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         storage = tensor.untyped_storage()
         if storage_key(storage) in self._numbers or tensor.device.type != self.device:
+            return
+        if self._elsewhere is not None and self._elsewhere.number(storage) is not None:
             return
         self.set_number(storage, self._born(storage.nbytes()))
 
@@ -178,7 +189,8 @@ class MemoryMeter(Meter):
 
 
 class HostMemoryMeter(MemoryMeter):
-    """Records the storages that operators make in the host's pinned memory, which are on no device."""
+    """Records the storages that operators make in the host's memory, which are on no device; those that are
+    not pinned have the tag PAGEABLE."""
 
     name = "host_memory"
 
@@ -188,5 +200,10 @@ class HostMemoryMeter(MemoryMeter):
 
     def see(self, call: Call) -> None:
         if makes_on_host(call.func):
-            for tensor in _tensors_in(call.result):
-                self.note(tensor)
+            self.note(call.result)
+            self.tag_made(call.func, call.result)
+
+    def tag_made(self, func: Any, made: Tensor) -> None:
+        """Say of a noted tensor whether the operator that made it pins memory."""
+        if schema_of(func).name.split("::")[1] in MAKES_PAGEABLE:
+            self.tag([made], PAGEABLE)

@@ -20,6 +20,7 @@ from spbench.bench.meters.torch_internals import flop_registry, schema_of
 from spbench.bench.simulator.program import (
     ATTENTION,
     HOST_COPY,
+    HOST_UPDATE,
     MATRIX_PRODUCT,
     MEMORY_BOUND,
     PRECISION_NAMES,
@@ -27,6 +28,7 @@ from spbench.bench.simulator.program import (
 from spbench.bench.simulator.program_builder import NO_SHAPE
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
+from spbench.impls.kernels.host_updates import ON_HOST_CORES
 
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _OTHER = len(PRECISION_NAMES) - 1
@@ -52,7 +54,7 @@ _FREE = {
 }  # fmt: skip
 #: operators that write their first argument and do not read it
 _OVERWRITING = {
-    "copy_", "_foreach_copy_", "zero_", "fill_",
+    "copy_", "host_copy_", "_foreach_copy_", "zero_", "fill_",
     "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
 }  # fmt: skip
 #: operators that copy the tensors of their first argument into a part of the second, which they return: they
@@ -66,9 +68,9 @@ _STREAMING_TAGS = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded, torch
 #: operators that stream and that torch does not tag
 _STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {
     "_to_copy", "arange", "cat", "_chunk_cat", "constant_pad_nd", "flip", "full", "full_like", "masked_fill_",
-    "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat", "roll", "scalar_tensor",
-    "select_backward", "slice_backward", "select_scatter", "slice_scatter", "stack", "tril", "tril_", "triu",
-    "triu_", "zeros", "zeros_like",
+    "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat", "repeat_interleave", "roll",
+    "scalar_tensor", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "stack", "tril",
+    "tril_", "triu", "triu_", "zeros", "zeros_like",
     "all", "amax", "amin", "any", "argmax", "argmin", "cumsum", "linalg_vector_norm", "logsumexp", "mean",
     "sum", "var_mean",
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "native_layer_norm",
@@ -145,6 +147,8 @@ class Price:
         self._category = ATTENTION if "softmax" in name or "attention" in name else MEMORY_BOUND
         if name in OVER_HOST_LINK:
             self._category = HOST_COPY
+        elif name in ON_HOST_CORES:
+            self._category = HOST_UPDATE
         self.known = (
             self.free
             or self._product >= 0

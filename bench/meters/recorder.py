@@ -55,7 +55,8 @@ class Recorder(TorchDispatchMode):
         self.communication = CommunicationMeter(group_axes(mesh))
         self.events = EventLog(mesh) if events else None
         self.streams = Streams(None) if self.events is None else self.events.streams
-        self.memory, self.host_memory = MemoryMeter(mesh, self.streams), HostMemoryMeter(mesh)
+        self.host_memory = HostMemoryMeter(mesh)
+        self.memory = MemoryMeter(mesh, self.host_memory, self.streams)
         self.further = [meter(mesh) for meter in further]
         core = [self.memory, self.host_memory, self.communication, self.events]
         self.meters: list[Meter] = [meter for meter in [*core, *self.further] if meter is not None]

@@ -2,7 +2,7 @@
 
 Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead, or at least the cluster's
 floor; products and attention by the rates of their kind (:mod:`spbench.bench.clusters.rates`). Copies between
-device and host: bytes over the device's share of the link.
+device and host: bytes over the device's share of the link; what the host's cores do: bytes over their share.
 Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
 Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
 once share the node's network cards. Different collectives that overlap in time do not slow each other down.
@@ -24,6 +24,7 @@ from spbench.bench.simulator.nccl import nccl_seconds
 from spbench.bench.simulator.program import (
     ATTENTION,
     HOST_COPY,
+    HOST_UPDATE,
     KERNEL,
     MATRIX_PRODUCT,
     PRECISION_NAMES,
@@ -131,6 +132,7 @@ class Costs:
         )
         self._set_operators(program, seconds)
         self._set_host_copies(program, seconds)
+        self._set_host_updates(program, seconds)
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
 
     def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
@@ -149,9 +151,23 @@ class Costs:
         if bytes_per_s is None:
             raise RatesUnknown(
                 f"{self.cluster.name}: host_memory.link_bandwidth_bytes_per_s is unknown, over which "
-                "checkpoints are copied to the host"
+                "device and host copy"
             )
         seconds[copies] = program.nbytes[copies] / bytes_per_s
+
+    def _set_host_updates(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what the host's cores take for updates into ``seconds``; the ranks of a node update at once."""
+        updates = program.category == HOST_UPDATE
+        if not updates.any():
+            return
+        bytes_per_s = self.cluster.host_memory.update_bytes_per_s.value
+        if bytes_per_s is None:
+            raise RatesUnknown(
+                f"{self.cluster.name}: host_memory.update_bytes_per_s is unknown, at which the host's cores "
+                "update weights"
+            )
+        sharing = min(program.world, self.cluster.devices_per_node)
+        seconds[updates] = program.nbytes[updates] * sharing / bytes_per_s
 
     def _floors(self, program: Program) -> np.ndarray:
         """The least seconds of each event if it is a kernel. Of the attention category only what computes is

@@ -16,8 +16,8 @@ import numpy as np
 KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
 #: the stream on which a step computes; others have the copies and collectives of a library's own streams
 COMPUTE_STREAM = 0
-MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION, HOST_COPY = range(4)
-CATEGORIES = ("memory-bound", "matrix product", "attention", "host copy")
+MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION, HOST_COPY, HOST_UPDATE = range(5)
+CATEGORIES = ("memory-bound", "matrix product", "attention", "host copy", "host update")
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other")
 
 #: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that
@@ -123,7 +123,8 @@ class Program:
         stream: on which the event was issued; events of a stream go in order, and a stream stands still at a
             wait. COMPUTE_STREAM unless a library has streams of its own.
         name: index into ``names``: the operator, or the collective.
-        category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION or HOST_COPY.
+        category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION, HOST_COPY, or HOST_UPDATE: the host's
+            cores do it, while the host and the compute stream stand still.
         nbytes: of a kernel, bytes read and written, of a HOST_COPY those copied; of communication, bytes of
             the payload as :data:`WIRE_SHARE` defines it.
         flops: floating-point operations.

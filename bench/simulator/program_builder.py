@@ -11,6 +11,7 @@ import numpy as np
 from spbench.bench.simulator.program import (
     COLLECTIVE,
     COMPUTE_STREAM,
+    HOST_UPDATE,
     HOST_WORK,
     KERNEL,
     MEMORY_BOUND,
@@ -86,9 +87,11 @@ class ProgramBuilder:
         return len(self.rows) - 1
 
     def add_kernel(self, row: KernelRow) -> None:
-        """Write down a kernel."""
-        self.rows.append((*row, self.host_work, -1))
-        self.host_work = 0
+        """Write down a kernel. What the host's cores do it begins when its device is idle, and goes on when
+        they have done it."""
+        join = JOIN if row[2] == HOST_UPDATE else 0
+        self.rows.append((*row, self.host_work + join, -1))
+        self.host_work = join
 
     def collective(self, name: str, nbytes: float, group: Group) -> int:
         """A collective begins."""

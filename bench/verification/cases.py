@@ -55,7 +55,8 @@ class VerifyRow:
     """The verdict on one case.
 
     Attributes:
-        variant: the model options that differ from the preset, as "name=value", and the strategy's.
+        variant: the model options that differ from the preset, as "name=value", and the strategy's and the
+            backend's.
         size: ranks.
         mesh: ranks along each axis, as "tp2xsp3".
         dtype: a key of :data:`PRECISIONS`.
@@ -98,6 +99,7 @@ def verify(
     *,
     options: Mapping[str, Any] | None = None,
     backend: str = DEFAULT_BACKEND,
+    backend_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
     batch: int = 3,
     seq_len: int = 24,
@@ -118,7 +120,7 @@ def verify(
         dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
         options: of every strategy, by name.
-        backend: name of a backend.
+        backend, backend_options: name of a backend, and its options.
         device: type of the devices on which the ranks' tensors are, as "cuda".
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
@@ -136,7 +138,7 @@ def verify(
         if dtype not in PRECISIONS:
             raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
     backend_class(backend)
-    chosen = dict(options or {})
+    chosen, of_backend = dict(options or {}), dict(backend_options or {})
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
@@ -145,8 +147,18 @@ def verify(
             tried = _parts_and_variants(preset, parts)
             for mesh, dtype, (part, varying) in itertools.product(meshes, dtypes, tried):
                 varied = set_options(preset, varying, f"model {name}")
-                case = Case(strategy, varied, part, dtype, batch, seq_len, options=chosen, backend=backend)
-                variant = _spelled({**varying, **chosen})
+                case = Case(
+                    strategy,
+                    varied,
+                    part,
+                    dtype,
+                    batch,
+                    seq_len,
+                    options=chosen,
+                    backend=backend,
+                    backend_options=of_backend,
+                )
+                variant = _spelled({**varying, **chosen, **of_backend})
                 yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
 
 
@@ -245,7 +257,7 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
     judged = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
     wrong = [each for each in judged if each.excess > 1]
     # wrong values tell more than the messages that go with them
-    worst = max(wrong or judged, key=lambda each: (not each.finding.of_bytes, each.excess))
+    worst = max(wrong or judged, key=lambda each: (each.finding.tells, each.excess))
     row = replace(
         row,
         error=worst.finding.found.error,

@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.beside_values import check_bytes, check_elements, check_positions
 from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
+from spbench.bench.verification.documents import check_documents, masked_attention
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.meta_device import WholeParameters, attributes_of
@@ -78,13 +80,14 @@ class Finding:
         tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
         found: of the strategy against the oracle.
         noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
-        of_bytes: it is about a message or a count, "backward all_reduce over sp", and not about values.
+        tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
+            over sp", 1 of values, 2 of documents that see each other.
     """
 
     tensor: str
     found: Discrepancy
     noise: float
-    of_bytes: bool = False
+    tells: int = 1
 
 
 class _OneDevice(Strategy):
@@ -97,6 +100,9 @@ class _OneDevice(Strategy):
     @property
     def vocabulary_parts(self) -> int:
         return self.parts
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+        return super().causal_attention(q, k, v) if attended.plain else masked_attention(q, k, v, attended)
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
@@ -127,11 +133,9 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     return [
         *(Finding(name, each, noise.get(name, 0.0)) for name, each in found.items()),
         *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
+        *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),
         Finding(*check_elements(checked), 0.0),
-        *(
-            Finding(name, each, 0.0, of_bytes=True)
-            for name, each in check_bytes(recorder, case, model, checked)
-        ),
+        *(Finding(name, each, 0.0, tells=0) for name, each in check_bytes(recorder, case, model, checked)),
     ]
 
 

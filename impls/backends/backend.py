@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.backends.host_optimizer import EACH_WEIGHT, HostLayout, HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Strategy, shard_of
@@ -170,21 +172,41 @@ class Backend(ABC):
         master_gradients: str = "made",
         shard_groups: Iterable[dist.ProcessGroup | None] = (),
     ) -> Optimizer:
-        """An optimizer of these tensors, as the settings have it.
+        """An optimizer of these tensors, as the settings have it; where the options put it on the host, one
+        of each weight there.
 
         Args:
             masters: keep float32 copies where the precision asks for them; False where the tensors are that.
             master_gradients: see :class:`Optimizer`.
             shard_groups: the groups of ranks that hold other parts of the weights.
         """
+        settings = self.optimizer_settings(shard_groups)
+        if self.on_host and parameters:
+            return HostOptimizer(parameters, self.precision, self.host_layout, **settings)
         return Optimizer(
             parameters,
             self.precision if masters else replace(self.precision, master=False),
-            with_moments=self.settings.moments == "kept",
             master_gradients=master_gradients,
-            overflow_groups=[*self.overflow_groups, *shard_groups],
-            lr=self.settings.learning_rate,
+            **settings,
         )
+
+    @property
+    def host_layout(self) -> HostLayout:
+        """How the host holds what an optimizer there needs."""
+        return EACH_WEIGHT
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the optimizer is on the host, of backends that have that option."""
+        return isinstance(self.options, OptimizerOptions) and self.options.optimizer == "host"
+
+    def optimizer_settings(self, shard_groups: Iterable[dist.ProcessGroup | None] = ()) -> dict[str, Any]:
+        """What every optimizer is made with; ``shard_groups`` as in :meth:`make_optimizer`."""
+        return {
+            "with_moments": self.settings.moments == "kept",
+            "overflow_groups": [*self.overflow_groups, *shard_groups],
+            "lr": self.settings.learning_rate,
+        }
 
     def summed(self) -> Iterator[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         """The parameters by the group that their gradients are summed over (None: a rank alone)."""

@@ -1,7 +1,8 @@
 """Distributed data parallelism as PyTorch's (Li et al., arXiv 2006.15704), with the optimizer of fairseq.
 
 Bytes a parameter in half precision: weight 2 and bucket 2, gradient 2 from backward to the next step, and the
-optimizer's float32 master 4, gradient 4 (kept, as fairseq's FP16Optimizer does) and moments 8.
+optimizer's float32 master 4, gradient 4 (kept, as fairseq's FP16Optimizer does) and moments 8. With
+``optimizer: host`` these 16 are on the host, as Megatron-Core's HybridDeviceOptimizer has them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.traffic import Traffic
 
 
@@ -21,6 +23,7 @@ class DistributedDataParallel(Backend):
 
     name = "ddp"
     shares_out = frozenset()
+    options_type = OptimizerOptions
 
     def prepare(self) -> Optimizer:
         self.buckets = BucketedGradients(self.summed(), list(self.names))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import HeldPart
 from spbench.impls.backends.optimizer import Precision
+from spbench.impls.kernels.host_copies import host_empty_like, to_host_
+from spbench.impls.rings import wait_for_device
 
 
 def padded(elements: int, size: int) -> int:
@@ -24,6 +26,7 @@ class FlatShard:
     Args:
         parameters: by name.
         group: the ranks that share them; None: a rank alone.
+        on_host: the shard is in the host's pinned memory.
     """
 
     def __init__(
@@ -31,6 +34,8 @@ class FlatShard:
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup | None,
         precision: Precision,
+        *,
+        on_host: bool = False,
     ):
         self.group = group
         self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -41,6 +46,11 @@ class FlatShard:
         self.start = self.rank * (len(flat) // self.size)
         held = torch.float32 if precision.master else precision.parameters
         self.weights = flat.chunk(self.size)[self.rank].to(held, copy=True)
+        if on_host:
+            there = host_empty_like(self.weights)
+            to_host_(there, self.weights)
+            wait_for_device(self.weights)
+            self.weights = there
         #: of this shard, or None between a step's beginning and its backward
         self.gradient: Tensor | None = None
 

@@ -4,6 +4,10 @@
 all-gathers a half-precision flat parameter whose views are the weights; autograd makes a gradient of each
 view and then concatenates them, so that 6 bytes a parameter are alive when backward ends, before the flat
 gradient is reduce-scattered.
+
+With ``optimizer: host`` as fairscale's move_params_to_cpu has it: the shards, which are the masters, are on
+the host too. Each goes to the device, wide, before its all-gather, and the summed gradient goes to a pinned
+tensor that is kept.
 """
 
 from __future__ import annotations
@@ -11,12 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.flat import FlatShard, padded
+from spbench.impls.backends.host_optimizer import HostAdam
 from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.collectives import all_gather_flat, reduce_scatter_flat
+from spbench.impls.kernels.host_copies import host_zeros, to_device_, to_host_
 from spbench.impls.traffic import Traffic
 
 
@@ -27,16 +35,23 @@ class FlatFullySharded(Backend):
     searched = False
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
+    options_type = OptimizerOptions
 
     def prepare(self) -> Optimizer:
         self.units = [
-            FlatShard({self.names[p]: p for p in parameters}, group, self.precision)
+            FlatShard({self.names[p]: p for p in parameters}, group, self.precision, on_host=self.on_host)
             for group, parameters in self.summed()
         ]
+        self.device = torch.empty(0, device=next((p.device for p in self.names), None))
         self.owners = _take_parameters(self.module, dict(self.names))
         self.names.clear()  # or the whole parameters would live on
         self.module.register_forward_pre_hook(self._gather)
         shards = [unit.weights for unit in self.units]  # the masters
+        if self.on_host and shards:
+            for shard in shards:
+                shard.grad = host_zeros(self.device, shard.shape, shard.dtype)
+            settings = self.optimizer_settings([unit.group for unit in self.units])
+            return HostAdam(shards, self.precision, self.device, **settings)
         return self.make_optimizer(shards, masters=False, shard_groups=[unit.group for unit in self.units])
 
     def zero(self) -> None:
@@ -45,12 +60,19 @@ class FlatFullySharded(Backend):
 
     def synchronize(self) -> None:
         for unit in self.units:  # reduce-scattered in backward
-            unit.weights.grad = unit.gradient
+            if self.on_host:
+                assert unit.weights.grad is not None
+                assert unit.gradient is not None
+                to_host_(unit.weights.grad, unit.gradient)
+                unit.gradient = None
+            else:
+                unit.weights.grad = unit.gradient
 
     def step(self) -> None:
         super().step()
-        for unit in self.units:
-            unit.weights.grad = None
+        if not self.on_host:
+            for unit in self.units:
+                unit.weights.grad = None
 
     def held(self) -> dict[str, list[Tensor]]:
         weights = [unit.weights for unit in self.units]
@@ -60,7 +82,8 @@ class FlatFullySharded(Backend):
         return []
 
     def gradient_parts(self) -> dict[str, HeldPart]:
-        parts = (unit.parts(unit.gradient) for unit in self.units if unit.gradient is not None)
+        held = ((unit, unit.weights.grad if self.on_host else unit.gradient) for unit in self.units)
+        parts = (unit.parts(gradient) for unit, gradient in held if gradient is not None)
         return {name: part for of_unit in parts for name, part in of_unit.items()}
 
     def weight_parts(self) -> dict[str, HeldPart]:
@@ -79,13 +102,21 @@ class FlatFullySharded(Backend):
     def _gather(self, module: nn.Module, inputs: object) -> None:
         """Before a forward: make the whole weights."""
         for unit in self.units:
-            shard = unit.weights.to(self.precision.parameters)
+            shard = self._on_device(unit.weights).to(self.precision.parameters)
             flat = shard.clone() if unit.group is None else all_gather_flat(shard, unit.group)
             del shard
             flat.requires_grad_().register_post_accumulate_grad_hook(partial(self._scatter, unit))
             for name, view in unit.views(flat).items():
                 for owner, attribute in self.owners[name]:
                     setattr(owner, attribute, view)
+
+    def _on_device(self, shard: Tensor) -> Tensor:
+        """A shard, which may be on the host."""
+        if not self.on_host:
+            return shard
+        x = torch.empty(shard.shape, dtype=shard.dtype, device=self.device.device)
+        to_device_(x, shard)
+        return x
 
     def _scatter(self, unit: FlatShard, flat: Tensor) -> None:
         """When backward has made the whole flat gradient: free the weights, sum, and keep this shard."""

@@ -19,18 +19,19 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
+from spbench.impls.backends.host_optimizer import DEEPSPEED_STAGE_3, HostAdam, HostOptimizer
+from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.meta_device import materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.layout import Unsupported
-from spbench.impls.options import Options, Saving, check_choices
+from spbench.impls.backends.sharding_options import ShardingOptions, units_of
+from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
@@ -40,21 +41,6 @@ if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is import
 
 # no output of a model is written in place
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-
-
-def units_of(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    """The modules whose weights are gathered apart from the rest.
-
-    Raises:
-        Unsupported: the word embedding is asked for, and the model has none that it uses for nothing else.
-    """
-    blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
-    if options.wrap == "embedding":
-        embedding = getattr(module, "embedding", None)
-        if not isinstance(embedding, nn.Module) or getattr(module, "tied", None) is not None:
-            raise Unsupported("the model has no word embedding apart from its head", "use wrap: blocks")
-        return [embedding, *blocks]
-    return [] if options.wrap == "whole" else blocks
 
 
 def cut_dim(shape: torch.Size, size: int) -> int:
@@ -68,62 +54,6 @@ def padded_elements(shape: torch.Size, size: int) -> int:
     """Elements that are sent of a parameter."""
     n = shape[cut_dim(shape, size)]
     return shape.numel() // n * math.ceil(n / size) * size
-
-
-@dataclass(frozen=True)
-class ShardingOptions(Options):
-    """How a model is set up, and when weights are gathered.
-
-    Attributes:
-        initialize: where the weights are before they are sharded: on the "meta" device, without memory, or
-            all of them on the "device".
-        wrap: what is gathered at once: each of the "blocks", and the rest; "embedding": these, and the word
-            embedding apart, as torchtitan does; "whole": everything.
-        reshard_rest: whether the rest is freed after forward where blocks are; torchtitan keeps it.
-        reduce_dtype: of gradients while they are summed over ranks: that of the weights, or "fp32".
-        state_dtype: of what the optimizer holds, and its gradients: "fp32" where the precision has masters,
-            or that of the weights.
-        forward_prefetch, backward_prefetch: of how many further blocks, when a block begins its forward or
-            backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
-            ``FSDPModule``). 0: as torch does by itself.
-
-    Raises:
-        ValueError: a number is negative, or a word is none of these.
-    """
-
-    initialize: Literal["meta", "device"] = "meta"
-    wrap: Literal["blocks", "embedding", "whole"] = "blocks"
-    reshard_rest: bool = True
-    reduce_dtype: Literal["weights", "fp32"] = "weights"
-    state_dtype: Literal["fp32", "weights"] = "fp32"
-    forward_prefetch: int = 0
-    backward_prefetch: int = 0
-
-    def __post_init__(self) -> None:
-        widths = ("weights", "fp32")
-        check_choices(
-            self,
-            {
-                "initialize": ("meta", "device"),
-                "wrap": ("blocks", "embedding", "whole"),
-                "reduce_dtype": widths,
-                "state_dtype": widths,
-            },
-        )
-        for name in ("forward_prefetch", "backward_prefetch"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
-
-    def savings(self) -> Iterator[Saving]:
-        for name, less, words in (
-            ("initialize", "meta", "set-up never holds the whole model"),
-            ("wrap", "blocks", "one block is gathered at a time"),
-            ("reshard_rest", True, "embedding and head are freed after forward too"),
-            ("reduce_dtype", "weights", "gradients are summed in the dtype of the weights"),
-            ("state_dtype", "weights", "the optimizer holds the dtype of the weights, no float32"),
-        ):
-            if getattr(self, name) not in (less, "embedding"):
-                yield Saving({name: less}, words)
 
 
 class FullySharded(Backend):
@@ -160,20 +90,58 @@ class FullySharded(Backend):
         names = list(self.names.values())
         self.names.clear()  # or the whole parameters would live on
         self._wrap()
-        materialize(self.module, next(iter(self.meshes.values())).device_type)
+        device = next(iter(self.meshes.values())).device_type
+        if self.options.parameters == "host":
+            move_to_host(self.module, device)
+        materialize(self.module, device)
         parameters = dict(self.module.named_parameters())
         self.sharded: dict[str, DTensor] = {name: parameters[name] for name in names}  # type: ignore[misc]
         # the optimizer works element by element, so on each rank's own part without the rest of a DTensor
         self.weights = {name: p.to_local().detach() for name, p in self.sharded.items()}
         groups = [mesh.get_group() for mesh in self.meshes.values()]
+        weights = list(self.weights.values())
+        self.host = self._host_optimizer(weights, torch.empty(0, device=device), groups)
         # the shards are the masters
-        return self.make_optimizer(list(self.weights.values()), masters=False, shard_groups=groups)
+        return self.host or self.make_optimizer(weights, masters=False, shard_groups=groups)
+
+    def _host_optimizer(
+        self, weights: list[Tensor], device: Tensor, groups: list[dist.ProcessGroup]
+    ) -> HostAdam | None:
+        """What updates the weights on the host, as soon as backward has made their gradients; None: the
+        device does."""
+        if not self.on_host or not weights:
+            return None
+        self.numbers = {p: number for number, p in enumerate(self.sharded.values())}
+        #: whether a backward is the last of the step, and which weights still wait for their gradient
+        self.last, self.missing = False, {*self.numbers.values()}
+        for p in self.numbers:
+            p.register_post_accumulate_grad_hook(weakly(self._reduced))
+        settings = self.optimizer_settings(groups)
+        if self.options.parameters == "host":
+            return HostShards(weights, self.precision, device, **settings)
+        wide = torch.float32 if self._wide_states else weights[0].dtype
+        return HostOptimizer(weights, self.precision, DEEPSPEED_STAGE_3, wide, **settings)
+
+    @property
+    def _wide_states(self) -> bool:
+        """Whether masters are wider than the weights."""
+        return self.precision.master and self.options.state_dtype == "fp32"
+
+    def _reduced(self, p: DTensor) -> None:
+        """A gradient has been reduce-scattered, on the current stream."""
+        assert self.host is not None
+        assert p.grad is not None
+        gradient, p.grad = p.grad.to_local(), None  # type: ignore[attr-defined]
+        self.host.take(self.numbers[p], gradient, last=self.last)
+        if self.last:
+            self.missing.remove(self.numbers[p])
 
     def _wrap(self) -> None:
         """Shard each unit, then what is left of the module."""
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        if self.precision.master and self.options.state_dtype == "fp32":
+        on_host = (self.options.optimizer, self.options.parameters) == ("host", "device")
+        if self._wide_states and not on_host:
             for p in self.module.parameters():
                 p.data = p.data.float()
         reduced = self.gradient_dtype(self.precision, self.options)
@@ -223,16 +191,25 @@ class FullySharded(Backend):
     def zero(self) -> None:
         for p in self.sharded.values():
             p.grad = None
+        if self.host is not None:
+            self.last, self.missing = False, {*self.numbers.values()}
+
+    def begin_last_backward(self, stage: nn.Module) -> None:
+        self.last = True
 
     def synchronize(self) -> None:
+        if self.host is not None:
+            assert not self.missing, "backward made no gradient for some parameters"
+            return
         for name, p in self.sharded.items():  # reduce-scattered in backward
             assert p.grad is not None
             self.weights[name].grad = p.grad.to_local()  # type: ignore[attr-defined]
 
     def step(self) -> None:
         super().step()
-        for weight in self.weights.values():
-            weight.grad = None
+        if self.host is None:
+            for weight in self.weights.values():
+                weight.grad = None
 
     def held(self) -> dict[str, list[Tensor]]:
         return {**super().held(), "parameters": list(self.weights.values())}
@@ -241,6 +218,8 @@ class FullySharded(Backend):
         return []
 
     def gradient_parts(self) -> dict[str, HeldPart]:
+        if self.host is not None:
+            return {n: self._part(n, self.host.gradient(i)) for i, n in enumerate(self.sharded)}
         return {
             name: self._part(name, p.grad.to_local())  # type: ignore[attr-defined]
             for name, p in self.sharded.items()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.composition import Composition, by_partial_axes
-from spbench.impls.options import Options
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.traffic import Traffic
 
@@ -78,14 +78,26 @@ class StaleGradients:
 
 
 @dataclass(frozen=True)
-class LegacyOptions(Options):
+class LegacyOptions(OptimizerOptions):
     """What may be chosen about :class:`LegacyDistributedDataParallel`.
 
     Attributes:
         gradients: how they are held between steps: :class:`ContiguousGradients` or :class:`StaleGradients`.
+
+    Raises:
+        ValueError: a word is none of these, or gradients are stale beside an optimizer on the host, which
+            neither program had (it is as ``ddp`` has it).
     """
 
     gradients: Literal["contiguous", "stale"] = "contiguous"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.gradients, self.optimizer) == ("stale", "host"):
+            raise ValueError(
+                "gradients: stale keeps float32 gradients of the step before on the device, where with "
+                "optimizer: host there are none; set gradients: contiguous"
+            )
 
 
 class LegacyDistributedDataParallel(Backend):

@@ -15,7 +15,9 @@ Options and the flags of Megatron-LM's that they are: ``distributed_optimizer``,
 ``gradient_accumulation_fusion: false``, --no-gradient-accumulation-fusion; ``bucket_size``,
 --ddp-bucket-size; ``pad_buckets_for_high_nccl_busbw``, --ddp-pad-buckets-for-high-nccl-busbw;
 ``accumulate_allreduce_grads_in_fp32: false``, --grad-reduce-in-bf16 with --bf16, and what Megatron-LM does
-with --fp16 unless --accumulate-allreduce-grads-in-fp32 is given.
+with --fp16 unless --accumulate-allreduce-grads-in-fp32 is given; ``optimizer: host``,
+--optimizer-cpu-offload with --use-precision-aware-optimizer; ``overlap_cpu_optimizer_d2h_h2d``,
+--overlap-cpu-optimizer-d2h-h2d.
 
 As there, the host waits for its device where it reads the gradients' norm before the update, and after each
 exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
@@ -35,7 +37,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.buffer_layout import laid_out
+from spbench.impls.backends.host_optimizer import EACH_WEIGHT, HostLayout, HostOptimizer
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import Optimizer, Precision
@@ -125,6 +128,10 @@ class Megatron(Backend):
             shard_groups=groups if self.options.distributed_optimizer else (),
         )
 
+    @property
+    def host_layout(self) -> HostLayout:
+        return replace(EACH_WEIGHT, overlaps=self.options.overlap_cpu_optimizer_d2h_h2d)
+
     def _groups(self, axes: Sequence[str]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """The ranks that share a buffer of these parameters or sum it, and those of other instances of the
         optimizer that hold the same part."""
@@ -159,7 +166,8 @@ class Megatron(Backend):
         weights = p.detach().view(-1)[elements]
         half = p.dtype in (torch.float16, torch.bfloat16)
         gradient = bucket.of(bucket.gradients, p, elements)
-        return _MainWeight(bucket, p, elements, weights.float() if half else weights, gradient, not half)
+        copied = half and not self.on_host  # the host has its own
+        return _MainWeight(bucket, p, elements, weights.float() if copied else weights, gradient, not copied)
 
     def zero(self) -> None:
         self.gathered.forget()
@@ -175,11 +183,15 @@ class Megatron(Backend):
         self.around.add_tied(self.module, lambda weight: self.gradients.views[weight])
 
     def step(self) -> None:
-        for main in self.mains:
-            # no copy of what is float32 already
-            main.values.grad = main.gradient.to(main.values.dtype)
-        wait_for_device(self.mains[0].values)
-        super().step()
+        if isinstance(self.optimizer, HostOptimizer):
+            wait_for_device(self.mains[0].values)
+            self.optimizer.step([main.gradient for main in self.mains])
+        else:
+            for main in self.mains:
+                # no copy of what is float32 already
+                main.values.grad = main.gradient.to(main.values.dtype)
+            wait_for_device(self.mains[0].values)
+            super().step()
         for main in self.mains:
             if not main.shared:
                 main.model_values.copy_(main.values)

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.impls.backends.buffer_layout import Sharding
+from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.composition import Composition
 from spbench.impls.layout import Unsupported
-from spbench.impls.options import Options, Saving
+from spbench.impls.options import Saving
 
 #: elements of a bucket by default: at least so many, and so many a replica
 LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True)
-class MegatronOptions(Options):
+class MegatronOptions(OptimizerOptions):
     """What may be chosen about :class:`Megatron`.
 
     Attributes:
@@ -30,6 +31,8 @@ class MegatronOptions(Options):
             Megatron-Core's.
         pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
         accumulate_allreduce_grads_in_fp32: main gradients are float32; else they are as the weights.
+        overlap_cpu_optimizer_d2h_h2d: of ``optimizer: host``, copies have streams of their own, and each
+            weight is updated as soon as its gradient is there.
     """
 
     distributed_optimizer: bool = False
@@ -40,8 +43,14 @@ class MegatronOptions(Options):
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
+    overlap_cpu_optimizer_d2h_h2d: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer == "host" and not self.distributed_optimizer:
+            raise ValueError("optimizer: host needs distributed_optimizer, as Megatron-Core's does")
+        if self.overlap_cpu_optimizer_d2h_h2d and self.optimizer == "device":
+            raise ValueError("overlap_cpu_optimizer_d2h_h2d is of optimizer: host; set that, or leave it out")
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
         if self.num_distributed_optimizer_instances > 1 and not self.distributed_optimizer:
@@ -60,6 +69,9 @@ class MegatronOptions(Options):
         if not self.distributed_optimizer:
             words = "main weights and moments are shared out among replicas"
             yield Saving({"distributed_optimizer": True}, words)
+        if self.optimizer == "device":
+            words = "the host holds main weights and moments of a rank's part, and updates them"
+            yield Saving({"distributed_optimizer": True, "optimizer": "host"}, words)
 
     def full_at(self, around: Composition, chunk: int = 0) -> int | None:
         """Elements at which a bucket is full on this rank; None: there is one. Later stages of the pipeline

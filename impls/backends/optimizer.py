@@ -60,6 +60,7 @@ class Optimizer:
             or "stale": made anew by a step beside those of the step before, as Megatron-LM of 2021 did.
         overflow_groups: an overflow on one rank must skip the step on all ranks that hold other parts of
             the weights; those of all these groups (None: this rank alone).
+        device: of the loss; None: that of the weights.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Optimizer:
         master_gradients: str = "made",
         overflow_groups: Sequence[dist.ProcessGroup | None] = (),
         lr: float = 1e-4,
+        device: torch.device | None = None,
     ):
         self.parameters = parameters
         self.precision = precision
@@ -84,7 +86,7 @@ class Optimizer:
         # a group of its own, for torch refuses a list without weights
         self.adam = torch.optim.AdamW([{"params": self.masters}], lr=lr, weight_decay=0.01, fused=True)
         if precision.loss_scale:
-            device = self.masters[0].device
+            device = device or self.masters[0].device
             self.scale = torch.full((), precision.loss_scale, dtype=torch.float32, device=device)
             self.since_growth = torch.zeros((), dtype=torch.int32, device=device)
         if master_gradients != "made" and precision.master:
@@ -106,6 +108,9 @@ class Optimizer:
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss * self.scale if self.precision.loss_scale else loss
+
+    def begin(self) -> None:
+        """A step begins; there are no gradients yet."""
 
     def step(self) -> None:
         """Update the weights from the gradients; with loss scaling, not if one of them overflowed."""

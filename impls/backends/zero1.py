@@ -3,11 +3,15 @@
 A rank updates its shard of the float32 masters and all-gathers the weights, which are views of one flat
 tensor. torch's ZeroRedundancyOptimizer gives whole parameters to ranks, so shards are uneven, and knows no
 master weights.
+
+With ``optimizer: host`` as DeepSpeed's offload_optimizer of ZeRO-1 has it: the device has no copy of a shard,
+a gradient's part is copied to the host, wide, and the shard comes back into the flat tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,8 +20,10 @@ from spbench.impls.backends.backend import PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.flat import FlatShard, padded
+from spbench.impls.backends.host_optimizer import DEEPSPEED_STAGE_1, HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.collectives import all_gather_flat
+from spbench.impls.collectives import all_gather_flat, all_gather_in_place
+from spbench.impls.kernels.host_copies import to_host_
 from spbench.impls.traffic import Traffic
 
 
@@ -31,19 +37,31 @@ class ShardedOptimizer(DistributedDataParallel):
         sums = list(self.summed())
         self.units, self.flats = [], []
         for group, parameters in sums:
-            unit = FlatShard({self.names[p]: p for p in parameters}, group, self.precision)
+            # where the host has the masters, the device's shard is a part of the flat tensor alone
+            held = replace(self.precision, master=False) if self.on_host else self.precision
+            unit = FlatShard({self.names[p]: p for p in parameters}, group, held)
             flat = unit.flattened(parameters)
             for p, view in zip(parameters, unit.views(flat).values(), strict=True):
                 p.data = view
-            unit.gradient = torch.zeros_like(unit.weights)
+            if self.on_host:
+                unit.weights = flat.chunk(unit.size)[unit.rank]
+            else:
+                unit.gradient = torch.zeros_like(unit.weights)
             self.units.append(unit)
             self.flats.append(flat)
         self.parameters = {name: p for p, name in self.names.items()}
         self.buckets = BucketedGradients(sums, list(self.names))
-        shards = [unit.weights for unit in self.units]  # the masters
+        shards = [unit.weights for unit in self.units]
+        if self.on_host and shards:
+            settings = self.optimizer_settings([unit.group for unit in self.units])
+            return HostOptimizer(shards, self.precision, DEEPSPEED_STAGE_1, **settings)
+        # the masters
         return self.make_optimizer(shards, masters=False, shard_groups=[unit.group for unit in self.units])
 
     def step(self) -> None:
+        if isinstance(self.optimizer, HostOptimizer):
+            self._step_on_host(self.optimizer)
+            return
         for unit in self.units:
             assert unit.gradient is not None
             for name, part in unit.parts(unit.gradient).items():
@@ -58,6 +76,17 @@ class ShardedOptimizer(DistributedDataParallel):
                 flat.copy_(weights)
             else:
                 all_gather_flat(weights, unit.group, into=flat)
+
+    def _step_on_host(self, optimizer: HostOptimizer) -> None:
+        for number, unit in enumerate(self.units):
+            for name, part in unit.parts(optimizer.gradient(number)).items():
+                gradient = self.parameters[name].grad
+                assert gradient is not None
+                to_host_(part.values, part.of(gradient).to(part.values.dtype))
+        optimizer.step()
+        for unit, flat in zip(self.units, self.flats, strict=True):
+            if unit.group is not None:
+                all_gather_in_place(flat, unit.group, begin=False)
 
     def held(self) -> dict[str, list[Tensor]]:
         shards = [x for unit in self.units for x in (unit.weights, unit.gradient) if x is not None]

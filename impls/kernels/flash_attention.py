@@ -29,12 +29,15 @@ def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
     return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    """The scaled scores [B, G, Z/G M, L], those of hidden keys -inf."""
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool | Tensor) -> Tensor:
+    """The scaled scores [B, G, Z/G M, L], those of hidden keys -inf; ``causal`` may be True where a key is
+    hidden [M, L]."""
     precise = state_dtype(q.dtype)
     scores = (_by_key_head(q, k).to(precise) @ k.to(precise).mT).mul_(scale)
-    if causal:
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1)
+    if causal is not False:
+        hidden = causal
+        if not isinstance(hidden, Tensor):
+            hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1)
         scores.unflatten(2, (-1, q.shape[2])).masked_fill_(hidden, -torch.inf)
     return scores
 
@@ -44,17 +47,19 @@ def _is_half(q: Tensor) -> bool:
     return q.dtype in (torch.float16, torch.bfloat16)
 
 
-def _new_like(x: Tensor, size: int) -> Tensor:
+def new_like(x: Tensor, size: int) -> Tensor:
     """Memory for [B, Z, M, size] where x is [B, Z, M, A], laid out as [B, M, Z, size]."""
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
-def _forward_by_scores(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def forward_by_scores(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool | Tensor
+) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, scale, causal)
     lse = scores.logsumexp(-1)
     by_key_head = scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)
-    o = _new_like(q, v.shape[3])
+    o = new_like(q, v.shape[3])
     return o.copy_(by_key_head.reshape(o.shape)), lse.reshape(q.shape[:3])
 
 
@@ -100,7 +105,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     if not _cpu_flash_takes(q, k, v):
-        return _forward_by_scores(q, k, v, scale, causal)
+        return forward_by_scores(q, k, v, scale, causal)
     q, k, v = _with_adjacent_features(q, k, v)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     blocks = [
@@ -112,7 +117,7 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 
 def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     if not _is_half(q):
-        return _forward_by_scores(q, k, v, scale, causal)
+        return forward_by_scores(q, k, v, scale, causal)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(x.transpose(1, 2) for x in (q, k, v)),
         None,
@@ -127,12 +132,12 @@ def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     return o.transpose(1, 2), lse
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return _new_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return new_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
-def _backward_by_scores(
-    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
+def backward_by_scores(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     p = _scores(q, k, scale, causal)
     p.sub_(_by_key_head(lse.unsqueeze(-1), k)).exp_()
@@ -143,7 +148,7 @@ def _backward_by_scores(
     d_scores = (d_out @ values.mT).sub_(share).mul_(p).mul_(scale)
     gradients = d_scores @ keys, d_scores.mT @ queries, d_v
     d_q, d_k, d_v = (
-        _new_like(x, x.shape[3]).copy_(y.reshape(x.shape)) for x, y in zip((q, k, v), gradients, strict=True)
+        new_like(x, x.shape[3]).copy_(y.reshape(x.shape)) for x, y in zip((q, k, v), gradients, strict=True)
     )
     return d_q, d_k, d_v
 
@@ -152,7 +157,7 @@ def _backward_on_cpu(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _cpu_flash_takes(q, k, v):
-        return _backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
+        return backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
     d_o, q, k, v, o = _with_adjacent_features(d_o, q, k, v, o)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     calls, gradients = _cpu_calls(q, causal), []
@@ -171,7 +176,7 @@ def _backward_on_cuda(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _is_half(q):
-        return _backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
+        return backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
     gradients = torch.ops.aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in (d_o, q, k, v, o)),
@@ -190,8 +195,8 @@ def _backward_on_cuda(
     return d_q, d_k, d_v
 
 
-def _fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    d_q, d_k, d_v = (_new_like(x, x.shape[3]) for x in (q, k, v))
+def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    d_q, d_k, d_v = (new_like(x, x.shape[3]) for x in (q, k, v))
     return d_q, d_k, d_v
 
 
@@ -199,7 +204,7 @@ def _fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tup
 _LIBRARY = torch.library.Library("spbench", "FRAGMENT")
 
 
-def _operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
+def operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
     """Define the operator of that schema, with a kernel for all devices and those of some. No result may be
     an argument. It has no gradient: call it inside autograd functions."""
     _LIBRARY.define(schema)
@@ -212,20 +217,20 @@ def _operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., A
 
 
 #: (q, k, v, scale, causal) -> (o [B, Z, M, A] of q's dtype, lse [B, Z, M])
-flash_attention = _operator(
+flash_attention = operator(
     "flash_attention(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor, Tensor)",
-    _forward_by_scores,
-    _fake_forward,
+    forward_by_scores,
+    fake_forward,
     CPU=_forward_on_cpu,
     CUDA=_forward_on_cuda,
 )
 #: (d_o, q, k, v, o, lse, scale, causal) -> this block's parts of the gradients of q, k and v, of their dtype;
 #: o and lse are those of the queries' attention to all their keys, in this block and in others
-flash_attention_backward = _operator(
+flash_attention_backward = operator(
     "flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float scale,"
     " bool causal) -> (Tensor, Tensor, Tensor)",
-    _backward_by_scores,
-    _fake_backward,
+    backward_by_scores,
+    fake_backward,
     CPU=_backward_on_cpu,
     CUDA=_backward_on_cuda,
 )

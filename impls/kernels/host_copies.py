@@ -1,17 +1,21 @@
-"""Pinned memory of the host, and copies over the link between host and device.
+"""Memory of the host, and copies over the link between host and device.
 
 They are operators so that meters see them: on fake ranks and on real CPUs the host's memory is of the same
-device as all else, and only the operator says which of the two a tensor is made in. On a GPU the memory is
-page-locked, as copies that run beside kernels must have it.
+device as all else, and only the operator says which of the two a tensor is made in. On a GPU the memory that
+is copied to or from is pinned (page-locked), as copies that run beside kernels must have it; what the host's
+cores alone use is pageable.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-#: names of the operators that make tensors in the host's memory
-MAKES_ON_HOST = ("host_empty_like",)
+#: names of the operators that make tensors in the host's memory, and of those whose memory is not pinned
+MAKES_ON_HOST = ("host_empty_like", "host_zeros", "pageable_zeros")
+MAKES_PAGEABLE = ("pageable_zeros",)
 #: names of the operators that copy between host and device, of which the second argument is what is read
 OVER_HOST_LINK = ("to_host_", "to_device_")
 
@@ -25,6 +29,28 @@ def host_empty_like(x: Tensor) -> Tensor:
 @host_empty_like.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+@torch.library.custom_op("spbench::host_zeros", mutates_args=())
+def host_zeros(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in pinned memory of the host; ``device``: any tensor of the device that will copy them."""
+    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.device.type != "cpu")
+
+
+@host_zeros.register_fake
+def _(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+@torch.library.custom_op("spbench::pageable_zeros", mutates_args=())
+def pageable_zeros(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in memory of the host that is not pinned."""
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+@pageable_zeros.register_fake
+def _(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 @torch.library.custom_op("spbench::to_host_", mutates_args=("host",))

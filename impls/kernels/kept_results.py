@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
+Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 
 class KeptResults:
@@ -46,14 +46,20 @@ def keeping() -> bool:
 def kept(make: Callable[[], Result]) -> Result:
     """What ``make`` returns: of a block that keeps results, from its first run also when it runs again.
 
-    To be called where no gradient is recorded, as in the forward of an autograd function.
+    To be called where no gradient is recorded, as in the forward of an autograd function. Within ``make``
+    nothing is kept.
     """
-    if _in_use is None:
+    global _in_use
+    if (keeper := _in_use) is None:
         return make()
-    if _in_use.again:
-        return _in_use.results.popleft()  # type: ignore[return-value]
-    result = make()
+    if keeper.again:
+        return keeper.results.popleft()  # type: ignore[return-value]
+    _in_use = None
+    try:
+        result = make()
+    finally:
+        _in_use = keeper
     # autograd writes on the tensors that a function returns, which must not hold what they came from
     alias = result.detach() if isinstance(result, Tensor) else tuple(x.detach() for x in result)
-    _in_use.results.append(alias)
+    keeper.results.append(alias)
     return result

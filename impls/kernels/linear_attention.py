@@ -180,7 +180,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _scores(length: int, block: int) -> int:
+def scores_of_blocks(length: int, block: int) -> int:
     """Pairs of positions of one sequence and head that the tiles on and below the diagonals hold."""
     whole, rest = divmod(length, block)
 
@@ -199,14 +199,14 @@ def _boundary_flops(x: Sequence[int], y: Sequence[int], *_: Any, **__: Any) -> i
 @register_flop_formula(OPS.linear_attention_output)
 def _output_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
     (batch, heads, length, d), a = q, v[-1]
-    return 2 * batch * heads * (_scores(length, rest[-1]) * (d + a) + length * d * a)
+    return 2 * batch * heads * (scores_of_blocks(length, rest[-1]) * (d + a) + length * d * a)
 
 
 @register_flop_formula(OPS.linear_attention_input_gradients)
 def _input_gradient_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
     # q k^T and d_scores; d_q, d_k and d_v inside the block; each of the three through a state
     (batch, heads, length, d), a = q, v[-1]
-    return 2 * batch * heads * (_scores(length, rest[-1]) * (3 * d + 2 * a) + 3 * length * d * a)
+    return 2 * batch * heads * (scores_of_blocks(length, rest[-1]) * (3 * d + 2 * a) + 3 * length * d * a)
 
 
 def final_state(states: Tensor, initial: Tensor | None, decay: Tensor | None, length: int) -> Tensor:

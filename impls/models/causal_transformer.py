@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.blocks.linear_mixer import LinearAttention
+from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.softmax_mixer import KERNELS, SoftmaxAttention
 from spbench.impls.options import check_choices
 
@@ -106,7 +108,7 @@ class CausalTransformerModel(DecoderModel):
     def learned_positions(self) -> int | None:  # type: ignore[override]
         return self.max_positions if self.position == "learned" else None
 
-    def mixing(self, layer: int) -> SoftmaxAttention:
+    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         base = self.rotary_base if self.position == "rotary" else None
         bias = self.biases or self.qkv_bias
         return SoftmaxAttention(base, bias, self.attention_dropout, self.attention, self.rotary_share)

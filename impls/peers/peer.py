@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.layout import Site, Unsupported
 from spbench.impls.peers import flash_attn_stand_in
 from spbench.impls.registries import INSTALL, absent
 from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.placements import Meetings, PlacementOptions
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import HEADS, POSITIONS, Ulysses
 
@@ -56,13 +58,15 @@ class RingPeer(Peer, RingAttention):
     ``group`` and return [B, L/N, Z, A]."""
 
     meets = frozenset({"attention", "causal_attention", "full_attention"})
+    options_type = PlacementOptions  # type: ignore[assignment]  # not all that RingAttention's may be
     #: "module:function" for each placement
     functions: ClassVar[Mapping[str, str]]
 
     def load(self) -> None:
         self._functions = {placement: imported(path) for placement, path in self.functions.items()}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        placement = meetings.placement
         # without a mask the placement makes no difference, and only the contiguous functions do without one
         function = self._functions[placement or "contiguous"]
         by_position = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -92,9 +96,9 @@ class UlyssesPeer(Peer, Ulysses):
                     "use ulysses",
                 )
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
         if self.size == 1:
-            return super().causal_attention(q, k, v)
+            return super().causal_attention(q, k, v, attended)
         return self._by_position(q, k, v, causal=True)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from spbench.impls.layout import Site
 from spbench.impls.options import check_choices
 from spbench.impls.peers.peer import Peer
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.placements import PlacedChunks, PlacementOptions
+from spbench.impls.strategies.placements import Meetings, PlacedChunks, PlacementOptions
 from spbench.impls.traffic import Traffic
 
 RINGS = "torch.distributed.tensor.experimental._attention"
@@ -140,7 +140,8 @@ class TorchContextParallel(Peer, PlacedChunks):
                     yield Traffic(phase, "keys and values", "all_to_all", steps, block * element_bytes)
             yield Traffic("backward", "their gradients", "all_to_all", site.count * self.size, block * 4)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        placement = meetings.placement
         options = placement == "zigzag", self.options.rotate
         o: Tensor = _Ring.apply(q, k, v, self.group, placement is not None, options)
         return o

@@ -12,7 +12,7 @@ from spbench.impls.layout import Site, Unsupported
 from spbench.impls.peers.peer import Peer, RingPeer, UlyssesPeer, imported
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.nesting import Nesting
-from spbench.impls.strategies.placements import PlacedChunks
+from spbench.impls.strategies.placements import Meetings, PlacedChunks
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.sequence_chunks import chunk_of
 from spbench.impls.strategies.ulysses import Ulysses
@@ -91,7 +91,8 @@ class YunchangUSP(Peer, PlacedChunks):
         sizes = {axis: self.place.size(axis) for axis in self.axes}
         yield from both.configured(Place(sizes)).traffic(sites, element_bytes)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        placement = meetings.placement
         by_position = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
         o: Tensor = self._layers[placement or "contiguous"](*by_position, causal=placement is not None)
         return o.transpose(1, 2)

@@ -29,33 +29,39 @@ from torch import Tensor
 from spbench.impls.collectives import reduce_scatter_flat, start_all_gather
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.kept_results import kept
+from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.keyed_steps import keyed_steps
-from spbench.impls.layout import runs_again
+from spbench.impls.layout import HEEDS_ALL, runs_again
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.placements import ALL, PLACEMENTS, PlacedChunks, PlacementOptions, meeting
+from spbench.impls.strategies.placements import ALL, DocumentPlacementOptions, Meetings, PlacedChunks
 from spbench.impls.strategies.ring_attention import attention_gradients_round
 from spbench.impls.traffic import Traffic
 
-#: (owners, queries, keys, causal): as :func:`meeting`, of each of several owners
-JointMeeting = tuple[slice, slice, slice, bool]
+#: (owners, queries, keys, seen): as :meth:`Meetings.of`, of each of several owners
+JointMeeting = tuple[slice, slice, slice, Seen]
 
 
-def joint_meetings(placement: str | None, rank: int, size: int, length: int) -> Iterator[JointMeeting]:
-    """Which of a rank's ``length`` queries see which of the ``length`` keys of each of ``size`` ranks, for
-    one call of the kernel each; all queries see the first.
+def joint_meetings(meetings: Meetings) -> Iterator[JointMeeting]:
+    """Which of a rank's queries see which of the keys of each rank, for one call of the kernel each; all
+    queries see the first.
 
-    Without a mask it is one call. Under a causal one, the rank's own keys are one, and all keys of lower
-    ranks and all of higher ranks one each: 2 calls contiguous, 3 zigzag. Striped, the keys of every owner
-    meet the queries along a diagonal, so they are N calls.
+    Without a mask it is one call, and so it is with packed documents. Under a causal one, the rank's own keys
+    are one, and all keys of lower ranks and all of higher ranks one each: 2 calls contiguous, 3 zigzag.
+    Striped, the keys of every owner meet the queries along a diagonal, so they are N calls.
     """
-    if placement is None:
+    rank, size = meetings.rank, meetings.size
+    if meetings.placement is None:
         yield slice(size), ALL, ALL, False
         return
+    if not meetings.regular:
+        owners, seen = meetings.of_all()
+        yield slice(*owners), ALL, ALL, seen
+        return
     for first, last in ((rank, rank + 1), (0, rank), (rank + 1, size)):
-        met = meeting(placement, rank, first, length) if first < last else None
+        met = meetings.of(first) if first < last else None
         if met is None:
             continue
         mine, theirs, causal = met
@@ -94,7 +100,7 @@ def summed(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class AllGatherKVOptions(PlacementOptions):
+class AllGatherKVOptions(DocumentPlacementOptions):
     """What may be chosen about :class:`AllGatherKV`.
 
     Attributes:
@@ -105,12 +111,12 @@ class AllGatherKVOptions(PlacementOptions):
     gradients: str = "reduce_scatter"
 
     def __post_init__(self) -> None:
-        check_choices(self, {"placement": PLACEMENTS, "gradients": ("reduce_scatter", "ring")})
+        super().__post_init__()
+        check_choices(self, {"gradients": ("reduce_scatter", "ring")})
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """q [B, Z, L/N, A], k, v [B, Z or fewer, L/N, A] -> [B, Z, L/N, A]; ``placement`` None: every query sees
-    every key."""
+    """q [B, Z, L/N, A], k, v [B, Z or fewer, L/N, A] -> [B, Z, L/N, A]."""
 
     @staticmethod
     def forward(
@@ -119,38 +125,35 @@ class _GatheredAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         group: dist.ProcessGroup,
-        placement: str | None,
+        meetings: Meetings,
         gradients: str,
     ) -> Tensor:
         def blocks() -> Iterator[Block]:
             parts = gathered(k, v, group)
-            for owners, mine, theirs, causal in joint_meetings(
-                placement, group.rank(), group.size(), q.shape[2]
-            ):
-                yield mine, *_keys_and_values(parts, owners, theirs), causal
+            for owners, mine, theirs, seen in joint_meetings(meetings):
+                yield mine, *_keys_and_values(parts, owners, theirs), seen
 
         o, lse = kept(lambda: attend_blocks(q, blocks()))
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.group, ctx.placement, ctx.gradients = group, placement, gradients
+        ctx.group, ctx.meetings, ctx.gradients = group, meetings, gradients
         return o
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        group, length = ctx.group, q.shape[2]
+        group, meetings = ctx.group, ctx.meetings
         parts, backward = gathered(k, v, group), BlockwiseBackward(d_o, q, o, lse)
         if ctx.gradients == "ring":
-            d_k, d_v = attention_gradients_round(
-                group, ctx.placement, backward, k, v, partial(_block_of, parts)
-            )
+            everywhere = partial(_block_of, parts)
+            d_k, d_v = attention_gradients_round(group, meetings, backward, k, v, everywhere)
             return backward.d_q, d_k, d_v, None, None, None
         # In at least float32, as in ring_attention: in half precision a sum over N ranks is rounded up to N -
         # 1 times. Llama 3 sums gradients of what is used several times in float32 (section 3.3.2);
         # Megatron-LM (Transformer Engine) reduce-scatters these in the dtype of activations, half of the
         # bytes in bf16.
         gradients = parts.new_zeros(parts.shape, dtype=state_dtype(k.dtype))
-        for owners, mine, theirs, causal in joint_meetings(ctx.placement, group.rank(), group.size(), length):
-            of_block = backward.of_block(mine, *_keys_and_values(parts, owners, theirs), causal)
+        for owners, mine, theirs, seen in joint_meetings(meetings):
+            of_block = backward.of_block(mine, *_keys_and_values(parts, owners, theirs), seen)
             met = gradients[owners, theirs]  # no other meeting writes here
             for i, x in enumerate(of_block):
                 met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
@@ -166,6 +169,7 @@ class AllGatherKV(PlacedChunks):
     summary = "sequence chunks; keys and values are all-gathered (Llama 3's context parallelism)"
     source = "arXiv 2407.21783, section 3.3.2"
     meets = frozenset({"attention", "causal_attention", "full_attention"})
+    heeds = HEEDS_ALL
     options_type = AllGatherKVOptions
     options: AllGatherKVOptions
 
@@ -191,6 +195,6 @@ class AllGatherKV(PlacedChunks):
                 part = precise // self.size
                 yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, part)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
         assert self.group is not None
-        return _GatheredAttention.apply(q, k, v, self.group, placement, self.options.gradients)
+        return _GatheredAttention.apply(q, k, v, self.group, meetings, self.options.gradients)

@@ -6,19 +6,28 @@ keys of linear attention, K Linformer's projected length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
-from spbench.impls.kernels.linear_attention import linear_attention, quadratic_linear_attention
+from spbench.impls.kernels.linear_attention import BLOCK, linear_attention, quadratic_linear_attention
+from spbench.impls.kernels.packed_linear_attention import packed_linear_attention
 from spbench.impls.kernels.projection import strided_product
+from spbench.impls.kernels.ranged_attention import ranged_flash_attention
 from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.delegation import left_within, property_left_within
+from spbench.impls.strategies.head_sources import HeadSource
+
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
 
 #: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
 #: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
@@ -34,7 +43,11 @@ class AttentionHooks:
     """How do positions of a sequence meet? The defaults hold where this rank has all the keys and values that
     its queries attend to, of the heads that its projections made."""
 
+    #: what attention heeds beside the causal mask, keys of HEEDED, by the kind of site; of a class that
+    #: overrides how positions meet there, nothing that it does not say
+    heeds: ClassVar[Mapping[str, frozenset[str]]] = HEEDS_ALL
     random: DropoutRandom
+    within: Strategy | None
     if TYPE_CHECKING:
 
         @property
@@ -71,12 +84,25 @@ class AttentionHooks:
         return torch.matmul(probabilities, v)
 
     @left_within
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
         """Causal softmax attention, scores scaled by A**-0.5: q [B, Z, L or a part, A], k, v [B, G, L or a
         part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
         Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
+        ``attended`` says what of the earlier positions a position attends to; plain: to all.
         """
-        return causal_flash_attention(q, k, v)
+        if attended.plain:
+            return causal_flash_attention(q, k, v)
+        whole = [(0, q.shape[2])]
+        return ranged_flash_attention(q, k, v, attended.ranges(whole, whole))
+
+    def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
+        """Causal softmax attention of the queries, keys and values that ``heads`` projects from x [B, L or a
+        part, H] -> [B, Z, L or a part, A]; by default they are made whole, for :meth:`causal_attention`. A
+        strategy that makes them in parts overrides this; it is asked unless one around it has a
+        ``causal_attention`` of its own."""
+        if self.within is None or type(self).causal_attention is not AttentionHooks.causal_attention:
+            return heads.attend_whole(x)
+        return self.within.projected_attention(x, heads)
 
     @left_within
     def whole_attention(
@@ -117,17 +143,32 @@ class AttentionHooks:
 
     @left_within
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled:
         q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
 
         ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
         ``way`` is a key of LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are.
+        The state starts from zero in each document of ``attended``.
         """
         if way not in LINEAR_ATTENTION_WAYS:
             raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")
-        return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
+        if not attended.documents:
+            return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
+        if way != "quadratic":
+            block = q.shape[2] if way == "left_product" else BLOCK
+            return packed_linear_attention(q, k, v, decay, attended.documents, block=block)
+        queries, keys, values = (x.split(attended.documents, 2) for x in (q, k, v))
+        documents = zip(queries, keys, values, strict=True)
+        return torch.cat([quadratic_linear_attention(*document, decay) for document in documents], 2)
 
     @left_within
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:

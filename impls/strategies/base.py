@@ -6,6 +6,7 @@ overrides what it changes. The hooks are grouped by the question that they answe
 - :class:`Strategy`, here: which positions has this rank, and what goes between pipeline stages?
 - :class:`LayerHooks`: what does a layer compute with its weights?
 - :class:`AttentionHooks`: how do positions of a sequence meet?
+- :class:`RecurrenceHooks`: how do they meet in a gated recurrence?
 - :class:`GridHooks`: how do they meet on a grid?
 - :class:`ParameterHooks`: over which ranks are parameters split, and their gradients summed?
 - :class:`PlanningHooks`: can it run these sizes, and what does it send?
@@ -24,6 +25,7 @@ from typing import Any, ClassVar, Self, final
 import torch.distributed as dist
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import ALONE, Place, union
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.dropout import DropoutRandom
@@ -41,6 +43,7 @@ from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.layers import LayerHooks
 from spbench.impls.strategies.planning import ParameterHooks, PlanningHooks
+from spbench.impls.strategies.recurrence import RecurrenceHooks
 
 __all__ = [
     "MEETINGS",
@@ -55,7 +58,7 @@ __all__ = [
 ]
 
 
-class Strategy(LayerHooks, AttentionHooks, ParameterHooks, PlanningHooks):
+class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, PlanningHooks):
     """The single device, and the interface that every way to parallelize implements.
 
     A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all of them, and
@@ -122,6 +125,8 @@ class Strategy(LayerHooks, AttentionHooks, ParameterHooks, PlanningHooks):
         self.random = DropoutRandom(seed, place) if within is None else within.random
         #: memory that layers of this rank lend each other, as Megatron-LM's global memory buffer
         self.buffer: ReusedBuffer = ReusedBuffer() if within is None else within.buffer
+        #: what positions of a sequence attend to, where placements must know it; see :meth:`pack`
+        self.packed: Attended = CAUSAL
         self._around: weakref.ref[Strategy] | None = None
         if within is not None:
             # a weak reference: in a cycle process groups would live until Python's next garbage collection
@@ -182,6 +187,13 @@ class Strategy(LayerHooks, AttentionHooks, ParameterHooks, PlanningHooks):
         return dict.fromkeys(cls.axes[:1], size)
 
     # -- which positions this rank has ---------------------------------------------------------------
+
+    @final
+    def pack(self, attended: Attended) -> None:
+        """A model that is built says which documents its sequences are packed of, for placements that depend
+        on their lengths."""
+        for strategy in self.outermost.nested():
+            strategy.packed = attended
 
     @property_left_within
     def sequence_parts(self) -> int:

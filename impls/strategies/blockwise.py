@@ -10,22 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
+from spbench.impls.kernels.ranged_attention import (
+    Seen,
+    attention_to_block,
+    attention_to_block_backward,
+    merge,
+)
 
-#: (queries, keys, values, causal): the queries that see the block, as a slice of their positions; keys [B, Z
-#: or fewer, n, A] and values of the block; whether the i-th of these queries sees only keys j <= i
-Block = tuple[slice, Tensor, Tensor, bool]
-
-
-def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
-    """Merge the attention to a further block of keys into the attention (o, lse) so far, in place."""
-    # exp(block_lse) / (exp(lse) + exp(block_lse)), the block's share of all weights
-    share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
-    o.lerp_(block_o.to(o.dtype), share)
-    torch.logaddexp(lse, block_lse, out=lse)
+#: (queries, keys, values, seen): the queries that see the block, as a slice of their positions; keys [B, Z or
+#: fewer, n, A] and values of the block; what they see of it: all, the i-th of them keys j <= i, or ranges
+Block = tuple[slice, Tensor, Tensor, Seen]
 
 
 def attend_blocks(q: Tensor, blocks: Iterable[Block]) -> tuple[Tensor, Tensor]:
@@ -33,8 +29,8 @@ def attend_blocks(q: Tensor, blocks: Iterable[Block]) -> tuple[Tensor, Tensor]:
     of q's dtype, and lse [B, Z, M] of :mod:`spbench.impls.kernels.flash_attention`. All queries see the first
     block."""
     scale, so_far = q.shape[-1] ** -0.5, None
-    for mine, keys, values, causal in blocks:
-        block_o, block_lse = flash_attention(q[:, :, mine], keys, values, scale, causal)
+    for mine, keys, values, seen in blocks:
+        block_o, block_lse = attention_to_block(q[:, :, mine], keys, values, scale, seen)
         if so_far is None:
             so_far = block_o.to(block_lse.dtype), block_lse
         else:
@@ -57,11 +53,12 @@ class BlockwiseBackward:
         self.d_o, self.q, self.o, self.lse = d_o, q, o, lse
         self._sum: Tensor | None = None
 
-    def of_block(self, mine: slice, keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def of_block(self, mine: slice, keys: Tensor, values: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
         """The gradients of a block's keys and values by these queries, of their shapes and dtypes."""
         d_o, q, o, lse = (x[:, :, mine] for x in (self.d_o, self.q, self.o, self.lse))
         scale = q.shape[-1] ** -0.5
-        d_queries, d_keys, d_values = flash_attention_backward(d_o, q, keys, values, o, lse, scale, causal)
+        block = d_o, q, keys, values, o, lse, scale, seen
+        d_queries, d_keys, d_values = attention_to_block_backward(*block)
         if self._sum is None:
             self._sum = d_queries.to(lse.dtype)
         else:

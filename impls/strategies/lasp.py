@@ -22,41 +22,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import exchange
 from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.kernels.packed_linear_attention import Chunk, LinearAttentionSteps
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site
-from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.strategies.recurrent_chunks import Chain, RecurrentChunks
 from spbench.impls.traffic import Traffic
-
-
-class _Kernels:
-    """The four steps of the chunked algorithm, as fused kernels or operator by operator."""
-
-    def __init__(self, fused: bool):
-        k = kernels
-        self.states = k.linear_attention_states if fused else k.plain_states
-        self.output = k.linear_attention_output if fused else k.plain_output
-        self.state_gradients = k.linear_attention_state_gradients if fused else k.plain_state_gradients
-        self.input_gradients = k.linear_attention_input_gradients if fused else k.plain_input_gradients
 
 
 class _Lasp(torch.autograd.Function):
     """Linear attention of this rank's chunk: q, k [B, Z, L/N, D], v [B, Z, L/N, A] -> [B, Z, L/N, A]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp) -> Tensor:
-        run, block = _Kernels(lasp.options.kernel_fusion), kernels.BLOCK
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp, chunk: Chunk | None
+    ) -> Tensor:
+        run, block = LinearAttentionSteps(lasp.options.kernel_fusion, chunk), kernels.BLOCK
         if lasp.options.barrier and lasp.group is not None:
             dist.barrier(lasp.group)
-        initial = lasp.receive(lasp.rank - 1, k, v)
+        initial = run.before(lasp.receive(lasp.rank - 1, k, v))
         queries, keys, values = kernels.contiguous(q, k, v)
         states = run.states(keys, values, decay, block)
         o = run.output(queries, keys, values, decay, states, initial, block)
         if lasp.rank < lasp.size - 1:
-            lasp.send(kernels.final_state(states, initial, decay, k.shape[2]), lasp.rank + 1)
+            lasp.send(run.final_state(states, initial, decay, k.shape[2]), lasp.rank + 1)
         ctx.save_for_backward(q, k, v, decay, *((states, initial) if lasp.options.state_caching else ()))
-        ctx.lasp = lasp
+        ctx.lasp, ctx.run = lasp, run
         return o
 
     @staticmethod
@@ -64,20 +58,20 @@ class _Lasp(torch.autograd.Function):
         q, k, v, decay, *cached = ctx.saved_tensors
         lasp = ctx.lasp
         q, k, v, d_o = kernels.contiguous(q, k, v, d_o)
-        run, block, length = _Kernels(lasp.options.kernel_fusion), kernels.BLOCK, k.shape[2]
+        run, block, length = ctx.run, kernels.BLOCK, k.shape[2]
         if cached:
             states, initial = cached
         else:  # the forward ring once more
-            initial = lasp.receive(lasp.rank - 1, k, v)
+            initial = run.before(lasp.receive(lasp.rank - 1, k, v))
             states = run.states(k, v, decay, block)
             if lasp.rank < lasp.size - 1:
-                lasp.send(kernels.final_state(states, initial, decay, length), lasp.rank + 1)
-        d_final = lasp.receive(lasp.rank + 1, k, v)
+                lasp.send(run.final_state(states, initial, decay, length), lasp.rank + 1)
+        d_final = run.after(lasp.receive(lasp.rank + 1, k, v))
         d_states = run.state_gradients(q, d_o, decay, block)
         gradients = run.input_gradients(q, k, v, d_o, decay, states, initial, d_states, d_final, block)
         if lasp.rank > 0:
-            lasp.send(kernels.initial_gradient(d_states, d_final, decay, length), lasp.rank - 1)
-        return *gradients, None, None
+            lasp.send(run.initial_gradient(d_states, d_final, decay, length), lasp.rank - 1)
+        return *gradients, None, None, None
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,15 @@ class LaspOptions(Options):
     barrier: bool = False
 
 
-class Lasp(SequenceChunks):
+class Lasp(RecurrentChunks):
     """Sequence chunks along which the state of linear attention travels from rank to rank."""
 
     name = "lasp"
     summary = "sequence chunks; the state of linear attention travels along the ranks"
     source = "arXiv 2404.02882, section 3"
-    meets = frozenset({"linear_attention"})
+    meets = frozenset({"linear_attention", "gated_recurrence"})
+    passing = Chain
+    heeds = HEEDS_ALL
     options_type = LaspOptions
     options: LaspOptions
 
@@ -115,7 +111,9 @@ class Lasp(SequenceChunks):
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         sites = list(sites)
         for site in sites:
-            if site.kind == "linear_attention":
+            if site.kind == "gated_recurrence":
+                yield from self.recurrence_traffic(site, element_bytes)
+            elif site.kind == "linear_attention":
                 d = site.dims
                 # states are in at least float32
                 state = d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)
@@ -126,10 +124,17 @@ class Lasp(SequenceChunks):
                 yield Traffic("backward", "gradient of the state", "send", back * site.count, state)
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         # the right product is what LASP is about, so there is but one way
-        return _Lasp.apply(q, k, v, decay, self)
+        return _Lasp.apply(q, k, v, decay, self, self.chunk(attended, k.shape[2]))
 
     def receive(self, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
         """A state, or the gradient of one, [B, Z, D, A] from a rank of the group; None if it is not there."""

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import start_all_gather
 from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.kernels.packed_linear_attention import LinearAttentionSteps
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import Site
-from spbench.impls.strategies.sequence_chunks import SequenceChunks
+from spbench.impls.strategies.recurrent_chunks import Gather, RecurrentChunks
 from spbench.impls.traffic import Traffic
 
 
@@ -25,40 +28,46 @@ class _Lasp2(torch.autograd.Function):
     """Linear attention of this rank's chunk: q, k [B, Z, L/N, D], v [B, Z, L/N, A] -> [B, Z, L/N, A]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp2) -> Tensor:
-        block, length = kernels.BLOCK, k.shape[2]
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lasp: Lasp2, attended: Attended
+    ) -> Tensor:
+        block, length, chunk = kernels.BLOCK, k.shape[2], lasp.chunk(attended, k.shape[2])
+        run = LinearAttentionSteps(chunk=chunk)
         queries, keys, values = kernels.contiguous(q, k, v)
-        states = kernels.linear_attention_states(keys, values, decay, block)
+        states = run.states(keys, values, decay, block)
         totals, gathered = start_all_gather(states[:, :, -1], lasp.group)
-        o = kernels.linear_attention_output(queries, keys, values, decay, states, None, block)
+        o = run.output(queries, keys, values, decay, states, None, block)
         gathered.wait()
         # rank j's chunk ends rank - 1 - j whole chunks before this one starts
-        initial = _decayed_sum(totals, decay, length, [lasp.rank - 1 - j for j in range(lasp.size)])
+        before = [lasp.rank - 1 - j for j in range(lasp.size)]
+        initial = _decayed_sum(totals, decay, length, lasp.of_one_document(before, attended, length))
         ctx.save_for_backward(q, k, v, decay, states, initial)
-        ctx.lasp = lasp
-        return o + ((q * _powers(decay, 1, q)) @ initial.to(q.dtype))
+        ctx.lasp, ctx.run, ctx.attended = lasp, run, attended
+        return o + ((q * _powers(decay, 1, q, chunk.lengths[0] if chunk else None)) @ initial.to(q.dtype))
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, decay, states, initial = ctx.saved_tensors
         q, k, v, d_o = kernels.contiguous(q, k, v, d_o)
-        lasp, block, length = ctx.lasp, kernels.BLOCK, k.shape[2]
-        d_states = kernels.linear_attention_state_gradients(q, d_o, decay, block)
+        lasp, run, block, length = ctx.lasp, ctx.run, kernels.BLOCK, k.shape[2]
+        d_states = run.state_gradients(q, d_o, decay, block)
         totals, gathered = start_all_gather(d_states[:, :, 0], lasp.group)
-        d_q, d_k, d_v = kernels.linear_attention_input_gradients(
-            q, k, v, d_o, decay, states, initial, d_states, None, block
-        )
+        d_q, d_k, d_v = run.input_gradients(q, k, v, d_o, decay, states, initial, d_states, None, block)
         gathered.wait()
-        d_final = _decayed_sum(totals, decay, length, [j - lasp.rank - 1 for j in range(lasp.size)])
-        to_end, d_final = _powers(decay, 0, k).flip(-2), d_final.to(k.dtype)
-        return d_q, d_k + (v * to_end) @ d_final.mT, d_v + (k * to_end) @ d_final, None, None
+        after = [j - lasp.rank - 1 for j in range(lasp.size)]
+        d_final = _decayed_sum(totals, decay, length, lasp.of_one_document(after, ctx.attended, length))
+        reached = run.chunk.lengths[-1] if run.chunk else None
+        to_end, d_final = _powers(decay, 0, k, reached).flip(-2), d_final.to(k.dtype)
+        return d_q, d_k + (v * to_end) @ d_final.mT, d_v + (k * to_end) @ d_final, None, None, None
 
 
-def _powers(decay: Tensor | None, first: int, x: Tensor) -> Tensor:
-    """exp(-s (first + i)) for position i of x [B, Z, L/N, D], as [Z or 1, L/N, 1] of its dtype."""
+def _powers(decay: Tensor | None, first: int, x: Tensor, reached: int | None) -> Tensor:
+    """exp(-s (first + i)) for position i of x [B, Z, L/N, D], as [Z or 1, L/N, 1] of its dtype; 0 from
+    position ``reached`` on, where another document begins."""
     state = kernels.state_dtype(x.dtype)
     distance = torch.arange(first, first + x.shape[2], device=x.device, dtype=state)
-    return kernels.decay_powers(decay, distance).unsqueeze(-1).to(x.dtype)
+    powers = kernels.decay_powers(decay, distance).unsqueeze(-1).to(x.dtype)
+    return powers if reached in (None, x.shape[2]) else powers * (distance < first + reached).unsqueeze(-1)
 
 
 def _decayed_sum(totals: Tensor, decay: Tensor | None, length: int, chunks: list[int]) -> Tensor:
@@ -69,18 +78,22 @@ def _decayed_sum(totals: Tensor, decay: Tensor | None, length: int, chunks: list
     return torch.einsum("nbzda,zn->bzda", totals, weights.expand(totals.shape[2], -1))
 
 
-class Lasp2(SequenceChunks):
+class Lasp2(RecurrentChunks):
     """Sequence chunks of which one all-gather gives every rank all states of linear attention."""
 
     name = "lasp2"
     summary = "sequence chunks; one all-gather of the states of linear attention"
     source = "arXiv 2502.07563, algorithm 2"
-    meets = frozenset({"linear_attention"})
+    meets = frozenset({"linear_attention", "gated_recurrence"})
+    passing = Gather
+    heeds = HEEDS_ALL
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         sites = list(sites)
         for site in sites:
-            if site.kind == "linear_attention":
+            if site.kind == "gated_recurrence":
+                yield from self.recurrence_traffic(site, element_bytes)
+            elif site.kind == "linear_attention":
                 d = site.dims
                 # of all ranks, in at least float32
                 states = self.size * d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)
@@ -89,8 +102,26 @@ class Lasp2(SequenceChunks):
                 yield Traffic("backward", "gradients of the states", "all_gather", site.count, states)
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         if self.size == 1:
-            return super().linear_attention(q, k, v, decay, way=way)
-        return _Lasp2.apply(q, k, v, decay, self)
+            return super().linear_attention(q, k, v, decay, way=way, attended=attended)
+        return _Lasp2.apply(q, k, v, decay, self, attended)
+
+    def of_one_document(self, chunks: list[int], attended: Attended, length: int) -> list[int]:
+        """How many whole chunks lie between each rank's chunk and this one, on one side of it, or -1 where it
+        lies on the other side or not all between is of one document."""
+        if not attended.documents:
+            return chunks
+        first = [attended.document_of(rank * length) for rank in range(self.size)]
+        last = [attended.document_of((rank + 1) * length - 1) for rank in range(self.size)]
+        here, lower, higher = self.rank, last[: self.rank], first[self.rank + 1 :]
+        one = [*(x == first[here] for x in lower), False, *(x == last[here] for x in higher)]
+        return [n if same else -1 for n, same in zip(chunks, one, strict=True)]

@@ -6,6 +6,7 @@ their gradients are therefore summed.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
 from torch import nn
 
 from spbench.impls.axes import Place
-from spbench.impls.layout import MEETINGS, MeetingKind, Site, Unsupported, shard_of
+from spbench.impls.layout import HEEDED, HEEDING, MEETINGS, MeetingKind, Site, SiteKind, Unsupported, shard_of
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
+from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -118,8 +120,17 @@ class PlanningHooks(GridHooks):
         sites = list(sites)
         self._check_lengths(sites)
         for strategy, seen in self.as_seen(sites):
+            strategy._check_heeded(seen)
             if strategy.size > 1:
                 strategy._check_own(seen)
+
+    def _check_heeded(self, sites: Iterable[Site]) -> None:
+        for site, (word, what) in itertools.product(sites, HEEDED.items()):
+            if word in site.dims and word not in self.heeded(site.kind):
+                kind = MEETINGS[cast(MeetingKind, site.kind)]
+                raise Unsupported(
+                    f"{kind} of {self.name} has no {what}", "use another strategy, or leave them out"
+                )
 
     def _check_lengths(self, sites: Iterable[Site]) -> None:
         multiple, parts = self.length_multiple, self.sequence_parts
@@ -157,6 +168,18 @@ class PlanningHooks(GridHooks):
         than one rank, with the sites as this strategy sees them (:meth:`as_seen`), grids as sequences."""
 
     @classmethod
+    @final
+    def heeded(cls, kind: SiteKind) -> frozenset[str]:
+        """What ``heeds`` says of a kind of site; nothing for a class that overrides how positions meet
+        there and does not say what it heeds."""
+        for each in cls.__mro__:
+            if kind in (said := vars(each).get("heeds", {})):
+                return frozenset(said[kind])
+            if not HEEDING.get(kind, frozenset()).isdisjoint(vars(each)):
+                break
+        return frozenset()
+
+    @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
         """The coordinates 0 to ``size`` - 1 along one of its axes, as sets of ranks that run the same
         program. The first set is the one that sends the most; the first rank of each set is traced for the
@@ -185,6 +208,16 @@ class PlanningHooks(GridHooks):
     def traffic(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         """The closed forms of this strategy and of those within it; the arguments are those of
         :meth:`communication`. An entry that names no ``axes`` goes over all axes of its strategy."""
+        whole = []
+        for site in sites:
+            if not (tiling := tiling_of(site)):
+                whole.append(site)
+                continue
+            for tile in tiles_of(site, tiling, self.sequence_parts):
+                yield from entries_of_tiles(self._traffic_of([tile], element_bytes), site, tiling)
+        yield from self._traffic_of(whole, element_bytes)
+
+    def _traffic_of(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for strategy, seen in self.as_seen(sites):
             for entry in strategy.communication(seen, element_bytes):
                 yield entry if entry.axes else entry.over(*strategy.axes)

@@ -16,20 +16,23 @@ paper (arXiv 2404.02882, section 4) has it for a baseline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import Ring, owners_in_turn
 from spbench.impls.kernels.decay import decay_mask, decay_powers, state_dtype
 from spbench.impls.kernels.kept_results import kept
-from spbench.impls.layout import runs_again
+from spbench.impls.layout import HEEDS_ALL, runs_again
+from spbench.impls.rings import OwnerKey
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.placements import ALL, PlacedChunks, meeting
+from spbench.impls.strategies.placements import ALL, DocumentPlacementOptions, Meetings, PlacedChunks
 from spbench.impls.traffic import Traffic
 
 #: gradients of an owner's keys and values, and the index of the part of both that they belong to
@@ -56,6 +59,7 @@ def gradients_round(
     block: Sequence[Tensor],
     of_block: Callable[..., BlockGradients | None],
     everywhere: Callable[[int], Sequence[Tensor]] | None = None,
+    depends_on: OwnerKey | None = None,
 ) -> Sequence[Tensor]:
     """The gradients of this rank's k and v, summed over the contributions of all ranks.
 
@@ -64,13 +68,14 @@ def gradients_round(
 
     ``block`` is (k, v), or the two in one tensor [2, ...], so that a step sends one message, not two. The
     sums travel behind the blocks, in at least float32, as N ranks add to them. ``everywhere`` holds every
-    owner's block if they are here already; then the sums travel alone.
+    owner's block if they are here already; then the sums travel alone. ``depends_on``: of an owner, what the
+    contribution to its block depends on (:meth:`Ring.round`).
     """
     precise, ring = state_dtype(block[0].dtype), Ring(group)
     if everywhere is None:
-        blocks = Ring(group).round(*block)
+        blocks = Ring(group).round(*block, depends_on=depends_on)
     else:
-        blocks = ((owner, tuple(everywhere(owner))) for owner in owners_in_turn(group))
+        blocks = ((owner, tuple(everywhere(owner))) for owner in owners_in_turn(group, depends_on))
     for owner, passing in blocks:
         contribution = of_block(owner, *_keys_and_values(passing))
         own = owner == group.rank()
@@ -89,36 +94,35 @@ def _travelling(k: Tensor, v: Tensor) -> Tensor:
 
 
 class _RingAttention(torch.autograd.Function):
-    """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]; ``placement`` None: every query sees every
-    key."""
+    """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, placement: str | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, meetings: Meetings
     ) -> Tensor:
         def blocks() -> Iterator[Block]:
-            for owner, (block,) in Ring(group).round(_travelling(k, v)):
-                if (met := meeting(placement, group.rank(), owner, q.shape[2])) is not None:
-                    mine, theirs, causal = met
+            for owner, (block,) in Ring(group).round(_travelling(k, v), depends_on=meetings.depends_on):
+                if (met := meetings.of(owner)) is not None:
+                    mine, theirs, seen = met
                     keys, values = block[:, :, theirs].transpose(2, 3)
-                    yield mine, keys, values, causal
+                    yield mine, keys, values, seen
 
         o, lse = kept(lambda: attend_blocks(q, blocks()))
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.group, ctx.placement = group, placement
+        ctx.group, ctx.meetings = group, meetings
         return o
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         backward = BlockwiseBackward(d_o, q, o, lse)
-        d_k, d_v = attention_gradients_round(ctx.group, ctx.placement, backward, k, v)
+        d_k, d_v = attention_gradients_round(ctx.group, ctx.meetings, backward, k, v)
         return backward.d_q, d_k, d_v, None, None
 
 
 def attention_gradients_round(
     group: dist.ProcessGroup,
-    placement: str | None,
+    meetings: Meetings,
     backward: BlockwiseBackward,
     k: Tensor,
     v: Tensor,
@@ -128,16 +132,15 @@ def attention_gradients_round(
     ``everywhere`` has both of an owner, [2, B, L/N, G, A], where they do not travel too."""
 
     def of_block(owner: int, *block: Tensor) -> BlockGradients | None:
-        met = meeting(placement, group.rank(), owner, k.shape[2])
-        if met is None:
+        if (met := meetings.of(owner)) is None:
             return None
-        mine, theirs, causal = met
+        mine, theirs, seen = met
         keys, values = (x[:, theirs].transpose(1, 2) for x in block)
-        d_keys, d_values = backward.of_block(mine, keys, values, causal)
+        d_keys, d_values = backward.of_block(mine, keys, values, seen)
         return d_keys.transpose(1, 2), d_values.transpose(1, 2), (ALL, theirs)
 
     known = None if everywhere is None else lambda owner: [everywhere(owner)]
-    d_k, d_v = gradients_round(group, [_travelling(k, v)], of_block, known)
+    d_k, d_v = gradients_round(group, [_travelling(k, v)], of_block, known, meetings.depends_on)
     return d_k.transpose(1, 2), d_v.transpose(1, 2)
 
 
@@ -146,31 +149,51 @@ class _RingLinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, group: dist.ProcessGroup
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        group: dist.ProcessGroup,
+        attended: Attended,
     ) -> Tensor:
+        powers_of = partial(_powers_within_documents, decay, group.rank(), attended)
         o = v.new_zeros(v.shape, dtype=state_dtype(v.dtype))
         for owner, (keys, values) in Ring(group).round(k, v):
             if owner <= group.rank():
-                o.add_(((q @ keys.mT) * block_decay(decay, group.rank() - owner, q)) @ values)
+                o.add_(((q @ keys.mT) * powers_of(owner, q)) @ values)
         ctx.save_for_backward(q, k, v, decay)
-        ctx.group = group
+        ctx.group, ctx.powers_of = group, powers_of
         return o.to(v.dtype)
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay = ctx.saved_tensors
+        q, k, v, _ = ctx.saved_tensors
         d_q = torch.zeros_like(q, dtype=state_dtype(q.dtype))
 
         def of_block(owner: int, keys: Tensor, values: Tensor) -> BlockGradients | None:
             if owner > ctx.group.rank():
                 return None
-            powers = block_decay(decay, ctx.group.rank() - owner, q)
+            powers = ctx.powers_of(owner, q)
             d_scores = (d_o @ values.mT) * powers
             d_q.add_(d_scores @ keys)
             return d_scores.mT @ q, ((q @ keys.mT) * powers).mT @ d_o, ...
 
         d_k, d_v = gradients_round(ctx.group, [k, v], of_block)
-        return d_q.to(q.dtype), d_k, d_v, None, None
+        return d_q.to(q.dtype), d_k, d_v, None, None, None
+
+
+def _powers_within_documents(
+    decay: Tensor | None, rank: int, attended: Attended, owner: int, q: Tensor
+) -> Tensor:
+    """:func:`block_decay` of a rank's queries from the keys of an owner, 0 in other documents."""
+    powers = block_decay(decay, rank - owner, q)
+    if not attended.documents:
+        return powers
+    length, ends = q.shape[2], torch.tensor(attended.ends, device=q.device)
+    places = torch.arange(length, device=q.device)
+    mine, theirs = (torch.bucketize(places + r * length, ends, right=True) for r in (rank, owner))
+    return powers * (mine.unsqueeze(-1) == theirs)
 
 
 def block_decay(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
@@ -191,6 +214,8 @@ class RingAttention(PlacedChunks):
     summary = "sequence chunks; keys and values travel round a ring, blockwise softmax (Ring Attention)"
     source = "arXiv 2310.01889, section 3; placements: arXiv 2311.09431"
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
+    heeds = HEEDS_ALL
+    options_type = DocumentPlacementOptions
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):
@@ -207,14 +232,21 @@ class RingAttention(PlacedChunks):
             sums = block * max(4, element_bytes)
             yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, sums)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
         assert self.group is not None
-        return _RingAttention.apply(q, k, v, self.group, placement)
+        return _RingAttention.apply(q, k, v, self.group, meetings)
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         if self.size == 1:
-            return super().linear_attention(q, k, v, decay, way=way)
+            return super().linear_attention(q, k, v, decay, way=way, attended=attended)
         assert self.group is not None
-        return _RingLinearAttention.apply(q, k, v, decay, self.group)
+        return _RingLinearAttention.apply(q, k, v, decay, self.group, attended)

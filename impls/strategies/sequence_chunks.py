@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import Attended
+from spbench.impls.kernels.packed_linear_attention import Chunk
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import (
     SequenceDim,
@@ -74,6 +76,12 @@ class SequenceChunks(Strategy):
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of positions that lie along ``dim``."""
         return chunk_of(x, dim, self.rank, self.size)
+
+    def chunk(self, attended: Attended, length: int) -> Chunk | None:
+        """The documents of this rank's chunk of that many positions; None: there is but one."""
+        if not attended.documents:
+            return None
+        return Chunk.of(attended, (self.rank * length, (self.rank + 1) * length))
 
     def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
         x = super().shard(x, dim)

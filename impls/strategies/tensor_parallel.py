@@ -21,9 +21,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_from_group, reduce_from_group
 from spbench.impls.kernels.cross_entropy import CrossEntropy, cross_entropy_of
 from spbench.impls.kernels.projection import project
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.options import Options, Saving, check_choices
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
@@ -67,6 +69,7 @@ class TensorParallel(Strategy):
     options: TensorParallelOptions
     summary = "weights split by columns and rows, heads and vocabulary with them (Megatron-LM)"
     source = "arXiv 1909.08053, section 3"
+    heeds = HEEDS_ALL
     splits_features = True
     can_enclose = True
     #: the dims of sites that N must divide, and what they count
@@ -97,10 +100,12 @@ class TensorParallel(Strategy):
 
     def _check_groups(self, site: Site) -> None:
         heads, kv_heads = site.dims.get("Z", 0), site.dims.get("G", self.size)
-        if site.kind == "separate_linear_in" and kv_heads % self.size:
+        if site.kind in ("separate_linear_in", "gated_recurrence") and kv_heads % self.size:
+            of = "keys and values" if site.kind == "separate_linear_in" else "keys of a recurrence"
+            mend = ", or leave out separate_projections" if site.kind == "separate_linear_in" else ""
             raise Unsupported(
-                f"{self.size} ranks do not divide {kv_heads} heads of keys and values",
-                f"use {nearest_divisors(kv_heads, self.size)}, or leave out separate_projections",
+                f"{self.size} ranks do not divide {kv_heads} heads of {of}",
+                f"use {nearest_divisors(kv_heads, self.size)}{mend}",
             )
         if kv_heads % self.size and self.size % kv_heads:
             fitting = [n for n in divisors(heads) if not (kv_heads % n and n % kv_heads)]
@@ -253,10 +258,17 @@ class TensorParallel(Strategy):
         return super().vocabulary_parts * self.size
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         own = None if decay is None else decay.chunk(self.size)[self.rank]
-        return super().linear_attention(q, k, v, own, way=way)
+        return super().linear_attention(q, k, v, own, way=way, attended=attended)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         # all heads share the weight, and this rank's heads make only their part of its gradient

@@ -18,15 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_to_all
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import Attend, as_sequences
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, refuse_masks_of_own_queries
+from spbench.impls.strategies.swapped_heads import SwappedHeads
 from spbench.impls.traffic import Traffic
 
 #: dims of [B, Z, L, A]
@@ -47,14 +51,17 @@ class UlyssesOptions(GridOptions):
     pad_heads: bool = False
 
 
-class Ulysses(GridChunks):
+class Ulysses(SwappedHeads, GridChunks):
     """Sequence chunks that all-to-alls swap for whole sequences of some heads during attention."""
 
     name = "ulysses"
     summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
     source = "arXiv 2309.14509, section 3; around ring_attention USP, arXiv 2405.07719"
     can_enclose = True
-    meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
+    meets = frozenset(
+        {"attention", "causal_attention", "full_attention", "linear_attention", "gated_recurrence"}
+    )
+    heeds = HEEDS_ALL
     options_type = UlyssesOptions
     options: UlyssesOptions
 
@@ -89,7 +96,9 @@ class Ulysses(GridChunks):
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):
-            if site.kind not in self.meets:
+            if site.kind == "gated_recurrence":
+                yield from self.recurrence_traffic(site, element_bytes)
+            if site.kind not in self.meets or site.kind == "gated_recurrence":
                 continue
             d = site.dims
             # q and k have D features a head in linear attention, v and the output A
@@ -114,6 +123,20 @@ class Ulysses(GridChunks):
         """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], those that were added gone."""
         return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
 
+    def keys_to_heads(self, k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, L/N, A], each head sent ``repeats`` times, as :meth:`to_heads`."""
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
+        return self.to_heads(k), self.to_heads(v)
+
+    def key_gradients(self, d_k: Tensor, d_v: Tensor, heads: int, repeats: int) -> tuple[Tensor, Tensor]:
+        """The gradients [B, G, L/N, A] of what :meth:`keys_to_heads` sent as ``heads`` heads, from those of
+        what this rank received, for strategies with a backward of their own."""
+        d_k, d_v = self.to_positions(d_k, heads), self.to_positions(d_v, heads)
+        if repeats > 1:
+            d_k, d_v = (x.unflatten(HEADS, (-1, repeats)).sum(HEADS + 1) for x in (d_k, d_v))
+        return d_k, d_v
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
     ) -> Tensor:
@@ -123,11 +146,11 @@ class Ulysses(GridChunks):
         attended = super().attention(q, k, v, mask, dropout=dropout, softmax=softmax)
         return self.to_positions(attended, heads)
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
         repeats = self.sent(q.shape[HEADS], k.shape[HEADS]) // k.shape[HEADS]
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
-        return self.by_heads(super().causal_attention, q, k, v)
+        return self.by_heads(partial(super().causal_attention, attended=attended), q, k, v)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.by_heads(super().full_attention, q, k, v)
@@ -139,10 +162,17 @@ class Ulysses(GridChunks):
         return self.to_positions(attend(q, k, v), heads)
 
     def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        *,
+        way: str = "chunked",
+        attended: Attended = CAUSAL,
     ) -> Tensor:
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
         if decay is not None:
             decay = F.pad(decay, (0, self.padded(heads) - heads)).chunk(self.size)[self.rank]
-        return self.to_positions(super().linear_attention(q, k, v, decay, way=way), heads)
+        return self.to_positions(super().linear_attention(q, k, v, decay, way=way, attended=attended), heads)

@@ -137,6 +137,7 @@ class Training:
         self.strategy.random.begin_step(self.steps)
         self.steps += 1
         self.backend.zero()
+        self.optimizer.begin()
         loss = self.pipeline.run(self._split(inputs), self.optimizer.scaled, phase)
         with phase("gradient_sync"):
             self.backend.synchronize()

@@ -25,12 +25,14 @@ from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderL
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
+from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.savings import savings
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.options import Saving, with_options
 from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.tiles import Tiling
 
 #: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. The epsilon of norms is large: a
 #: norm scales up what is almost zero by chance, as the product of a query and a key of 4 features can be, and
@@ -97,10 +99,12 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "unfused": (),
         "recompute": "none",
         "checkpoints": "device",
+        "mlp_tile": 0,
+        "loss_tile": 0,
     }
 
     @abstractmethod
-    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention:
+    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         """What mixes the tokens in a layer."""
 
     def __post_init__(self) -> None:
@@ -112,17 +116,27 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         if self.head_dim is not None and not all(softmax):
             raise ValueError("head_dim is of softmax attention, which not all layers of this model have")
 
+    @property
+    def loss_tiling(self) -> Tiling:
+        """How head and loss are computed."""
+        if self.loss_tile == "liger":
+            return Tiling(share=-(-self.vocabulary // self.hidden), backward_at_once=True)
+        return Tiling(self.loss_tile, backward_at_once=bool(self.loss_tile))
+
     def variants(self) -> list[Mapping[str, Any]]:
-        others = ("checkpointing", "recompute", "checkpoints", "unfused")
+        others = ("checkpointing", "recompute", "checkpoints", "unfused", "mlp_tile", "loss_tile")
         plain = {k: v for k, v in self.plain_options.items() if k not in others}
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
         return [
             {"checkpointing": True} | one,
-            {"recompute": "full", "checkpoints": "host"} | one,
+            # 7 divides none of the 72 tokens that 1 to 4 ranks share
+            {"recompute": "full", "checkpoints": "host", "mlp_tile": 7, "loss_tile": 7} | one,
             plain | {"heads": 3} | one,
-            {"tied": True, "cross_entropy": "fused"},
+            {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"},
+            # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
+            {"documents": (7, 1, 11, 5)} | one,
         ]
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:
@@ -159,24 +173,29 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
         alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool]] = Counter()
-        once = {"gathered_once": 1} if self.separate_projections else {}
         kept = {"kept": 1} if self.keeps_operators else {}
         for run, again in self.recomputed_runs(layers):
-            for width, closes in ((self.attention_width, False), (self.inner, True)):
-                dims = tuple((hidden | {"F": width}).items())
-                alike["linear_in", (*dims, *once.items()), again] += len(run)
-                dims = (*dims, *kept.items())
-                # what drops the output's elements keeps a mask, which the last product runs again for
-                ends = closes and again and self.recompute_early_stop and not self.dropout
-                alike["linear_out", dims, again] += len(run) - ends
-                alike["linear_out", dims, False] += ends
             for layer in run:
-                for site in self.mixing(layer).sites(self, batch, seq_len, again):
+                mixer, tiles = self.mixing(layer), self.mlp_tiling.dims
+                # what drops the output's elements keeps a mask, which the last product runs again for; tiles
+                # are one function, which runs whole
+                spared = layer == run[-1] and self.recompute_early_stop and not self.dropout and not tiles
+                for dims, once, ends in (
+                    ({"F": mixer.width(self)}, mixer.gathers_once(self), False),
+                    ({"F": self.inner} | tiles, self.separate_projections, spared),
+                ):
+                    letters = tuple((hidden | dims).items())
+                    gathered = {"gathered_once": 1} if once else {}
+                    alike["linear_in", (*letters, *gathered.items()), again] += 1
+                    alike["linear_out", (*letters, *kept.items()), again and not ends] += 1
+                for site in mixer.sites(self, batch, seq_len, again):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
         sites = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
         sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
         loss = _CROSS_ENTROPY_SITES.get(self.cross_entropy, "cross_entropy")
         sites = [replace(s, kind=loss) if s.kind == "cross_entropy" else s for s in sites]
+        in_tiles, tiles = ("vocabulary_logits", loss), self.loss_tiling.dims
+        sites = [replace(s, dims={**s.dims, **tiles}) if s.kind in in_tiles else s for s in sites]
         sites.append(Site("parameters", 1, self.parameters(rows, stage)))
         return sites
 

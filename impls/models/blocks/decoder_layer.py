@@ -23,6 +23,7 @@ from spbench.impls.kernels.swiglu import swiglu
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.tiles import WeightsOf, in_tiles
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
 
@@ -61,8 +62,14 @@ class DecoderMlp(nn.Module):
             groups, bias = model.mlp_projections, model.biases
             self.project = strategy.grouped_linear_in(model.hidden, model.inner, groups, bias=bias)
         self.out = strategy.linear_out(model.inner, model.hidden)
+        self.tiling, self.weights = model.mlp_tiling, WeightsOf(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tiling:
+            return in_tiles(self._whole, self.weights.now(), x, self.tiling)
+        return self._whole(x)
+
+    def _whole(self, x: Tensor) -> Tensor:
         return self.out.project(self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
@@ -146,10 +153,12 @@ class LoneDecoderLayer(nn.Module):
         super().__init__()
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
         self.on_host = HostCheckpoints() if model.checkpoints == "host" else None
+        self.attended = model.attended(seq_len)
+        strategy.pack(self.attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = inputs["x"]
-        places = Places(self.strategy, self.seq_len, x)
+        places = Places(self.strategy, self.seq_len, x, self.attended)
         if self.model.recomputes_layers:
             if self.on_host is not None:
                 self.on_host.begin()

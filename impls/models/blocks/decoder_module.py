@@ -13,8 +13,9 @@ from spbench.impls.composition import Stage
 from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
-from spbench.impls.models.blocks.places import Places
+from spbench.impls.models.blocks.places import Places, places_in_documents
 from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.tiles import loss_in_tiles
 from spbench.impls.strategies.base import Strategy, Unsupported
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Decoder(nn.Module):
     def __init__(self, model: DecoderModel, strategy: Strategy, seq_len: int, stage: Stage):
         super().__init__()
         self.model, self.strategy, self.seq_len, self.stage = model, strategy, seq_len, stage
-        self.unbatched = model.unbatched
+        self.unbatched, self.attended = model.unbatched, model.attended(seq_len)
+        strategy.pack(self.attended)
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
         if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)
@@ -86,9 +88,9 @@ class Decoder(nn.Module):
     def _places_like(self, x: Tensor) -> Places:
         """Made for each forward; libraries make them once."""
         if not self.model.fused:
-            return Places(self.strategy, self.seq_len, x)
+            return Places(self.strategy, self.seq_len, x, self.attended)
         if self._places is None:
-            self._places = Places(self.strategy, self.seq_len, x)
+            self._places = Places(self.strategy, self.seq_len, x, self.attended)
         return self._places
 
     def _run(self, x: Tensor, places: Places, names: Sequence[str]) -> Tensor:
@@ -99,25 +101,33 @@ class Decoder(nn.Module):
     def _embedded(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         if self.positions is not None:
-            whole = torch.arange(self.seq_len, device=tokens.device)
+            whole = places_in_documents(self.seq_len, self.attended, tokens.device)
             x = x + self.positions(self.strategy.shard(whole, 0))
         return self.strategy.random.dropout(x, self.model.dropout, self.strategy.position_axes)
 
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight = self.head if (tied := self.tied) is None else tied
-        logits, labels = self.strategy.vocabulary_logits(self.norm(x), weight, None), inputs["labels"]
-        way, self._way = self._way, self.model.cross_entropy  # the first call is over
-        token_loss = self.strategy.cross_entropy(logits, labels, way=way)
-        loss = (token_loss * inputs["loss_weights"]).sum()
+        x, labels, weights = self.norm(x), inputs["labels"], inputs["loss_weights"]
+        if tiling := self.model.loss_tiling:
+            loss, token_loss = loss_in_tiles(self._token_loss, weight, x, labels, weights, tiling)
+        else:
+            token_loss = self._token_loss(x, weight, labels)
+            loss = (token_loss * weights).sum()
         return {"loss": loss, "language_loss": loss, "token_loss": token_loss}
+
+    def _token_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = self.strategy.vocabulary_logits(x, weight, None)
+        way, self._way = self._way, self.model.cross_entropy  # the first call is over
+        return self.strategy.cross_entropy(logits, labels, way=way)
 
 
 def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:
     if model.learned_positions is None:
         return None
-    if seq_len > model.learned_positions:
+    longest = max(model.attended(seq_len).documents, default=seq_len)
+    if longest > model.learned_positions:
         raise Unsupported(
-            f"the model has {model.learned_positions} learned positions, not the {seq_len} of the sequence",
+            f"the model has {model.learned_positions} learned positions, not the {longest} of the sequence",
             "set max_positions",
         )
     return nn.Embedding(model.learned_positions, model.hidden)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import LIBRARIES
+from spbench.impls.models.blocks.packing import PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
+from spbench.impls.tiles import Tiling
 
 #: what libraries other than torch fuse: the scale, mask and softmax of scores, an MLP's bias and activation,
 #: bias, dropout and addition to the hidden states, and RoPE
@@ -29,7 +31,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions(AttentionHeads):
+class DecoderOptions(AttentionHeads, PackedSequences):
     """What the layers of a decoder are made of, and which kernels they use.
 
     Attributes:
@@ -70,6 +72,12 @@ class DecoderOptions(AttentionHeads):
         checkpoints: of full recomputation: where the inputs of runs of layers wait for backward: on the
             "device", or in pinned memory of the "host"; see :class:`HostCheckpoints`.
         checkpointing: as ``recompute: full``.
+        mlp_tile: the MLP is computed in tiles of at most that many tokens of a rank, each made again in
+            backward; ALST has as many as ``hidden``. 0: at once. See :func:`in_tiles`.
+        loss_tile: head and loss are computed in tiles of at most that many tokens of a rank, gradients with
+            them; "liger": of the length that Liger's fused linear cross entropy chooses. 0: at once. See
+            :func:`loss_in_tiles`.
+        documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
     layers: int = 16
@@ -95,6 +103,10 @@ class DecoderOptions(AttentionHeads):
     recompute_early_stop: bool = False
     checkpoints: str = "device"
     checkpointing: bool = False
+    mlp_tile: int = 0
+    loss_tile: int | Literal["liger"] = 0
+    documents: str | Sequence[int] = ()
+    documents_seed: int = 0
 
     #: "rms" or "layer", which has a bias too
     norm: ClassVar[str] = "rms"
@@ -105,6 +117,7 @@ class DecoderOptions(AttentionHeads):
         elif self.head_dim < 1:
             raise ValueError(f"head_dim is at least 1, not {self.head_dim}")
         check_choices(self, _WAYS)
+        self.check_documents()
         object.__setattr__(self, "unfused", tuple(self.unfused))  # a list has no hash
         for name in self.unfused:
             if name not in FUSIONS:
@@ -127,6 +140,8 @@ class DecoderOptions(AttentionHeads):
             raise ValueError("autotune_flush_kib is of cross_entropy: native; set that, or leave it out")
         if self.autotune_copies and not self.autotune_flush_kib:
             raise ValueError("autotune_copies are made beside autotune_flush_kib; set that too")
+        if self.mlp_tile and self.keeps_operators:
+            raise ValueError("recompute: operators keeps products, and mlp_tile keeps none; leave one out")
         if self.recompute_layers < 1:
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
@@ -161,6 +176,11 @@ class DecoderOptions(AttentionHeads):
         if self.recompute_method == "interval":
             return [([layer], place % n == 0) for place, layer in enumerate(layers, 1)]
         return [*(([layer], True) for layer in layers[:n]), (layers[n:], False)]
+
+    @property
+    def mlp_tiling(self) -> Tiling:
+        """How the MLP is computed."""
+        return Tiling(self.mlp_tile)
 
     @property
     def fused(self) -> bool:

@@ -47,19 +47,27 @@ class LinearAttention:
 
     @property
     def projections(self) -> int:
-        """Projections [H, H] of the layer's input."""
+        """Projections of the layer's input, to all heads."""
         return 4 if self.gated else 3
+
+    def width(self, model: DecoderOptions) -> int:
+        """Features between the projections that open and close the layer."""
+        return model.attention_width
+
+    def gathers_once(self, model: DecoderOptions) -> bool:
+        """Whether the input is one tensor for several products."""
+        return False
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
         """Counts of the layer's parameters, as :class:`SoftmaxAttention` has them."""
-        angles = model.hidden if self.lrpe else 0
-        return {"split": (self.projections + 1) * model.hidden**2 + angles}
+        angles = model.attention_width if self.lrpe else 0
+        return {"split": (self.projections + 1) * model.hidden * model.attention_width + angles}
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
         """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
         width = (2 if self.lrpe else 1) * model.head_size
-        sites = [Site("linear_attention", 1, dims | {"D": width}, again)]
+        sites = [Site("linear_attention", 1, dims | {"D": width} | model.heeded(seq_len), again)]
         if model.attention_norm == "hidden":
             sites.append(Site("feature_norm", 1, dims, again))
         return sites
@@ -80,14 +88,14 @@ class LinearAttentionMixer(nn.Module):
     def __init__(self, kind: LinearAttention, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
-        self.project = strategy.grouped_linear_in(model.hidden, model.hidden, kind.projections)
-        self.out = strategy.linear_out(model.hidden, model.hidden)
+        self.project = strategy.grouped_linear_in(model.hidden, model.attention_width, kind.projections)
+        self.out = strategy.linear_out(model.attention_width, model.hidden)
         # in half precision the rates would be other ones
         precise = torch.float64 if self.out.weight.dtype is torch.float64 else torch.float32
         decay = None if kind.decay is None else torch.tensor(kind.decay, dtype=precise)
         self.register_buffer("decay", decay, persistent=False)
         if kind.lrpe:
-            powers = torch.arange(model.hidden, dtype=torch.float64) / model.hidden
+            powers = torch.arange(model.attention_width, dtype=torch.float64) / model.attention_width
             self.theta = strategy.feature_parameter(10_000.0 ** (-2 * powers))
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
@@ -99,7 +107,8 @@ class LinearAttentionMixer(nn.Module):
             cos, sin = places.turned(self.theta.view(-1, self.model.head_size))
             q, k = (torch.cat((y * cos, y * sin), -1) for y in (q, k))
             del cos, sin
-        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention)
+        heeded = {} if places.attended.plain else {"attended": places.attended}
+        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention, **heeded)
         del q, k, v
         y = self._normalised(o.transpose(1, 2))
         del o

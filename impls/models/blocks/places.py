@@ -10,7 +10,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.strategies.base import Strategy
+
+
+def places_in_documents(seq_len: int, attended: Attended, device: torch.device) -> Tensor:
+    """Where each position of a sequence lies in its document, from 0 [L]."""
+    whole = torch.arange(seq_len, device=device)
+    if not attended.documents:
+        return whole
+    lengths = torch.tensor(attended.documents, device=device)
+    return whole - (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=seq_len)
 
 
 class Places:
@@ -20,10 +30,11 @@ class Places:
     Args:
         seq_len: of the whole sequence.
         like: a tensor with the activations' dtype and device.
+        attended: with the documents that the sequence is packed of; positions are counted in each anew.
     """
 
-    def __init__(self, strategy: Strategy, seq_len: int, like: Tensor):
-        self.strategy, self.seq_len = strategy, seq_len
+    def __init__(self, strategy: Strategy, seq_len: int, like: Tensor, attended: Attended = CAUSAL):
+        self.strategy, self.seq_len, self.attended = strategy, seq_len, attended
         self.dtype, self.device = like.dtype, like.device
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._angles: Tensor | None = None
@@ -32,7 +43,7 @@ class Places:
     def positions(self) -> Tensor:
         """[L], in a precision for angles: bfloat16 cannot tell position 256 from 257."""
         precise = torch.float64 if self.dtype is torch.float64 else torch.float32
-        whole = torch.arange(self.seq_len, device=self.device)
+        whole = places_in_documents(self.seq_len, self.attended, self.device)
         return self.strategy.block_part(whole, 0).to(precise)
 
     def turned(self, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,3 +66,22 @@ class Places:
             angle = theta * self.positions.unsqueeze(-1)
             self._angles = torch.cat((angle, angle), -1)
         return self._angles
+
+    def part(self, positions: slice, *, back: bool = False) -> Places:
+        """The angles of some of these positions; with ``back`` RoPE turns the other way, as its gradient."""
+        return _PartOfPlaces(self, positions, back)
+
+
+class _PartOfPlaces(Places):
+    """Angles of some positions of ``whole``, which holds them."""
+
+    def __init__(self, whole: Places, part: slice, back: bool):
+        self.whole, self.part_of_whole, self.back = whole, part, back
+
+    def rotary(self, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+        cos, sin = (x[self.part_of_whole] for x in self.whole.rotary(head_size, base))
+        return cos, -sin if self.back else sin
+
+    def angles(self, head_size: int, base: float) -> Tensor:
+        angles = self.whole.angles(head_size, base)[self.part_of_whole]
+        return -angles if self.back else angles

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import Attended
 from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
@@ -18,9 +19,12 @@ from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angle
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
+from spbench.impls.models.blocks.projected_heads import ProjectedHeads
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.grouped_query import GroupedQueryLinear
+from spbench.impls.strategies.layers import GroupedLinear, SeparateLinear
 
 #: kernels that take and return [B, L, Z, A]; they are alike but for their rates on a card
 _FLASH = (
@@ -73,6 +77,14 @@ class SoftmaxAttention:
         """Whether only a rank that has all positions can compute it."""
         return self.dropout > 0 or self.kernel == "unfused"
 
+    def width(self, model: DecoderOptions) -> int:
+        """Features between the projections that open and close the layer."""
+        return model.attention_width
+
+    def gathers_once(self, model: DecoderOptions) -> bool:
+        """Whether the input is one tensor for several products."""
+        return model.separate_projections
+
     def norm_weights(self, model: DecoderOptions) -> int:
         """How many weights and biases the norms of queries and keys have."""
         return (4 if model.norm == "layer" else 2) if model.qk_norm else 0
@@ -103,7 +115,8 @@ class SoftmaxAttention:
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         kept = {"kept": 1} if model.keeps_operators else {}
-        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept, again)]
+        heeded = model.heeded(seq_len)
+        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept | heeded, again)]
 
 
 class SoftmaxAttentionMixer(nn.Module):
@@ -113,7 +126,7 @@ class SoftmaxAttentionMixer(nn.Module):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
         hidden, kv_heads = model.hidden, model.kv_heads or model.heads
-        self.project: nn.Module
+        self.project: SeparateLinear | GroupedQueryLinear | GroupedLinear
         if model.separate_projections:
             width = kv_heads * model.head_size
             outputs = model.attention_width, width, width
@@ -131,16 +144,7 @@ class SoftmaxAttentionMixer(nn.Module):
         self.out = strategy.linear_out(model.attention_width, hidden)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        q, k, v = self._projected(x)
-        q, k = self._turned(q, k, places)
-        q = q.flatten(1, -3)
-        if self._made_contiguous:
-            q, k, v = (x.contiguous() for x in (q, k, v))
-        if self.model.recompute == "selective":
-            o = recomputed(self._attend, self.strategy.random, q, k, v)
-        else:
-            o = self._attend(q, k, v)
-        del q, k, v
+        o = self.strategy.projected_attention(x, ProjectedHeads(self, places))
         y = o.transpose(1, 2)
         del o
         if self.model.fused and self.kind.kernel in _FLASH and len(y) > 1:
@@ -148,9 +152,21 @@ class SoftmaxAttentionMixer(nn.Module):
             y = y.clone(memory_format=torch.contiguous_format)
         return self.out.project(y.flatten(2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_whole(self, x: Tensor, places: Places) -> Tensor:
+        """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""
+        q, k, v = self._projected(x)
+        q, k = self.turned(q, places), self.turned(k, places)
+        q = q.flatten(1, -3)
+        if self._made_contiguous:
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        if self.model.recompute == "selective":
+            return recomputed(self._attend, self.strategy.random, q, k, v, places.attended)
+        return self._attend(q, k, v, places.attended)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
         if not self.kind.needs_all_positions:
-            return self.strategy.causal_attention(q, k, v)
+            # strategies that know of nothing but causal attention need not name a further argument
+            return self.strategy.causal_attention(q, k, v, *([] if attended.plain else [attended]))
         local = self.model.library == "megatron-local"
         if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -184,15 +200,15 @@ class SoftmaxAttentionMixer(nn.Module):
         apart = self.kind.rotary_base is not None or self.model.qk_norm or self.model.grouped
         return self.model.library == TRANSFORMER_ENGINE and apart
 
-    def _turned(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def turned(self, x: Tensor, places: Places) -> Tensor:
+        """Queries or keys [..., L, A] turned by RoPE's angles, if the layer has it."""
         if self.kind.rotary_base is None:
-            return q, k
+            return x
         size = int(self.model.head_size * self.kind.rotary_share)
         # Megatron-Core's own RoPE joins what was turned and what was not, also where that is nothing
         if size == self.model.head_size and (self.model.fuses("rope") or not self.model.fused):
-            return self._rotated(q, places), self._rotated(k, places)
-        q, k = (torch.cat((self._rotated(x[..., :size], places), x[..., size:]), -1) for x in (q, k))
-        return q, k
+            return self._rotated(x, places)
+        return torch.cat((self._rotated(x[..., :size], places), x[..., size:]), -1)
 
     def _rotated(self, x: Tensor, places: Places) -> Tensor:
         """[..., L, features that turn] -> the same."""
@@ -215,16 +231,22 @@ class SoftmaxAttentionMixer(nn.Module):
         else:
             q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
         if self.model.qk_norm:
-            q, k = self._normalised(q, "q_norm"), self._normalised(k, "k_norm")
+            q, k = (self.normalised(y, *self.norm_of(name)) for y, name in ((q, "q"), (k, "k")))
         q, k, v = (y.movedim(1, -2) for y in (q, k, v))
         return q, k, v
 
-    def _normalised(self, x: Tensor, name: str) -> Tensor:
-        """[..., A] -> [..., A], by the kind of norm that the model has."""
-        shared, epsilon = self.strategy.shared_by_heads, self.model.norm_epsilon
+    def norm_of(self, name: str) -> list[Tensor]:
+        """The weight of the norm of "q" or "k", and its bias where it has one; none without a norm."""
+        if not self.model.qk_norm:
+            return []
+        names = [f"{name}_norm", f"{name}_norm_bias"][: 2 if self.model.norm == "layer" else 1]
         # no get_parameter: under a flat backend a weight is a view of the flat parameter
-        weight = shared(getattr(self, name))
+        return [self.strategy.shared_by_heads(getattr(self, each)) for each in names]
+
+    def normalised(self, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        """[..., A] -> [..., A], by the kind of norm that the model has."""
+        epsilon = self.model.norm_epsilon
         if self.model.norm != "layer":
             return rms_norm(x, weight, epsilon, way=self.model.rms_norm)
         # libraries' kernels take no views: what is kept is a copy of the projection's part
-        return layer_norm(x.contiguous(), weight, shared(getattr(self, f"{name}_bias")), epsilon)
+        return layer_norm(x.contiguous(), weight, bias[0], epsilon)

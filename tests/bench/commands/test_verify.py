@@ -42,7 +42,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = spbench(
         "verify", "--strategy", "tensor_parallel", "--world-size", "2", "--dtype", "fp64,fp32"
     )
-    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}}
+    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}, "backend_options": {}}
     assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
     assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
     assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err

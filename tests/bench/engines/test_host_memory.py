@@ -9,7 +9,7 @@ import pytest
 
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.engines import virtual
-from spbench.bench.engines.host_memory import limit_by_host, pinned_peaks
+from spbench.bench.engines.host_memory import host_peaks, limit_by_host
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.measurement import Measurement, run_cell
 from spbench.bench.meters.memory_log import MemoryLog
@@ -59,12 +59,12 @@ def with_host(folder: Path, base: str = "dgx-h100", **figures: int | None) -> st
 def test_pinned_blocks_are_powers_of_two_and_are_kept(
     sizes: list[int], events: list[int], expected: int
 ) -> None:
-    assert pinned_peaks(MemoryLog(sizes=sizes, events=events)) == [0, expected]
+    assert host_peaks(MemoryLog(sizes=sizes, events=events)) == [0, expected]
 
 
 def test_pinned_bytes_of_set_up_and_each_step() -> None:
     log = MemoryLog([4, 4, 8, 2], [1, 2, -1, 3, 4, -4], [("forward", 1), ("forward", 4)], ends=[4, 6])
-    assert pinned_peaks(log) == [4, 16, 18]
+    assert host_peaks(log) == [4, 16, 18]
 
 
 def test_the_inputs_of_all_layers_wait_on_the_host() -> None:
@@ -130,8 +130,7 @@ def test_a_cluster_without_a_link_gives_no_time_and_says_so(tmp_path: Path) -> N
     assert found.status == "ok"
     assert found.step_time_s is None
     assert found.reason == (
-        "no time: host: host_memory.link_bandwidth_bytes_per_s is unknown, over which checkpoints are copied "
-        "to the host"
+        "no time: host: host_memory.link_bandwidth_bytes_per_s is unknown, over which device and host copy"
     )
     assert found.peak_host_memory_bytes == LAYERS * ROUNDED
     on_device = cell(unknown, model_options={"layers": LAYERS, "recompute": "full"})

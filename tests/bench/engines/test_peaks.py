@@ -29,6 +29,7 @@ LENGTHS = {"st-dit-tiny": 288, "transformer-2d-tiny": 576, "transformer-3d-tiny"
 DEFAULT_MODELS = {
     "lasp": "tnl-tiny",
     "lasp2": "tnl-tiny",
+    "lasp2h": "linear-llama3-tiny-hybrid",
     "dsp": "st-dit-tiny",
     "ring_attention": "causal-transformer-tiny",
     "all_gather_kv": "causal-transformer-tiny",
@@ -45,6 +46,8 @@ SHARDING: dict[str, dict[str, Any]] = {
     },
     "whole": {"wrap": "whole"},
     "device": {"initialize": "device"},
+    "optimizer-on-host": {"optimizer": "host", "micro_batches": 2},
+    "parameters-on-host": {"optimizer": "host", "parameters": "host", "micro_batches": 2},
 }
 
 
@@ -88,7 +91,12 @@ def combinations() -> Iterator[Any]:
     yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances")
     for name, training in SHARDING.items():
         cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
-        yield pytest.param(cell, id=name, marks=[] if name == "torchtitan" else pytest.mark.slow)
+        yield pytest.param(cell, id=name, marks=[] if name in ("torchtitan", "parameters-on-host") else SLOW)
+    for backend in ("ddp", "fsdp_flat", "legacy_ddp", "megatron", "zero1", "zero2"):
+        host = {"optimizer": "host", **({"distributed_optimizer": True} if backend == "megatron" else {})}
+        cell = combination("lasp", "tnl-tiny", backend, 2, host)
+        marks = [] if backend == "megatron" else SLOW
+        yield pytest.param(cell, id=f"{backend}-optimizer-on-host", marks=marks)
     for name, training in PIPELINES.items():
         yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
     for name in ("1f1b", "overlapped"):
@@ -102,6 +110,17 @@ def combinations() -> Iterator[Any]:
     by_layer = {"pre_norm": True, "library": "transformer-engine", "mask_shape": "by_layer"}
     cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, **ON_HOST, layers=4)
     yield pytest.param(cell, id="ulysses-checkpoints-on-host")
+    tiles = {"mlp_tile": 20, "loss_tile": 20}
+    for strategy, backend in (
+        ("ulysses", "zero3"),
+        ("tensor_parallel", "megatron"),
+        ("ring_attention", "ddp"),
+    ):
+        options = (ON_HOST if strategy == "ulysses" else {}) | tiles | {"layers": 4, "inner": 48 * 16}
+        cell = combination(strategy, "causal-transformer-tiny", backend, 2, **options)
+        yield pytest.param(cell, id=f"{strategy}-tiles", marks=[] if strategy == "ulysses" else SLOW)
+    cell = pipeline(PIPELINES["1f1b"], **tiles, cross_entropy="fused", inner=48 * 16)
+    yield pytest.param(cell, id="1f1b-tiles", marks=SLOW)
     # without megatron_sp: what it reduce-scatters when a layer runs again Gloo sums without a copy
     for strategy in ("ring_attention", "tensor_parallel", "all_gather_kv", "lasp"):
         model = "tnl-tiny" if strategy == "lasp" else "causal-transformer-tiny"

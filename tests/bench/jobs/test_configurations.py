@@ -140,12 +140,25 @@ def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dic
         ('"AdamW"', '"Muon"', "another optimizer than Adam"),
         ('"op"', '"ops"', "neither 'op' nor a number"),
         ("seq_len = 8192", "seq_len = 8192\nseq_len = 1", "no TOML: Cannot overwrite a value"),
-        ("seq_len = 8192", "seq_len = 8192\nenable_cpu_offload = true", "on the host: not modelled"),
     ],
 )
 def test_what_torchtitan_cannot_be_here_is_said(old: str, new: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8).cell()
+
+
+def test_states_on_the_host() -> None:
+    on_host = {"training.optimizer": "host", "training.parameters": "host"}
+    both = '"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}'
+    found = settings(read(*JOBS["ZeRO-3"], {"zero3.json": ('"stage": 3', f'"stage": 3, {both}')}, gpus=8))
+    assert on_host.items() <= found.items()
+    optimizer = '"offload_optimizer": {"device": "cpu"}'
+    for n in (1, 2):
+        change = {f"zero{n}.json": (f'"stage": {n}', f'"stage": {n}, {optimizer}')}
+        found = settings(read(*JOBS[f"ZeRO-{n}"], change, gpus=8))
+        assert (found["training.optimizer"], "training.parameters" in found) == ("host", False)
+    change = {"llama3_8b.toml": ("seq_len = 8192", "seq_len = 8192\nenable_cpu_offload = true")}
+    assert on_host.items() <= settings(read("torchtitan", ["llama3_8b.toml"], change, gpus=8)).items()
 
 
 def test_stages_of_zero() -> None:
@@ -168,7 +181,8 @@ def test_stages_of_zero() -> None:
             "100 is not micro-batch 2",
         ),
         ("zero1.json", '"stage": 1', '"stage": 0', "without ZeRO"),
-        ("zero1.json", '"stage": 1', '"stage": 1, "offload_optimizer": {"device": "cpu"}', "on the host"),
+        ("zero1.json", '"stage": 1', '"stage": 1, "offload_optimizer": {"device": "nvme"}', "on a disk"),
+        ("zero1.json", '"stage": 1', '"stage": 1, "offload_param": {"device": "cpu"}', "below ZeRO-3"),
         ("zero1.json", '"stage": 1', '"stage": 1, "stage": 2', "'stage' is given twice"),
         ("zero1.json", '"stage": 1', '"stages": 1', r"did you mean zero_optimization.stage\?"),
         ("zero1.json", "{", "[", "no JSON"),

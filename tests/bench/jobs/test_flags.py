@@ -88,6 +88,8 @@ def megatron_cells(draw: st.DrawFn) -> Cell:
     precision = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
     if draw(st.booleans()):
         training |= {"distributed_optimizer": True, "overlap_grad_reduce": draw(st.booleans())}
+        if draw(st.booleans()):
+            training |= {"optimizer": "host", "overlap_cpu_optimizer_d2h_h2d": draw(st.booleans())}
         training["overlap_param_gather"] = training["overlap_grad_reduce"] and draw(st.booleans())
     training["gradient_accumulation_fusion"] = draw(st.booleans())
     if precision != "fp32":
@@ -148,6 +150,7 @@ def torchtitan_cells(draw: st.DrawFn) -> Cell:
             "backend": backend,
             "micro_batches": parts,
             "reshard_rest": backend == "zero3" and draw(st.booleans()),
+            **({"optimizer": "host", "parameters": "host"} if draw(st.booleans()) else {}),
         },
     )
 

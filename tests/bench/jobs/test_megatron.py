@@ -176,6 +176,8 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "--pipeline-model-parallel-layout has 2 layers, not --num-layers 4"),
         ("--overlap-param-gather-with-optimizer-step",
          "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather"),
+        ("--optimizer-cpu-offload", "--optimizer-cpu-offload needs --use-precision-aware-optimizer; "
+         "--optimizer-cpu-offload needs --use-distributed-optimizer"),
         ("--tokenizer-type HuggingFaceTokenizer",
          "how many words the HuggingFaceTokenizer has is not said; add --vocab-size N"),
     ],

@@ -25,6 +25,7 @@ from tests.slow import mostly_slow
 MODELS = {
     "lasp": "tnl-tiny",
     "lasp2": "tnl-tiny",
+    "lasp2h": "linear-llama3-tiny-hybrid",
     "dsp": "st-dit-tiny",
     "ulysses": "causal-transformer-tiny",
     "ring_attention": "causal-transformer-tiny",

@@ -66,6 +66,18 @@ RINGS = {
     "RSA, Linformer": cell("ring_self_attention", "bert-tiny-linformer"),
     "checkpointing": cell("ring_self_attention", "bert-tiny", {"checkpointing": True, "dropout": 0.1}),
     "inference": ring_cell("causal-transformer-tiny", training={"step": "inference"}),
+    "tiles": ring_cell(
+        "causal-transformer-tiny",
+        batch=16,
+        model_options={"hidden": 6 * N, "heads": N, "recompute": "full", "mlp_tile": 7, "loss_tile": 5},
+        training={"backend": "zero3"},
+    ),
+    "tiles, inference": ring_cell(
+        "causal-transformer-tiny",
+        batch=16,
+        model_options={"hidden": 6 * N, "heads": N, "mlp_tile": 7, "loss_tile": 5},
+        training={"step": "inference"},
+    ),
     "zero1": ring_cell(
         "causal-transformer-tiny",
         sizes={"dp": 2, "sp": N},
@@ -75,6 +87,41 @@ RINGS = {
         "ring_self_attention", "bert-tiny", sizes={"pp": 2, "sp": N}, training={"micro_batches": 2}
     ),
 }
+
+
+#: loops over rounds of heads and chunks of positions, also around rings
+LOOPS = {
+    "rounds": cell("upipe", "causal-transformer-tiny", sizes={"sp": 2}),
+    "rounds of groups": cell("upipe", "causal-transformer-tiny-gqa", {"kv_heads": 2}, sizes={"sp": 2}),
+    "rounds of rings": cell("upipe+ring_attention", "causal-transformer-tiny", sizes={"sp": 2, "cp": N}),
+    "chunks": cell("fpdt", "causal-transformer-tiny", sizes={"sp": 4}, strategy_options={"chunk": 4}),
+    "chunks of layers that run again": cell(
+        "fpdt",
+        "causal-transformer-tiny-gqa",
+        {"kv_heads": 2, "recompute": "full"},
+        sizes={"sp": 4},
+        strategy_options={"chunk": 4},
+    ),
+    "chunks on the device": cell(
+        "fpdt",
+        "causal-transformer-tiny",
+        sizes={"sp": 4},
+        strategy_options={"chunk": 4, "offload": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*LOOPS][:4])
+def test_rounds_and_chunks_leave_the_traces_of_whole_loops(name: str, steps: Steps) -> None:
+    check_ranks(LOOPS[name], steps, [0])
+    assert steps.asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LOOPS][4:])
+def test_more_chunks_leave_the_traces_of_whole_loops(name: str, steps: Steps) -> None:
+    check_ranks(LOOPS[name], steps, [0])
+    assert steps.asked
 
 
 @of_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from spbench.impls.strategies import all_gather_kv, blockwise, ring_attention
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.megatron_sp import MegatronSP
+from spbench.impls.strategies.placements import Meetings
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import HEADS, Ulysses
 from tests.bench.verification.attention_model import rotated
@@ -46,7 +48,7 @@ class NormsNotReduced(MegatronSP):
 
 
 def _one_late(
-    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., Any], known: Any
+    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., Any], *how: Any
 ) -> Sequence[Tensor]:
     """Every owner with the block of the owner before it; the first is right."""
     before: list[tuple[Tensor, Tensor]] = []
@@ -55,13 +57,13 @@ def _one_late(
         before.append((keys.clone(), values.clone()))
         return of_block(owner, *before[max(0, len(before) - 2)])
 
-    return _honest_round(group, block, late, known)
+    return _honest_round(group, block, late, *how)
 
 
 _honest_round = ring_attention.gradients_round
 _honest_decay = ring_attention.block_decay
-_honest_forward = blockwise.flash_attention
-_honest_backward = blockwise.flash_attention_backward
+_honest_forward = blockwise.attention_to_block
+_honest_backward = blockwise.attention_to_block_backward
 _honest_gather = all_gather_kv.gathered
 
 
@@ -75,8 +77,8 @@ class _StaleRing(ring_attention._RingAttention):
 class StaleBlockInRingBackward(RingAttention):
     """As a popular ring attention once had it."""
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _StaleRing.apply(q, k, v, self.group, self.options.placement)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        return _StaleRing.apply(q, k, v, self.group, meetings)
 
 
 def _of_block_alone(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *how: Any) -> Any:
@@ -86,15 +88,15 @@ def _of_block_alone(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse
 class _RingOfBlocksAlone(ring_attention._RingAttention):
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        with mock.patch.object(blockwise, "flash_attention_backward", _of_block_alone):
+        with mock.patch.object(blockwise, "attention_to_block_backward", _of_block_alone):
             return ring_attention._RingAttention.backward(ctx, d_o)
 
 
 class BackwardOfBlocksAlone(RingAttention):
     """Each block's gradients with the output and the log-sum-exp of that block, not of all keys."""
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _RingOfBlocksAlone.apply(q, k, v, self.group, self.options.placement)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        return _RingOfBlocksAlone.apply(q, k, v, self.group, meetings)
 
 
 def _rounded(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -103,9 +105,9 @@ def _rounded(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class LogSumExpInHalfPrecision(RingAttention):
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with mock.patch.object(blockwise, "flash_attention", _rounded):
-            return super().causal_attention(q, k, v)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        with mock.patch.object(blockwise, "attention_to_block", _rounded):
+            return super().attend(q, k, v, meetings)
 
 
 def _added(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
@@ -114,9 +116,9 @@ def _added(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
 
 
 class MergeWithoutRescaling(RingAttention):
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
         with mock.patch.object(blockwise, "merge", _added):
-            return super().causal_attention(q, k, v)
+            return super().attend(q, k, v, meetings)
 
 
 def _one_chunk_further(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
@@ -134,13 +136,13 @@ class DecayOffByOneChunk(RingAttention):
 class StripesInAnotherOrder(RingAttention):
     """Striped positions under the causal blocks of contiguous ones."""
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention._RingAttention.apply(q, k, v, self.group, "contiguous")
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        return super().attend(q, k, v, replace(meetings, placement="contiguous"))
 
 
 class ZigzagUnderContiguousBlocks(AllGatherKV):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
-        return super().attend(q, k, v, "contiguous")
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        return super().attend(q, k, v, replace(meetings, placement="contiguous"))
 
 
 def _own_part(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -158,16 +160,16 @@ class _UnsummedGradients(all_gather_kv._GatheredAttention):
 class LocalSliceOfKeyGradients(AllGatherKV):
     """A gather whose backward takes the rank's part of its own gradient, without the sum over the ranks."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
-        return _UnsummedGradients.apply(q, k, v, self.group, placement, "reduce_scatter")
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        return _UnsummedGradients.apply(q, k, v, self.group, meetings, "reduce_scatter")
 
 
 class GatheredKeysRotatedInOrder(AllGatherKV):
     """Rotary embedding of gathered keys by 0, 1, 2, ..., as if they came in the order of the sequence."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, placement: str | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
         length = self.size * k.shape[2]
-        ranks = [self.planned(self.size, r, {"placement": placement}) for r in range(self.size)]
+        ranks = [self.planned(self.size, r, {"placement": meetings.placement}) for r in range(self.size)]
         order = torch.arange(length)
         off = order - torch.cat([strategy.own(order, 0) for strategy in ranks])
 
@@ -179,4 +181,4 @@ class GatheredKeysRotatedInOrder(AllGatherKV):
             return parts
 
         with mock.patch.object(all_gather_kv, "gathered", gathered):
-            return super().attend(q, k, v, placement)
+            return super().attend(q, k, v, meetings)

@@ -14,6 +14,7 @@ from spbench.impls import kernels
 from spbench.impls.kernels.flash_attention import flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
 from tests.impls.kernels.made import bits, made
+from tests.impls.kernels.recurrence_arguments import recurrence_arguments
 
 for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
     if not module.name.endswith("_triton"):  # these are no operators, and triton is not everywhere
@@ -47,6 +48,12 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "bias_gelu": (x, row),
         "bias_gelu_backward": (y, x, row),
         "host_empty_like": (x,),
+        "host_zeros": (x, [2, 3], dtype),
+        "pageable_zeros": (x, [2, 3], dtype),
+        "host_adamw_": ([x], [y], [x.clone()], [y.abs()], [torch.zeros(())], 0.1, 0.01, torch.ones(())),
+        "host_copy_": (y.float(), x),
+        "host_add_": (y.clone(), x),
+        "host_unscale_": ([x, y], torch.zeros(()), torch.tensor(2.0)),
         "to_host_": (y.clone(), x),
         "to_device_": (y.clone(), x),
         "layer_norm": (x, row, row, 1e-5),
@@ -62,6 +69,7 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5, False),
         "masked_softmax_backward_": (scores.clone(), scores, 0.5),
         **_library_arguments(x, y, q, k, lse),
+        **recurrence_arguments(tensor),
     }
 
 

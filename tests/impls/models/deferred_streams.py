@@ -37,15 +37,22 @@ class Device(TorchDispatchMode):
         self.copied = 0
         self.deaf: set[str] = set()
         self.operators = 0
+        self.streams: list[DeferredStream] = []
         self.compute = self.current = DeferredStream(self, "compute")
         ours = {
             "Stream": lambda priority=-1: DeferredStream(self, "copies"),
             "Event": lambda *_, **__: DeferredEvent(self),
             "current_stream": lambda device=None: self.current,
             "stream": self.issuing,
+            "synchronize": lambda device=None: self.finish(),
         }
         for name, made in ours.items():
             monkeypatch.setattr(torch.cpu, name, made)
+
+    def finish(self) -> None:
+        """The host waits until all that was put off is done."""
+        for stream in self.streams:
+            stream.reach(stream.issued)
 
     @contextmanager
     def issuing(self, stream: DeferredStream) -> Iterator[None]:
@@ -85,6 +92,7 @@ class DeferredStream:
 
     def __init__(self, device: Device, name: str):
         self.device, self.name = device, name
+        device.streams.append(self)
         self._queue: deque[tuple[str, _Later, _Later, bool]] = deque()
         self.issued = 0
         #: of the device, when this stream last waited for the compute stream
@@ -138,6 +146,11 @@ class DeferredEvent:
         self.stream = stream or self.device.current
         computes = self.stream is self.device.compute
         self.point = self.device.operators if computes else self.stream.issued
+
+    def synchronize(self) -> None:
+        """The host waits for the point."""
+        if self.stream is not None:
+            self.stream.reach(self.point)
 
     def wait(self, stream: DeferredStream | None = None) -> None:
         (stream or self.device.current).wait_event(self)

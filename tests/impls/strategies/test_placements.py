@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
 from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.placements import PLACEMENTS, PlacedChunks, PlacementOptions, meeting
+from spbench.impls.strategies.placements import PLACEMENTS, Meetings, PlacedChunks, PlacementOptions, meeting
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.sequence_chunks import chunk_of
 from tests.bench.verification.attention_model import AttentionModel
@@ -55,7 +55,7 @@ def test_blocks_cover_what_causality_allows(n: int, placement: str, length: int)
 def test_joint_blocks_cover_what_causality_allows(n: int, placement: str, length: int) -> None:
     places, calls = positions(placement, n, length), set()
     for rank in range(n):
-        found = [*joint_meetings(placement, rank, n, length)]
+        found = [*joint_meetings(Meetings(placement, rank, n, length))]
         met = torch.zeros(length, n, length, dtype=torch.int)
         for owners, mine, theirs, causal in found:
             block = met[mine, owners, theirs]

@@ -1,0 +1,362 @@
+"""AdamW on the host: masters and moments in its memory, updated by its cores (ZeRO-Offload, Ren et al., arXiv
+2101.06840, section 4).
+
+Gradients cross to the host as wide as the masters, into pinned memory, and updated weights come back. What
+else a program holds there, and when what is rounded, is its :class:`HostLayout`. Moments are what torch's and
+DeepSpeed's optimizers make on the CPU: pageable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.collectives import all_reduce
+from spbench.impls.kernels.host_copies import (
+    host_empty_like,
+    host_zeros,
+    pageable_zeros,
+    to_device_,
+    to_host_,
+)
+from spbench.impls.kernels.host_updates import host_adamw_, host_copy_, host_unscale_
+from spbench.impls.rings import wait_for_device
+
+
+class HostAdam(Optimizer):
+    """AdamW on tensors of the host, whose gradients are there too when a step begins.
+
+    Args:
+        masters: what is updated.
+        device: any tensor of the device that makes the gradients.
+    """
+
+    def __init__(
+        self,
+        masters: Sequence[Tensor],
+        precision: Precision,
+        device: Tensor,
+        *,
+        with_moments: bool,
+        overflow_groups: Sequence[dist.ProcessGroup | None] = (),
+        lr: float,
+    ):
+        super().__init__(
+            masters,
+            replace(precision, master=False),
+            with_moments=False,
+            overflow_groups=overflow_groups,
+            lr=lr,
+            device=device.device,
+        )
+        self.device = device.new_empty(0)
+        if precision.loss_scale:
+            self._found_inf, self._scale = (host_zeros(device, [], torch.float32) for _ in range(2))
+        if with_moments:
+            self._make_moments()
+
+    def _make_moments(self) -> None:
+        for master in self.masters:
+            if master not in self.adam.state:
+                moments = {
+                    name: pageable_zeros(self.device, master.shape, master.dtype)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+                self.adam.state[master] = {
+                    "step": pageable_zeros(self.device, [], torch.float32),
+                    **moments,
+                }
+
+    def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
+        """Copy a gradient to the host, on the current stream.
+
+        Args:
+            number: of the weight.
+            gradient: of a micro-batch, or of several: then of the ``last`` one alone.
+        """
+        raise NotImplementedError
+
+    def gradient(self, number: int) -> Tensor:
+        """What the host has of the gradient of the weight of that number."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the masters, and the weights that follow from them."""
+        if not self.masters:
+            return
+        if self.precision.loss_scale:
+            to_host_(self._scale, self.scale)
+        self.wait()
+        if self.precision.loss_scale:
+            self._unscale()
+        self._make_moments()
+        for number, master in enumerate(self.masters):
+            state, (group,) = self.adam.state[master], self.adam.param_groups
+            assert master.grad is not None
+            self.arrived(number)
+            host_adamw_(
+                [master],
+                [master.grad],
+                [state["exp_avg"]],
+                [state["exp_avg_sq"]],
+                [state["step"]],
+                group["lr"],
+                group["weight_decay"],
+                self._found_inf if self.precision.loss_scale else None,
+            )
+            self.updated(number)
+
+    def wait(self) -> None:
+        """Before the first update: for what is copied to the host."""
+        wait_for_device(self.device)
+
+    def arrived(self, number: int) -> None:
+        """Before the update of the master of that number."""
+
+    def updated(self, number: int) -> None:
+        """After it."""
+
+    def tensors(self) -> list[Tensor]:
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        return [*self.masters, *super().tensors(), *gradients]
+
+    def _unscale(self) -> None:
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        host_unscale_(gradients, self._found_inf, self._scale)
+        overflow = torch.empty_like(self.scale)
+        to_device_(overflow, self._found_inf)
+        for group in self.overflow_groups:
+            all_reduce(overflow, group, ReduceOp.MAX)
+        to_host_(self._found_inf, overflow)
+        torch._amp_update_scale_(self.scale, self.since_growth, overflow, 2.0, 0.5, 1000)
+        wait_for_device(self.device)
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """How a program holds on the host what its optimizer needs of weights on the device.
+
+    Attributes:
+        run: elements from which on weights that lie in one tensor, and are updated at once, are enough; None:
+            each weight has tensors of its own.
+        pinned_masters: masters are in pinned memory.
+        sums: gradients of micro-batches are summed in a pinned buffer of the weights' dtype.
+        rounds: where updated weights are rounded to their own dtype: on the "device", a weight at a time; on
+            the host into a pinned buffer ("pinned"), or into pageable memory that is then freed ("pageable").
+        overlaps: copies have streams of their own, so that the host updates what has arrived while other
+            weights are copied.
+    """
+
+    run: int | None
+    pinned_masters: bool
+    sums: bool = False
+    rounds: str = "device"
+    overlaps: bool = False
+
+
+#: offload_optimizer of DeepSpeed's ZeRO-3 (runtime/zero/stage3.py, commit edaa722): in sub-groups of
+#: sub_group_size elements; partition_grads sums in grad_partitions_flat_buffer, on the device, and sends
+#: that up again for the last micro-batch, wide; copy_ that waits rounds on the host
+DEEPSPEED_STAGE_3 = HostLayout(10**9, pinned_masters=False, sums=True, rounds="pageable")
+#: that of its ZeRO-1 and 2 (runtime/zero/stage_1_and_2.py): all at once, rounded into
+#: param_buffer_of_bit16_for_cpu_offload_groups
+DEEPSPEED_STAGE_1 = HostLayout(2**62, pinned_masters=True, rounds="pinned", overlaps=True)
+#: HybridDeviceOptimizer of Megatron-Core (core/optimizer/cpu_offloading, commit d98e8a64), which is one for
+#: any weights; with its overlap_cpu_optimizer_d2h_h2d
+EACH_WEIGHT = HostLayout(None, pinned_masters=True, overlaps=True)
+
+
+class _Run:
+    """Weights of the device that are updated at once, and what the host holds of them.
+
+    Attributes:
+        master, gradient: of all of them, flat; in the optimizer's dtype.
+        masters, gradients, buffers: the part of each weight, in its shape; buffers, in the dtype of the
+            weights, are empty where there are none.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype, layout: HostLayout):
+        self.weights, device = weights, weights[0]
+        elements = sum(w.numel() for w in weights)
+        make = host_zeros if layout.pinned_masters else pageable_zeros
+        self.master = make(device, [elements], dtype)
+        self.gradient = host_zeros(device, [elements], dtype)
+        self.master.grad = self.gradient
+        self.buffer = None
+        if layout.sums or (layout.rounds == "pinned" and dtype != device.dtype):
+            self.buffer = host_zeros(device, [elements], device.dtype)
+        self.masters, self.gradients = self.views(self.master), self.views(self.gradient)
+        self.buffers = [] if self.buffer is None else self.views(self.buffer)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The part of each weight of a flat tensor."""
+        parts = flat.split([w.numel() for w in self.weights])
+        return [part.view(w.shape) for part, w in zip(parts, self.weights, strict=True)]
+
+
+class HostOptimizer(HostAdam):
+    """AdamW on the host for weights that are on the device.
+
+    Args:
+        weights: which are updated.
+        dtype: of masters, moments and their gradients; None: float32 where the precision has masters, else
+            that of the weights.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        precision: Precision,
+        layout: HostLayout,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ):
+        self.weights, self.layout = weights, layout
+        dtype = dtype or (torch.float32 if precision.master else weights[0].dtype)
+        values = [w.detach() for w in weights]
+        self.runs = [_Run(run, dtype, layout) for run in _cut(values, layout.run)]
+        self._place = [(run, at) for run in self.runs for at in range(len(run.weights))]
+        super().__init__([run.master for run in self.runs], precision, values[0], **settings)
+        self._loaded = False
+        self._summed: set[int] = set()
+        #: of copies to the host and back, and when each gradient is there
+        self._streams: tuple[Any, Any] | None = None
+        self._taken: list[Any] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before the first step the masters are given the values of the weights, which may have been set
+        until now."""
+        self._summed.clear()
+        if self._loaded:
+            return
+        self._loaded = True
+        for run in self.runs:
+            for at, (weight, master) in enumerate(zip(run.weights, run.masters, strict=True)):
+                if weight.dtype == master.dtype:
+                    to_host_(master, weight)
+                    continue
+                there = run.buffers[at] if run.buffers else host_empty_like(weight)
+                to_host_(there, weight)
+                wait_for_device(weight)
+                host_copy_(master, there)
+
+    @torch.no_grad()
+    def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
+        run, at = self._place[number]
+        if self.layout.sums:
+            gradient = self._sum(number, run.buffers[at], gradient)
+        if last:
+            to_host_(run.gradients[at], gradient.to(run.gradient.dtype))
+
+    def _sum(self, number: int, buffer: Tensor, gradient: Tensor) -> Tensor:
+        """Add a gradient to those before; returns the sum, on the device."""
+        on_device = torch.empty_like(gradient)
+        if number not in self._summed:
+            self._summed.add(number)
+            to_host_(buffer, gradient)
+            to_device_(on_device, buffer)
+        else:
+            to_device_(on_device, buffer)
+            to_host_(buffer, on_device.add_(gradient))
+        return on_device
+
+    def gradient(self, number: int) -> Tensor:
+        run, at = self._place[number]
+        return run.gradients[at]
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor] | None = None) -> None:
+        """Update the weights.
+
+        Args:
+            gradients: of each; None: :meth:`take` has had them, or they are that of the weight.
+        """
+        if not self.weights:
+            return
+        device = torch.get_device_module(self.device.device)
+        if self.layout.overlaps and self._streams is None:
+            self._streams = device.Stream(), device.Stream()
+        given = [w.grad for w in self.weights] if gradients is None else gradients
+        self._taken.clear()
+        with self._copying(0):
+            for number, gradient in enumerate(given):
+                if gradient is not None:
+                    self.take(number, gradient, last=True)
+                    self._taken.append(event := device.Event())
+                    event.record()
+        super().step()
+        if self._streams is not None:
+            device.current_stream().wait_stream(self._streams[1])
+
+    @contextmanager
+    def _copying(self, direction: int) -> Iterator[None]:
+        """What is issued inside comes after what the current stream has been given, on the stream of copies
+        to the host (0) or back (1) where there are such."""
+        if self._streams is None:
+            yield
+            return
+        device, stream = torch.get_device_module(self.device.device), self._streams[direction]
+        stream.wait_stream(device.current_stream())
+        with device.stream(stream):
+            yield
+
+    def wait(self) -> None:
+        """For what has been copied to the host: all of it, unless each weight is waited for."""
+        if not self._taken or self.precision.loss_scale:
+            for event in self._taken[-1:]:
+                event.wait()
+            super().wait()
+
+    def arrived(self, number: int) -> None:
+        if self._taken and not self.precision.loss_scale:
+            self._taken[number].wait()
+            self._taken[number].synchronize()
+
+    def updated(self, number: int) -> None:
+        """Send the weights of a run back."""
+        run = self.runs[number]
+        updated, narrow = run.master, run.weights[0].dtype
+        if updated.dtype != narrow and self.layout.rounds != "device":
+            pinned = run.buffer if self.layout.rounds == "pinned" else None
+            rounded = pageable_zeros(self.device, updated.shape, narrow) if pinned is None else pinned
+            host_copy_(rounded, updated)
+            updated = rounded
+        back = [*zip(run.weights, run.views(updated), strict=True)]
+        with self._copying(1):
+            for weight, there in back:
+                if weight.dtype == there.dtype:
+                    to_device_(weight, there)
+                else:
+                    wide = torch.empty_like(weight, dtype=there.dtype)
+                    to_device_(wide, there)
+                    weight.copy_(wide)
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *(run.buffer for run in self.runs if run.buffer is not None)]
+
+
+def _cut(weights: Sequence[Tensor], enough: int | None) -> Iterator[Sequence[Tensor]]:
+    """Runs of weights, each of which ends when it has enough elements."""
+    if enough is None:
+        yield from ([weight] for weight in weights)
+        return
+    run: list[Tensor] = []
+    elements = 0
+    for weight in weights:
+        run.append(weight)
+        elements += weight.numel()
+        if elements >= enough:
+            yield run
+            run, elements = [], 0
+    if run:
+        yield run

@@ -1,0 +1,99 @@
+"""The options of the backends ``zero2`` and ``zero3``, and the units that weights are gathered in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from spbench.impls.backends.optimizer_options import OptimizerOptions
+from spbench.impls.layout import Unsupported
+from spbench.impls.options import Saving, check_choices
+
+
+@dataclass(frozen=True)
+class ShardingOptions(OptimizerOptions):
+    """How a model is set up, and when weights are gathered.
+
+    Attributes:
+        initialize: where the weights are before they are sharded: on the "meta" device, without memory, or
+            all of them on the "device".
+        wrap: what is gathered at once: each of the "blocks", and the rest; "embedding": these, and the word
+            embedding apart, as torchtitan does; "whole": everything.
+        reshard_rest: whether the rest is freed after forward where blocks are; torchtitan keeps it.
+        reduce_dtype: of gradients while they are summed over ranks: that of the weights, or "fp32".
+        state_dtype: of what the optimizer holds, and its gradients: "fp32" where the precision has masters,
+            or that of the weights.
+        forward_prefetch, backward_prefetch: of how many further blocks, when a block begins its forward or
+            backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
+            ``FSDPModule``). 0: as torch does by itself.
+
+        parameters: where the shards are between their all-gathers. "host", with ``optimizer: host``: as
+            CPUOffloadPolicy of ``fully_shard`` has them; they are the masters. With the optimizer alone on
+            the host it is as DeepSpeed's offload_optimizer of ZeRO-3 has it, see DEEPSPEED_STAGE_3: the
+            device keeps shards in the dtype of the weights.
+
+    Raises:
+        ValueError: a number is negative, a word is none of these, or parameters are on the host without the
+            optimizer.
+    """
+
+    initialize: Literal["meta", "device"] = "meta"
+    wrap: Literal["blocks", "embedding", "whole"] = "blocks"
+    reshard_rest: bool = True
+    reduce_dtype: Literal["weights", "fp32"] = "weights"
+    state_dtype: Literal["fp32", "weights"] = "fp32"
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    parameters: Literal["device", "host"] = "device"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        widths = ("weights", "fp32")
+        check_choices(
+            self,
+            {
+                "initialize": ("meta", "device"),
+                "wrap": ("blocks", "embedding", "whole"),
+                "reduce_dtype": widths,
+                "state_dtype": widths,
+                "parameters": ("device", "host"),
+            },
+        )
+        if self.parameters == "host" and self.optimizer == "device":
+            raise ValueError("parameters: host needs optimizer: host, for that updates them where they are")
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
+
+    def savings(self) -> Iterator[Saving]:
+        for name, less, words in (
+            ("initialize", "meta", "set-up never holds the whole model"),
+            ("wrap", "blocks", "one block is gathered at a time"),
+            ("reshard_rest", True, "embedding and head are freed after forward too"),
+            ("reduce_dtype", "weights", "gradients are summed in the dtype of the weights"),
+            ("state_dtype", "weights", "the optimizer holds the dtype of the weights, no float32"),
+        ):
+            if getattr(self, name) not in (less, "embedding"):
+                yield Saving({name: less}, words)
+        yield from super().savings()
+        if self.parameters == "device":
+            words = "shards of weights wait on the host too, with their gradients"
+            yield Saving({"optimizer": "host", "parameters": "host"}, words)
+
+
+def units_of(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
+    """The modules whose weights are gathered apart from the rest.
+
+    Raises:
+        Unsupported: the word embedding is asked for, and the model has none that it uses for nothing else.
+    """
+    blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
+    if options.wrap == "embedding":
+        embedding = getattr(module, "embedding", None)
+        if not isinstance(embedding, nn.Module) or getattr(module, "tied", None) is not None:
+            raise Unsupported("the model has no word embedding apart from its head", "use wrap: blocks")
+        return [embedding, *blocks]
+    return [] if options.wrap == "whole" else blocks

@@ -1,0 +1,90 @@
+"""The gated delta rule (Gated DeltaNet, Yang et al., arXiv 2412.06464, section 3), in blocks, as operators.
+
+    S_t = exp(g_t) (I - b_t k_t^T k_t) S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t / sqrt(D)
+
+A position takes from the state what it holds for its key, and writes a value in its place. In a block of
+positions this is a system of equations, triangular in the positions (the WY representation and the UT
+transform, section 3.3). With T the inverse of I + the strict lower triangle of b_i (k_i . k_j) decay(j to i):
+
+    W = T (b decay(start to i) K)    U = T (b V)    V' = U - W S    S' = decay S + (decay(i to end) K)^T V'
+
+The operators are the kernels of fla (ops/gated_delta_rule, ops/common, ops/cp) and make room for what these
+make room for: W, U, V' and the states of blocks, none of which is kept; of a forward pass, T is, one block
+wide a position and head. Shapes are those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from spbench.impls.kernels import gated_delta_gradients as gradients
+from spbench.impls.kernels import gated_delta_operators as operators
+from spbench.impls.kernels.recurrence import Backward, Forward, InputGradients, Rule, block_sums
+
+
+class _Forward(Forward):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor):
+        self.q, self.k = q, k
+        self.sums = block_sums(g, operators.block_of(g), False)
+        inverse = operators.inverse(k, self.sums, b)
+        self.w, self.u = operators.wy(k, v, self.sums, b, inverse)
+        self.kept = self.sums, inverse
+
+    def carry(self) -> Tensor:
+        return operators.carry(self.k, self.w, self.u, self.sums)
+
+    def output(self, initial: Tensor | None) -> Tensor:
+        states, written = operators.states(self.k, self.w, self.u, self.sums, initial)
+        return operators.output(self.q, self.k, written, self.sums, states)
+
+
+class _Backward(Backward):
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        b: Tensor,
+        initial: Tensor | None,
+        d_o: Tensor,
+        sums: Tensor,
+        inverse: Tensor,
+    ):
+        self.q, self.k, self.v, self.b, self.d_o, self.sums, self.inverse = q, k, v, b, d_o, sums, inverse
+        self.w, u = operators.wy(k, v, sums, b, inverse)
+        self.states, self.written = operators.states(k, self.w, u, sums, initial)
+        self.d_written = gradients.own_gradients(q, k, d_o, sums)
+
+    def carry(self) -> Tensor:
+        return gradients.gradient_carry(self.q, self.k, self.w, self.sums, self.d_o, self.d_written)
+
+    def inputs(self, d_final: Tensor | None) -> InputGradients:
+        q, k, v, sums, b = self.q, self.k, self.v, self.sums, self.b
+        d_states, d_u = gradients.state_gradients(q, k, self.w, sums, self.d_o, self.d_written, d_final)
+        d_q, d_k, d_w, d_sums = gradients.read_gradients(
+            q, k, self.written, sums, self.states, self.d_o, d_u, d_states
+        )
+        d_k_of_wy, d_v, d_sums_of_wy, d_b = gradients.wy_gradients(k, v, sums, b, self.inverse, d_w, d_u)
+        d_sums.add_(d_sums_of_wy)
+        d_q, d_k = (_of_groups(x, q.shape[2]) for x in (d_q, d_k.add_(d_k_of_wy)))
+        return d_q, d_k, d_v, block_sums(d_sums, operators.block_of(d_sums), True), d_b
+
+
+def _of_groups(x: Tensor, groups: int) -> Tensor:
+    """[B, L, Z, D] -> [B, L, G, D], the sum over each group's heads."""
+    return x if x.shape[2] == groups else x.unflatten(2, (groups, -1)).sum(3)
+
+
+class GatedDelta(Rule):
+    """M is I - b k^T k, decayed: a matrix D x D a head."""
+
+    forward, backward, scalar = _Forward, _Backward, False
+
+    scale = staticmethod(operators.scale)
+
+    @staticmethod
+    def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        state = g.exp()[..., None, None] * state
+        written = b.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
+        return state + k.unsqueeze(-1) * written.unsqueeze(-2)

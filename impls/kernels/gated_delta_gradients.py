@@ -1,0 +1,150 @@
+"""The operators of the gated delta rule's backward pass; see :mod:`spbench.impls.kernels.gated_delta`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spbench.impls.kernels.gated_delta_operators import (
+    OPS,
+    count_products,
+    decay_of,
+    of_heads,
+    room_for_carry,
+    room_for_states,
+    scale,
+    split,
+)
+from spbench.impls.kernels.recurrence import from_blocks
+
+
+@torch.library.custom_op("spbench::gated_delta_own_gradients", mutates_args=())
+def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor) -> Tensor:
+    """What reaches V' from the outputs of its own block [B, L, Z, A]."""
+    queries, keys, d_outputs = split(d_o.shape[2], q, k, d_o)
+    products = scale(q.shape[-1]) * (queries @ keys.mT) * decay_of(sums).between()
+    return from_blocks(products.mT @ d_outputs, d_o)
+
+
+@torch.library.custom_op("spbench::gated_delta_state_gradients", mutates_args=())
+def state_gradients(
+    q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, d_written: Tensor, d_final: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the state after each block [B, Z, C, D, A], in the dtype of q, and all of that of
+    V'."""
+    (queries, keys, w, d_o, own), decay = split(d_o.shape[2], q, k, w, d_o, d_written), decay_of(sums)
+    reads, writes = scale(q.shape[-1]) * decay.from_start * queries, decay.to_end * keys
+    state = keys.new_zeros(*keys.shape[:2], keys.shape[-1], own.shape[-1]) if d_final is None else d_final
+    after, whole = [], []
+    for c in reversed(range(keys.shape[2])):
+        after.append(state)
+        whole.append(own[:, :, c] + writes[:, :, c] @ state)
+        state = decay.across[:, :, c] * state + reads[:, :, c].mT @ d_o[:, :, c] - w[:, :, c].mT @ whole[-1]
+    return torch.stack(after[::-1], 2).to(q.dtype), from_blocks(torch.stack(whole[::-1], 2), d_written)
+
+
+@torch.library.custom_op("spbench::gated_delta_gradient_carry", mutates_args=())
+def gradient_carry(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, d_written: Tensor) -> Tensor:
+    """The map of gradients past all blocks [B, Z, D (A + D)]."""
+    (queries, keys, w, d_o, own), decay = split(d_o.shape[2], q, k, w, d_o, d_written), decay_of(sums)
+    reads, writes = scale(q.shape[-1]) * decay.from_start * queries, decay.to_end * keys
+    m = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
+    a = own.shape[-1]
+    both = torch.cat((keys.new_zeros(*keys.shape[:2], keys.shape[-1], a), m), -1)
+    for c in reversed(range(keys.shape[2])):
+        whole = writes[:, :, c] @ both
+        whole[..., :a] += own[:, :, c]
+        both = decay.across[:, :, c] * both - w[:, :, c].mT @ whole
+        both[..., :a] += reads[:, :, c].mT @ d_o[:, :, c]
+    return both.flatten(2)
+
+
+@torch.library.custom_op("spbench::gated_delta_read_gradients", mutates_args=())
+def read_gradients(
+    q: Tensor,
+    k: Tensor,
+    written: Tensor,
+    sums: Tensor,
+    states: Tensor,
+    d_o: Tensor,
+    d_written: Tensor,
+    d_states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, W and the sums, but for what reaches them by way of W and U; of each head of
+    V'."""
+    heads = written.shape[2]
+    queries, keys, values, d_outputs, d_values = split(heads, q, k, written, d_o, d_written)
+    decay, factor = decay_of(sums), scale(q.shape[-1])
+    between, before, d_after = decay.between(), states.to(keys.dtype), d_states.to(keys.dtype)
+    d_products = factor * (d_outputs @ values.mT) * between
+    d_read, d_kept = factor * decay.from_start * (d_outputs @ before.mT), decay.to_end * (values @ d_after.mT)
+    pairs, of_ends = d_products * (queries @ keys.mT), (keys * d_kept).sum(-1)
+    d_sums = (queries * d_read).sum(-1) + pairs.sum(-1) - pairs.sum(-2) - of_ends
+    decay.add_at_ends(d_sums, of_ends.sum(-1) + (decay.across * before * d_after).sum((-1, -2)))
+    like = of_heads(k, written)
+    return (
+        from_blocks(d_read + d_products @ keys, like),
+        from_blocks(d_kept + d_products.mT @ queries, like),
+        from_blocks(-d_values @ before.mT, like),
+        from_blocks(d_sums, sums),
+    )
+
+
+@torch.library.custom_op("spbench::gated_delta_wy_gradients", mutates_args=())
+def wy_gradients(
+    k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor, d_w: Tensor, d_u: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of k (of each head of v), v, the sums and b by way of W and U."""
+    (keys, values, strength, t, d_w, d_u), decay = (
+        split(v.shape[2], k, v, b, inverse, d_w, d_u),
+        decay_of(sums),
+    )
+    strong, started = strength.unsqueeze(-1), decay.from_start * keys
+    d_t = d_w @ (strong * started).mT + d_u @ (strong * values).mT
+    d_started, d_values = t.mT @ d_w, t.mT @ d_u  # but for b
+    d_overlaps = -(t.mT @ d_t @ t.mT).tril(-1)
+    overlaps = keys @ keys.mT * decay.between()
+    of_pairs = d_overlaps * overlaps
+    d_b = (values * d_values).sum(-1) + (started * d_started).sum(-1) + of_pairs.sum(-1)
+    of_pairs = strong * of_pairs
+    d_sums = (strong * started * d_started).sum(-1) + of_pairs.sum(-1) - of_pairs.sum(-2)
+    d_keys = strong * d_overlaps * decay.between()
+    d_k = strong * decay.from_start * d_started + d_keys @ keys + d_keys.mT @ keys
+    return (
+        from_blocks(d_k, of_heads(k, v)),
+        from_blocks(strong * d_values, v),
+        from_blocks(d_sums, sums),
+        from_blocks(d_b, b),
+    )
+
+
+@own_gradients.register_fake
+def _(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor) -> Tensor:
+    return d_o.new_empty(d_o.shape)
+
+
+@state_gradients.register_fake
+def _(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    return room_for_states(q, d_o), d_o.new_empty(d_o.shape)
+
+
+@gradient_carry.register_fake
+def _(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, *_: Tensor) -> Tensor:
+    return room_for_carry(k, d_o, sums)
+
+
+@read_gradients.register_fake
+def _(q: Tensor, k: Tensor, written: Tensor, sums: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return *(of_heads(k, written) for _ in range(3)), sums.new_empty(sums.shape)
+
+
+@wy_gradients.register_fake
+def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return of_heads(k, v), v.new_empty(v.shape), sums.new_empty(sums.shape), b.new_empty(b.shape)
+
+
+count_products(OPS.gated_delta_own_gradients, 2, lambda n, d, a: n * (d + a))
+count_products(OPS.gated_delta_state_gradients, 4, lambda n, d, a: 3 * d * a)
+count_products(OPS.gated_delta_gradient_carry, 4, lambda n, d, a: 3 * d * a + d * d + d**3 // n)
+count_products(OPS.gated_delta_read_gradients, 2, lambda n, d, a: n * (3 * d + a) + 3 * d * a)
+count_products(OPS.gated_delta_wy_gradients, 1, lambda n, d, a: n * (5 * d + 2 * a + 2 * n))

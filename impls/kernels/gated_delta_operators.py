@@ -1,0 +1,163 @@
+"""The operators of the gated delta rule's forward pass, and what their gradients share with them; see
+:mod:`spbench.impls.kernels.gated_delta`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from spbench.impls.kernels.recurrence import BlockDecay, from_blocks, in_blocks
+
+#: positions in a block, as in fla
+BLOCK = 64
+
+OPS = torch.ops.spbench
+
+
+def split(heads: int, *tensors: Tensor) -> list[Tensor]:
+    return [in_blocks(x, block_of(x), heads) for x in tensors]
+
+
+def block_of(x: Tensor) -> int:
+    return min(BLOCK, x.shape[1])
+
+
+def decay_of(sums: Tensor) -> BlockDecay:
+    return BlockDecay(sums, block_of(sums))
+
+
+def scale(d: int) -> float:
+    """By which outputs are scaled, of queries of D features."""
+    return d**-0.5
+
+
+def _overlaps(keys: Tensor, strength: Tensor, decay: BlockDecay) -> Tensor:
+    """b_i (k_i . k_j) decay(j to i) where j < i, else 0 [B, Z, C, block, block]."""
+    return (strength.unsqueeze(-1) * (keys @ keys.mT) * decay.between()).tril(-1)
+
+
+@torch.library.custom_op("spbench::gated_delta_inverse", mutates_args=())
+def inverse(k: Tensor, sums: Tensor, b: Tensor) -> Tensor:
+    """T [B, L, Z, block], of each position its row."""
+    keys, strength = split(sums.shape[2], k, b)
+    identity = torch.eye(keys.shape[-2], dtype=keys.dtype, device=keys.device)
+    system = identity + _overlaps(keys, strength, decay_of(sums))
+    inverse = torch.linalg.solve_triangular(
+        system, identity.expand_as(system), upper=False, unitriangular=True
+    )
+    return from_blocks(inverse, _rows(k, sums))
+
+
+@torch.library.custom_op("spbench::gated_delta_wy", mutates_args=())
+def wy(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """W [B, L, Z, D] and U [B, L, Z, A]."""
+    keys, values, strength, t = split(v.shape[2], k, v, b, inverse)
+    strong = strength.unsqueeze(-1)
+    w, u = t @ (strong * decay_of(sums).from_start * keys), t @ (strong * values)
+    return from_blocks(w, of_heads(k, v)), from_blocks(u, v)
+
+
+@torch.library.custom_op("spbench::gated_delta_states", mutates_args=())
+def states(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The state before each block [B, Z, C, D, A], in the dtype of k, and V' [B, L, Z, A]."""
+    (keys, w, values), decay = split(u.shape[2], k, w, u), decay_of(sums)
+    state = keys.new_zeros(*keys.shape[:2], keys.shape[-1], values.shape[-1]) if initial is None else initial
+    before, written = [], []
+    for c in range(keys.shape[2]):
+        before.append(state)
+        written.append(values[:, :, c] - w[:, :, c] @ state)
+        state = decay.across[:, :, c] * state + (decay.to_end * keys)[:, :, c].mT @ written[-1]
+    return torch.stack(before, 2).to(k.dtype), from_blocks(torch.stack(written, 2), u)
+
+
+@torch.library.custom_op("spbench::gated_delta_carry", mutates_args=())
+def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor) -> Tensor:
+    """The map of all blocks [B, Z, D (A + D)]: M and U of the rows of a state lie side by side."""
+    (keys, w, values), decay = split(u.shape[2], k, w, u), decay_of(sums)
+    m = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
+    state = keys.new_zeros(*keys.shape[:2], keys.shape[-1], values.shape[-1])
+    both = torch.cat((state, m), -1)
+    for c in range(keys.shape[2]):
+        written = -w[:, :, c] @ both
+        written[..., : values.shape[-1]] += values[:, :, c]
+        both = decay.across[:, :, c] * both + (decay.to_end * keys)[:, :, c].mT @ written
+    return both.flatten(2)
+
+
+@torch.library.custom_op("spbench::gated_delta_output", mutates_args=())
+def output(q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor) -> Tensor:
+    (queries, keys, values), decay = split(written.shape[2], q, k, written), decay_of(sums)
+    o = decay.from_start * queries @ states.to(queries.dtype) + queries @ keys.mT * decay.between() @ values
+    return from_blocks(scale(q.shape[-1]) * o, written)
+
+
+def of_heads(k: Tensor, v: Tensor) -> Tensor:
+    """Room for keys of all heads of values [B, L, Z, D]."""
+    return k.new_empty(*v.shape[:3], k.shape[-1])
+
+
+def _rows(k: Tensor, sums: Tensor) -> Tensor:
+    """Room for T [B, L, Z, block]."""
+    return k.new_empty(*sums.shape, block_of(k))
+
+
+def room_for_states(k: Tensor, v: Tensor) -> Tensor:
+    return k.new_empty(len(v), v.shape[2], -(-v.shape[1] // block_of(v)), k.shape[-1], v.shape[-1])
+
+
+def room_for_carry(k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
+    return sums.new_empty(len(v), v.shape[2], k.shape[-1] * (v.shape[-1] + k.shape[-1]))
+
+
+@inverse.register_fake
+def _(k: Tensor, sums: Tensor, b: Tensor) -> Tensor:
+    return _rows(k, sums)
+
+
+@wy.register_fake
+def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    return of_heads(k, v), v.new_empty(v.shape)
+
+
+@states.register_fake
+def _(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    return room_for_states(k, u), u.new_empty(u.shape)
+
+
+@carry.register_fake
+def _(k: Tensor, w: Tensor, u: Tensor, sums: Tensor) -> Tensor:
+    return room_for_carry(k, u, sums)
+
+
+@output.register_fake
+def _(q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor) -> Tensor:
+    return written.new_empty(written.shape)
+
+
+def count_products(operator: Any, values: int, products: Callable[[int, int, int], int]) -> None:
+    """Give an operator its FLOPs: twice, for each position and head of values, the pairs of numbers that
+    ``products(block, D, A)`` says it multiplies. Its first argument has D features, argument ``values`` is of
+    the shape of values."""
+
+    @register_flop_formula(operator)
+    def flops(*shapes: Any, out_val: Any = None, **_: Any) -> int:
+        batch, length, heads, a = shapes[values]
+        return 2 * batch * length * heads * products(min(BLOCK, length), shapes[0][-1], a)
+
+
+count_products(OPS.gated_delta_wy, 1, lambda n, d, a: n * (d + a))
+count_products(OPS.gated_delta_states, 2, lambda n, d, a: 2 * d * a)
+# the transition of each block, and its product with those before it
+count_products(OPS.gated_delta_carry, 2, lambda n, d, a: 2 * d * a + d * d + d**3 // n)
+count_products(OPS.gated_delta_output, 2, lambda n, d, a: n * (d + a) + d * a)
+
+
+@register_flop_formula(OPS.gated_delta_inverse)
+def _inverse_flops(k: Sequence[int], sums: Sequence[int], *_: Any, **__: Any) -> int:
+    batch, length, heads = sums
+    block = min(BLOCK, length)
+    return 2 * batch * length * heads * block * (k[-1] + block // 3)

@@ -1,0 +1,85 @@
+"""A root-mean-square norm and a gate in one: what stands behind a gated recurrence.
+
+    gate last:   y = x / rms(x) weight silu(z)      (Gated DeltaNet: FusedRMSNormGated of fla)
+    gate first:  y = u / rms(u) weight, u = x silu(z)     (Mamba-2: RMSNormGated of mamba_ssm)
+
+Over the last dim of x, z and y [..., A]; the weight is [A], or has the last dims of x. As the fused kernels,
+the operator keeps x, z and one number a row, in float32 for half precisions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spbench.impls.kernels.decay import state_dtype
+
+
+def plain_gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    """The same in torch's own operators, which keep more."""
+    dtype = state_dtype(x.dtype)
+    u, gate = x.to(dtype), F.silu(z.to(dtype))
+    if gate_first:
+        u = u * gate
+    u = u * (u.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(dtype)
+    return (u if gate_first else u * gate).to(x.dtype)
+
+
+@torch.library.custom_op("spbench::gated_norm", mutates_args=())
+def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> tuple[Tensor, Tensor]:
+    dtype = state_dtype(x.dtype)
+    u = x.to(dtype) * F.silu(z.to(dtype)) if gate_first else x.to(dtype)
+    rstd = (u.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return plain_gated_norm(x, z, weight, eps, gate_first).contiguous(), rstd.contiguous()
+
+
+@torch.library.custom_op("spbench::gated_norm_backward", mutates_args=())
+def _gated_norm_backward(
+    d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, gate_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    precise, d_y = x.to(rstd.dtype), d_y.to(rstd.dtype)
+    share = torch.sigmoid(z.to(rstd.dtype))
+    gate, slope = z * share, share * (1 + z * (1 - share))
+    normal = rstd * (precise * gate if gate_first else precise)
+    d_weighted = d_y if gate_first else d_y * gate
+    d_normal = d_weighted * weight
+    d_u = rstd * (d_normal - normal * (d_normal * normal).mean(-1, keepdim=True))
+    d_x = d_u * gate if gate_first else d_u
+    d_z = slope * (d_u * precise if gate_first else d_y * normal * weight)
+    d_weight = (d_weighted * normal).sum_to_size(weight.shape)
+    return d_x.to(x.dtype).contiguous(), d_z.to(z.dtype).contiguous(), d_weight.to(weight.dtype).contiguous()
+
+
+@_gated_norm.register_fake
+def _(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=state_dtype(x.dtype))
+
+
+@_gated_norm_backward.register_fake
+def _(
+    d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, gate_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), z.new_empty(z.shape), weight.new_empty(weight.shape)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+        y, rstd = _gated_norm(x, z, weight, eps, gate_first)
+        ctx.save_for_backward(x, z, weight, rstd)
+        ctx.gate_first = gate_first
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gated_norm_backward(d_y.contiguous(), *ctx.saved_tensors, ctx.gate_first), None, None
+
+
+def gated_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool, way: str = "fused"
+) -> Tensor:
+    """y [..., A] of x and z [..., A]; ``way`` is "fused" or "plain"."""
+    return (plain_gated_norm if way == "plain" else _GatedNorm.apply)(x, z, weight, eps, gate_first)

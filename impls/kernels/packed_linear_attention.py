@@ -1,0 +1,259 @@
+"""Linear attention of a chunk that is packed of documents, whose state starts from zero in each.
+
+As the kernels with cu_seqlens of flash-linear-attention, one call does what
+:mod:`spbench.impls.kernels.linear_attention` does for each document, whose blocks begin where it begins. The
+chunk's first document may have begun before it and its last may go on after it: the state before the chunk
+reaches the first alone, and the gradient of the state after it the last. Shapes are those of that module; the
+states at the boundaries of all documents' blocks lie one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from spbench.impls.attended import Attended, Interval
+from spbench.impls.kernels import linear_attention as each
+from spbench.impls.kernels.decay import state_dtype
+
+OPS = torch.ops.spbench
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The documents of a chunk of a sequence.
+
+    Attributes:
+        lengths: of the parts of documents in it.
+        goes_on: whether the first of them began before it.
+        continued: whether the last goes on after it.
+    """
+
+    lengths: tuple[int, ...]
+    goes_on: bool = False
+    continued: bool = False
+
+    @classmethod
+    def of(cls, attended: Attended, positions: Interval) -> Chunk:
+        """That of a run of positions."""
+        parts = [*attended.within_documents([positions])]
+        (_, first, (start, _)), (last, _, (_, end)) = parts[0], parts[-1]
+        ends = attended.ends[last] if attended.documents else end
+        return cls(tuple(b - a for _, _, (a, b) in parts), first < start, end < ends)
+
+
+def _boundaries(lengths: Sequence[int], block: int) -> list[int]:
+    """How many states each document has."""
+    return [-(-n // min(block, n)) + 1 for n in lengths]
+
+
+def _documents(lengths: Sequence[int], *tensors: Tensor) -> Iterator[Any]:
+    """The parts of tensors [B, Z, L, ...] of each document, as tuples."""
+    parts = [[part.contiguous() for part in x.split([*lengths], 2)] for x in tensors]
+    return zip(*parts, strict=True)
+
+
+def _states(
+    k: Tensor, v: Tensor, decay: Tensor | None, block: int, lengths: Sequence[int], plain: bool
+) -> Tensor:
+    run: Any = each.plain_states if plain else each.linear_attention_states
+    return torch.cat([run(*x, decay, block) for x in _documents(lengths, k, v)], 2)
+
+
+def _output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    states: Tensor,
+    initial: Tensor | None,
+    block: int,
+    lengths: Sequence[int],
+    plain: bool,
+) -> Tensor:
+    run: Any = each.plain_output if plain else each.linear_attention_output
+    of_states = states.split(_boundaries(lengths, block), 2)
+    firsts = [initial, *[None] * (len(lengths) - 1)]
+    documents = zip(_documents(lengths, q, k, v), of_states, firsts, strict=True)
+    return torch.cat([run(*x, decay, s.contiguous(), first, block) for x, s, first in documents], 2)
+
+
+def _state_gradients(
+    q: Tensor, d_o: Tensor, decay: Tensor | None, block: int, lengths: Sequence[int], plain: bool
+) -> Tensor:
+    run: Any = each.plain_state_gradients if plain else each.linear_attention_state_gradients
+    return torch.cat([run(*x, decay, block) for x in _documents(lengths, q, d_o)], 2)
+
+
+def _input_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    decay: Tensor | None,
+    states: Tensor,
+    initial: Tensor | None,
+    d_states: Tensor,
+    d_final: Tensor | None,
+    block: int,
+    lengths: Sequence[int],
+    plain: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    run: Any = each.plain_input_gradients if plain else each.linear_attention_input_gradients
+    others: list[None] = [None] * (len(lengths) - 1)
+    boundaries = _boundaries(lengths, block)
+    documents = zip(
+        _documents(lengths, q, k, v, d_o),
+        states.split(boundaries, 2),
+        [initial, *others],
+        d_states.split(boundaries, 2),
+        [*others, d_final],
+        strict=True,
+    )
+    gradients = [
+        run(*x, decay, s.contiguous(), first, d_s.contiguous(), last, block)
+        for x, s, first, d_s, last in documents
+    ]
+    d_q, d_k, d_v = (torch.cat(parts, 2) for parts in zip(*gradients, strict=True))
+    return d_q, d_k, d_v
+
+
+def _operator(run: Callable[..., Any], name: str) -> Any:
+    return torch.library.custom_op(f"spbench::packed_linear_attention_{name}", mutates_args=())(run)
+
+
+packed_states = _operator(_states, "states")
+packed_output = _operator(_output, "output")
+packed_state_gradients = _operator(_state_gradients, "state_gradients")
+packed_input_gradients = _operator(_input_gradients, "input_gradients")
+
+
+@packed_states.register_fake
+@packed_state_gradients.register_fake
+def _(x: Tensor, y: Tensor, decay: Tensor | None, block: int, lengths: Sequence[int], plain: bool) -> Tensor:
+    shape = *x.shape[:2], sum(_boundaries(lengths, block)), x.shape[3], y.shape[3]
+    return x.new_empty(shape, dtype=state_dtype(x.dtype))
+
+
+@packed_output.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(v.shape)
+
+
+@packed_input_gradients.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _scores(lengths: Sequence[int], block: int) -> int:
+    return sum(each.scores_of_blocks(n, block) for n in lengths)
+
+
+@register_flop_formula([OPS.packed_linear_attention_states, OPS.packed_linear_attention_state_gradients])
+def _boundary_flops(x: Sequence[int], y: Sequence[int], *_: Any, **__: Any) -> int:
+    batch, heads, length, width = x
+    return 2 * batch * heads * length * width * y[-1]
+
+
+@register_flop_formula(OPS.packed_linear_attention_output)
+def _output_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
+    (batch, heads, length, d), a, (block, lengths, _) = q, v[-1], rest[-3:]
+    return 2 * batch * heads * (_scores(lengths, block) * (d + a) + length * d * a)
+
+
+@register_flop_formula(OPS.packed_linear_attention_input_gradients)
+def _input_gradient_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
+    (batch, heads, length, d), a, (block, lengths, _) = q, v[-1], rest[-3:]
+    return 2 * batch * heads * (_scores(lengths, block) * (3 * d + 2 * a) + 3 * length * d * a)
+
+
+class LinearAttentionSteps:
+    """The four steps of the chunked algorithm, as fused kernels or operator by operator, of a chunk of one
+    document or, by ``chunk``, of several."""
+
+    def __init__(self, fused: bool = True, chunk: Chunk | None = None):
+        k = each
+        self.chunk, packed = chunk, partial(self._packed, not fused)
+        self.states = packed(packed_states, k.linear_attention_states if fused else k.plain_states)
+        self.output = packed(packed_output, k.linear_attention_output if fused else k.plain_output)
+        self.state_gradients = packed(
+            packed_state_gradients, k.linear_attention_state_gradients if fused else k.plain_state_gradients
+        )
+        self.input_gradients = packed(
+            packed_input_gradients, k.linear_attention_input_gradients if fused else k.plain_input_gradients
+        )
+
+    def _packed(self, plain: bool, of_documents: Any, of_one: Any) -> Callable[..., Any]:
+        if self.chunk is None:
+            return of_one
+        lengths = [*self.chunk.lengths]
+
+        def run(*arguments: Any) -> Any:
+            return of_documents(*arguments, lengths, plain)
+
+        return run
+
+    def before(self, initial: Tensor | None) -> Tensor | None:
+        """What reaches the chunk of the state before it."""
+        return None if self.chunk is not None and not self.chunk.goes_on else initial
+
+    def after(self, d_final: Tensor | None) -> Tensor | None:
+        """What reaches the chunk of the gradient of the state after it."""
+        return None if self.chunk is not None and not self.chunk.continued else d_final
+
+    def final_state(
+        self, states: Tensor, initial: Tensor | None, decay: Tensor | None, length: int
+    ) -> Tensor:
+        """The state after the chunk, given that before its first document."""
+        if self.chunk is not None and len(self.chunk.lengths) > 1:
+            initial = None
+        return each.final_state(states, initial, decay, length)
+
+    def initial_gradient(
+        self, d_states: Tensor, d_final: Tensor | None, decay: Tensor | None, length: int
+    ) -> Tensor:
+        """The gradient of the state before the chunk, given that of the state after its last document."""
+        if self.chunk is not None and len(self.chunk.lengths) > 1:
+            d_final = None
+        return each.initial_gradient(d_states, d_final, decay, length)
+
+
+class _PackedLinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lengths: tuple[int, ...], block: int
+    ) -> Tensor:
+        run = LinearAttentionSteps(chunk=Chunk(lengths))
+        queries, keys, values = each.contiguous(q, k, v)
+        states = run.states(keys, values, decay, block)
+        ctx.save_for_backward(q, k, v, decay, states)
+        ctx.run, ctx.block = run, block
+        result: Tensor = run.output(queries, keys, values, decay, states, None, block)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, decay, states = ctx.saved_tensors
+        q, k, v, d_o = each.contiguous(q, k, v, d_o)
+        d_states = ctx.run.state_gradients(q, d_o, decay, ctx.block)
+        gradients = ctx.run.input_gradients(q, k, v, d_o, decay, states, None, d_states, None, ctx.block)
+        return *gradients, None, None, None
+
+
+def packed_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    lengths: tuple[int, ...],
+    *,
+    block: int = each.BLOCK,
+) -> Tensor:
+    """o [B, Z, L, A] of a whole sequence that is packed of documents of these lengths."""
+    return _PackedLinearAttention.apply(q, k, v, decay, lengths, block)

@@ -1,0 +1,187 @@
+"""Softmax attention of queries to some ranges of keys, in one call, as kernels for packed documents make it.
+
+The kernels are those with cu_seqlens (FlashAttention's flash_attn_varlen_func, arXiv 2205.14135) where ranges
+are documents one after another, and those that take any list of rectangles with a band each (MagiAttention's
+flex-flash-attention) elsewhere. They compute what is seen alone, and allocate the output and the logarithm of
+the denominators, as :mod:`spbench.impls.kernels.flash_attention` does, which has the shapes. Queries may see
+several ranges or none; those of none have an output of 0 and a logarithm of -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from spbench.impls.attended import Range
+from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.flash_attention import (
+    backward_by_scores,
+    fake_backward,
+    fake_forward,
+    flash_attention,
+    flash_attention_backward,
+    forward_by_scores,
+    new_like,
+    operator,
+)
+from spbench.impls.kernels.kept_results import kept
+
+#: what queries see of a block of keys: all of it, those up to their own place, or some ranges
+Seen = bool | tuple[Range, ...]
+
+#: queries whose scores with the keys of a band are in memory at once, where no kernel of torch computes it
+_TILE = 512
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[Range]:
+    """The ranges of an operator's argument, those that are neither whole nor causal in tiles."""
+    for start in range(0, len(numbers), len(Range._fields)):
+        found = Range(*numbers[start : start + len(Range._fields)])
+        yield from [found] if found.whole or found.causal else found.tiles(_TILE)
+
+
+def _parts(x: Range) -> tuple[slice, slice]:
+    return slice(x.first_query, x.first_query + x.queries), slice(x.first_key, x.first_key + x.keys)
+
+
+def _hidden(seen: Range, device: torch.device) -> Tensor:
+    """True where a query of a range does not see a key of it [queries, keys]."""
+    distance = torch.arange(seen.keys, device=device) - torch.arange(seen.queries, device=device)[:, None]
+    return (distance < seen.low) | (distance > seen.high)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, ranges: Sequence[int]) -> tuple[Tensor, Tensor]:
+    precise = state_dtype(q.dtype)
+    o = new_like(q, v.shape[3]).to(precise).zero_()
+    lse = torch.full_like(o[..., 0], -torch.inf).contiguous()
+    for seen in _ranges(ranges):
+        mine, theirs = _parts(seen)
+        block = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], scale
+        if seen.whole or seen.causal:
+            block_o, block_lse = flash_attention(*block, seen.causal and not seen.whole)
+        else:
+            block_o, block_lse = forward_by_scores(*block, _hidden(seen, q.device))
+        merge(o[:, :, mine], lse[:, :, mine], block_o, block_lse)
+    return o.to(q.dtype), lse
+
+
+def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
+    """Merge the attention to a further block of keys into the attention (o, lse) so far, in place. Queries
+    may have seen none so far (lse -inf), or see none of the block, but not both."""
+    # exp(block_lse) / (exp(lse) + exp(block_lse)), the block's share of all weights
+    share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
+    o.lerp_(block_o.to(o.dtype), share)
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+def _backward(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    ranges: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    precise = state_dtype(q.dtype)
+    d_q, d_k, d_v = (new_like(x, x.shape[3]).to(precise).zero_() for x in (q, k, v))
+    for seen in _ranges(ranges):
+        mine, theirs = _parts(seen)
+        d_out, queries, out, sums = (x[:, :, mine] for x in (d_o, q, o, lse))
+        block = d_out, queries, k[:, :, theirs], v[:, :, theirs], out, sums, scale
+        if seen.whole or seen.causal:
+            gradients = flash_attention_backward(*block, seen.causal and not seen.whole)
+        else:
+            gradients = backward_by_scores(*block, _hidden(seen, q.device))
+        for total, part, gradient in zip((d_q, d_k, d_v), (mine, theirs, theirs), gradients, strict=True):
+            total[:, :, part].add_(gradient)
+    return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
+
+
+#: (q, k, v, scale, ranges one after another) -> (o [B, Z, M, A], lse [B, Z, M])
+ranged_attention = operator(
+    "ranged_flash_attention(Tensor q, Tensor k, Tensor v, float scale, int[] ranges) -> (Tensor, Tensor)",
+    _forward,
+    fake_forward,
+)
+#: (d_o, q, k, v, o, lse, scale, ranges) -> as flash_attention_backward
+ranged_attention_backward = operator(
+    "ranged_flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
+    " float scale, int[] ranges) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    fake_backward,
+)
+
+
+def _pairs(q: Sequence[int], ranges: Sequence[int]) -> int:
+    size = len(Range._fields)
+    return q[0] * q[1] * sum(Range(*ranges[i : i + size]).pairs for i in range(0, len(ranges), size))
+
+
+@register_flop_formula(torch.ops.spbench.ranged_flash_attention)
+def _forward_flops(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], scale: float, ranges: Sequence[int], **_: Any
+) -> int:
+    return 2 * _pairs(q, ranges) * (q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.spbench.ranged_flash_attention_backward)
+def _backward_flops(
+    d_o: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any
+) -> int:
+    # as flash_attention's: the scores again, d_q and d_k; d_v and the gradient of the probabilities
+    return 2 * _pairs(q, rest[-1]) * (3 * q[3] + 2 * v[3])
+
+
+def _flat(ranges: Sequence[Range]) -> list[int]:
+    return [number for seen in ranges for number in seen]
+
+
+def attention_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> tuple[Tensor, Tensor]:
+    """(o, lse) of queries that see that of a block of keys."""
+    result: tuple[Tensor, Tensor]
+    if isinstance(seen, bool):
+        result = flash_attention(q, k, v, scale, seen)
+    else:
+        result = ranged_attention(q, k, v, scale, _flat(seen))
+    return result
+
+
+def attention_to_block_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, seen: Seen
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v by :func:`attention_to_block`."""
+    result: tuple[Tensor, Tensor, Tensor]
+    if isinstance(seen, bool):
+        result = flash_attention_backward(d_o, q, k, v, o, lse, scale, seen)
+    else:
+        result = ranged_attention_backward(d_o, q, k, v, o, lse, scale, _flat(seen))
+    return result
+
+
+class _RangedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: Sequence[int]) -> Tensor:
+        o, lse = kept(lambda: ranged_attention(q, k, v, q.shape[-1] ** -0.5, ranges))
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.ranges = ranges
+        result: Tensor = o
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, *others = ctx.saved_tensors
+        scale = q.shape[-1] ** -0.5
+        return *ranged_attention_backward(d_o, q, *others, scale, ctx.ranges), None
+
+
+def ranged_flash_attention(q: Tensor, k: Tensor, v: Tensor, ranges: Sequence[Range]) -> Tensor:
+    """Softmax attention to the ranges alone, of which each query sees one at least, scores scaled by A**-0.5:
+    o [B, Z, M, A]; keeps q, k, v, o and lse."""
+    result: Tensor = _RangedAttention.apply(q, k, v, _flat(ranges))
+    return result

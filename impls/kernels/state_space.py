@@ -1,0 +1,290 @@
+"""The state space duality of Mamba-2 (Dao and Gu, arXiv 2405.21060, section 6), in blocks, as operators.
+
+    S_t = exp(g_t) S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t
+
+q is the paper's C, k its B, v its X, b its step size and g that times A. The operators are mamba_ssm's
+kernels (ops/triton/ssd_combined.py) and make room for what these make room for: the products q k^T of each
+block and group of heads, and the states of blocks, first alone in float32, then passed on in the inputs'
+dtype. Backward makes all of that again; nothing but the inputs and the initial state is kept. Shapes are
+those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.recurrence import (
+    Backward,
+    BlockDecay,
+    Forward,
+    InputGradients,
+    Rule,
+    block_sums,
+    from_blocks,
+    in_blocks,
+)
+
+#: positions in a block (chunk_size of mamba_ssm's Mamba2)
+BLOCK = 256
+
+OPS = torch.ops.spbench
+
+
+def _split(heads: int, *tensors: Tensor) -> list[Tensor]:
+    return [in_blocks(x, _block(x), heads) for x in tensors]
+
+
+def _block(x: Tensor) -> int:
+    return min(BLOCK, x.shape[1])
+
+
+def _decay(sums: Tensor) -> BlockDecay:
+    return BlockDecay(sums, _block(sums))
+
+
+def _for_heads(scores: Tensor, heads: int) -> Tensor:
+    return scores.repeat_interleave(heads // scores.shape[1], 1)
+
+
+@torch.library.custom_op("spbench::state_space_scores", mutates_args=())
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T of each block [B, G, C, block, block], all pairs."""
+    queries, keys = _split(q.shape[2], q, k)
+    return queries @ keys.mT
+
+
+@torch.library.custom_op("spbench::state_space_block_states", mutates_args=())
+def _block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor) -> Tensor:
+    """What each block alone writes to the state after it [B, Z, C, D, A]."""
+    keys, values, strength = _split(v.shape[2], k, v, b)
+    return (keys * strength.unsqueeze(-1) * _decay(sums).to_end).mT @ values
+
+
+@torch.library.custom_op("spbench::state_space_carry", mutates_args=())
+def _carry(states: Tensor, sums: Tensor, backward: bool) -> Tensor:
+    """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the
+    way back to the one before it."""
+    across, state, blocks = _decay(sums).across, torch.zeros_like(states[:, :, 0]), range(states.shape[2])
+    for c in reversed(blocks) if backward else blocks:
+        state = across[:, :, c] * state + states[:, :, c]
+    return torch.cat((state.flatten(2), across.prod(2).squeeze(-1)), -1)
+
+
+@torch.library.custom_op("spbench::state_space_passed", mutates_args=())
+def _passed(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool) -> Tensor:
+    """The state before each block, or the gradient of the one after it [B, Z, C, D, A], in the dtype of
+    ``like``, from what :func:`_carry` is given and the first of them."""
+    across, state = _decay(sums).across, torch.zeros_like(states[:, :, 0]) if first is None else first
+    passed, blocks = [state] * states.shape[2], range(states.shape[2])
+    for c in reversed(blocks) if backward else blocks:
+        passed[c] = state
+        state = across[:, :, c] * state + states[:, :, c]
+    return torch.stack(passed, 2).to(like.dtype)
+
+
+@torch.library.custom_op("spbench::state_space_output", mutates_args=())
+def _output(scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor) -> Tensor:
+    (queries, values, strength), decay = _split(v.shape[2], q, v, b), _decay(sums)
+    pairs = _for_heads(scores, v.shape[2]) * decay.between() * strength.unsqueeze(-2)
+    return from_blocks(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)
+
+
+@torch.library.custom_op("spbench::state_space_output_state_gradients", mutates_args=())
+def _output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor) -> Tensor:
+    """What reaches the state before each block from the outputs of that block alone [B, Z, C, D, A]."""
+    queries, d_outputs = _split(d_o.shape[2], q, d_o)
+    return (_decay(sums).from_start * queries).mT @ d_outputs
+
+
+@torch.library.custom_op("spbench::state_space_score_gradients", mutates_args=())
+def _score_gradients(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int) -> Tensor:
+    """The gradient of the products [B, G, C, block, block]."""
+    values, d_outputs, strength = _split(v.shape[2], v, d_o, b)
+    d_pairs = d_outputs @ values.mT * _decay(sums).between() * strength.unsqueeze(-2)
+    return d_pairs.unflatten(1, (groups, -1)).sum(2)
+
+
+@torch.library.custom_op("spbench::state_space_input_gradients", mutates_args=())
+def _input_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    b: Tensor,
+    d_o: Tensor,
+    scores: Tensor,
+    d_scores: Tensor,
+    states: Tensor,
+    d_states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of q, k, v, of the sums of g, and of b."""
+    heads = v.shape[2]
+    queries, keys, values, strength, d_outputs = _split(heads, q, k, v, b, d_o)
+    decay, products = _decay(sums), _for_heads(scores, heads)
+    between, before, d_after = decay.between(), states.to(products.dtype), d_states.to(products.dtype)
+    # without b: what a block's pairs do, and what a position's key does by way of the state after it
+    pairs, d_written = d_outputs @ values.mT * products * between, decay.to_end * (values @ d_after.mT)
+    d_read, of_writing = decay.from_start * (d_outputs @ before.mT), (keys * d_written).sum(-1)
+    d_b = pairs.sum(-2) + of_writing
+    d_sums = (queries * d_read).sum(-1) + (pairs @ strength.unsqueeze(-1)).squeeze(-1) - strength * d_b
+    of_ends = (strength * of_writing).sum(-1) + (decay.across * before * d_after).sum((-1, -2))
+    decay.add_at_ends(d_sums, of_ends)
+    d_v = (products * between).mT @ d_outputs + decay.to_end * keys @ d_after
+    strong = strength.unsqueeze(-1)
+    # products are of a group of heads, so their gradients come once
+    (q_once, k_once) = (in_blocks(x, _block(x), x.shape[2]) for x in (q, k))
+    return (
+        from_blocks(d_read, q) + from_blocks(d_scores @ k_once, q),
+        from_blocks(strong * d_written, k) + from_blocks(d_scores.mT @ q_once, k),
+        from_blocks(strong * d_v, v),
+        from_blocks(d_sums, sums),
+        from_blocks(d_b, b),
+    )
+
+
+def _states_shape(k: Tensor, v: Tensor) -> list[int]:
+    return [len(v), v.shape[2], -(-v.shape[1] // _block(v)), k.shape[-1], v.shape[-1]]
+
+
+@_scores.register_fake
+def _(q: Tensor, k: Tensor) -> Tensor:
+    block = _block(q)
+    return q.new_empty(len(q), q.shape[2], -(-q.shape[1] // block), block, block, dtype=state_dtype(q.dtype))
+
+
+@_block_states.register_fake
+def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor) -> Tensor:
+    return sums.new_empty(_states_shape(k, v))
+
+
+@_output_state_gradients.register_fake
+def _(q: Tensor, d_o: Tensor, sums: Tensor) -> Tensor:
+    return sums.new_empty(_states_shape(q, d_o))
+
+
+@_carry.register_fake
+def _(states: Tensor, sums: Tensor, backward: bool) -> Tensor:
+    batch, heads, _, d, a = states.shape
+    return states.new_empty(batch, heads, d * a + 1)
+
+
+@_passed.register_fake
+def _(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool) -> Tensor:
+    return states.new_empty(states.shape, dtype=like.dtype)
+
+
+@_output.register_fake
+def _(scores: Tensor, q: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@_score_gradients.register_fake
+def _(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int) -> Tensor:
+    block = _block(v)
+    return sums.new_empty(len(v), groups, -(-v.shape[1] // block), block, block)
+
+
+@_input_gradients.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, sums, b))
+
+
+Shape = Sequence[int]
+
+
+@register_flop_formula(OPS.state_space_scores)
+def _score_flops(q: Shape, k: Shape, **_: Any) -> int:
+    batch, length, groups, d = q
+    return 2 * batch * length * groups * min(BLOCK, length) * d
+
+
+@register_flop_formula([OPS.state_space_block_states, OPS.state_space_output_state_gradients])
+def _state_flops(q: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    batch, length, heads, a = v
+    return 2 * batch * length * heads * q[-1] * a
+
+
+@register_flop_formula(OPS.state_space_output)
+def _output_flops(scores: Shape, q: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    batch, length, heads, a = v
+    # tiles above the diagonal are left out
+    return 2 * batch * length * heads * a * (min(BLOCK, length) // 2 + q[-1])
+
+
+@register_flop_formula(OPS.state_space_score_gradients)
+def _score_gradient_flops(v: Shape, *_: Any, **__: Any) -> int:
+    batch, length, heads, a = v
+    return 2 * batch * length * heads * a * min(BLOCK, length)
+
+
+@register_flop_formula(OPS.state_space_input_gradients)
+def _input_gradient_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    batch, length, heads, a = v
+    block, d = min(BLOCK, length), q[-1]
+    # of heads: d_v within the block and by way of the state, d_q and d_k by way of it, d_o v^T once more for
+    # the decay (_chunk_scan_bwd_ddAcs_stable); of groups: d_q and d_k from the products
+    of_heads = heads * (a * (block // 2 + 3 * d) + a * block // 2)
+    return 2 * batch * length * (of_heads + 2 * q[2] * block * d)
+
+
+class _Forward(Forward):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor):
+        self.q, self.k, self.v, self.b = q, k, v, b
+        self.sums = block_sums(g, _block(g), False)
+        self.states = _block_states(k, v, self.sums, b)
+
+    def carry(self) -> Tensor:
+        return _carry(self.states, self.sums, False)
+
+    def output(self, initial: Tensor | None) -> Tensor:
+        before = _passed(self.states, self.sums, initial, self.v, False)
+        del self.states
+        return _output(_scores(self.q, self.k), self.q, self.v, self.sums, self.b, before)
+
+
+class _Backward(Backward):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, initial: Tensor | None, d_o: Tensor
+    ):
+        self.q, self.k, self.v, self.b, self.d_o = q, k, v, b, d_o
+        self.sums, self.scores = block_sums(g, _block(g), False), _scores(q, k)
+        self.before = _passed(_block_states(k, v, self.sums, b), self.sums, initial, v, False)
+        self.d_before = _output_state_gradients(q, d_o, self.sums)
+
+    def carry(self) -> Tensor:
+        return _carry(self.d_before, self.sums, True)
+
+    def inputs(self, d_final: Tensor | None) -> InputGradients:
+        d_after = _passed(self.d_before, self.sums, d_final, self.v, True)
+        del self.d_before
+        d_scores = _score_gradients(self.v, self.d_o, self.sums, self.b, self.q.shape[2])
+        d_q, d_k, d_v, d_sums, d_b = _input_gradients(
+            self.q,
+            self.k,
+            self.v,
+            self.sums,
+            self.b,
+            self.d_o,
+            self.scores,
+            d_scores,
+            self.before,
+            d_after,
+        )
+        return d_q, d_k, d_v, block_sums(d_sums, _block(d_sums), True), d_b
+
+
+class StateSpace(Rule):
+    """M is the decay alone, a number a head."""
+
+    forward, backward, scalar = _Forward, _Backward, True
+
+    @staticmethod
+    def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        written = k.unsqueeze(-1) * (b.unsqueeze(-1) * v).unsqueeze(-2)
+        return g.exp()[..., None, None] * state + written

@@ -1,0 +1,193 @@
+"""What Gated DeltaNet's and Mamba-2's layers share: projections, short convolutions, gates by head.
+
+A layer projects its input to queries, keys, values, gates of the recurrence and a gate of the output;
+convolves the first three along the sequence; runs the recurrence; normalises and gates its output. All from
+the convolutions to the recurrence goes by head, so that a strategy may give a rank some heads of the whole
+sequence, or ask its neighbours for what their positions do to its own.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, Z heads
+(this rank's), G heads of queries and keys (this rank's), D their size, A size of values, W positions that a
+convolution sees.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.recurrence import Rule, sequential
+from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
+from spbench.impls.models.blocks.decoder_options import DecoderOptions
+from spbench.impls.models.blocks.places import Places
+from spbench.impls.options import check_choices
+from spbench.impls.strategies.base import Site, Strategy
+
+#: "chunked": the kernels of the recurrence and what is fused around it; "sequential": position by position,
+#: in torch's own operators
+WAYS = ("chunked", "sequential")
+
+
+@dataclass(frozen=True)
+class RecurrentLayer(ABC):
+    """A layer of a gated recurrence.
+
+    Attributes:
+        heads: Z, of values.
+        key_heads: G, of queries and keys, each for Z/G heads of values.
+        key_size: D, features of a query or a key; the state is D x A.
+        value_size: A, features of a value.
+        convolution: W, positions that a short convolution sees.
+        way: one of :data:`WAYS`.
+
+    Raises:
+        ValueError: G does not divide Z, or there is no such way.
+    """
+
+    heads: int
+    key_heads: int
+    key_size: int
+    value_size: int
+    convolution: int = 4
+    way: str = "chunked"
+
+    #: how the state is carried
+    rule: ClassVar[type[Rule]]
+    #: numbers a head that gate the recurrence at each position
+    gates: ClassVar[int]
+    #: whether convolutions have biases
+    biased: ClassVar[bool]
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"way": WAYS})
+        if self.heads % self.key_heads:
+            raise ValueError(f"key_heads {self.key_heads} does not divide heads {self.heads} of a recurrence")
+
+    @abstractmethod
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        """The layer's mixer."""
+
+    @abstractmethod
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        """Counts of the layer's parameters, as :class:`SoftmaxAttention` has them."""
+
+    def width(self, model: DecoderOptions) -> int:
+        """Features between the projections that open and close the layer."""
+        return self.heads * self.value_size
+
+    def gathers_once(self, model: DecoderOptions) -> bool:
+        """Whether the input is one tensor for several products."""
+        return True
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """Of queries, keys and values, which are convolved."""
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.heads * self.value_size
+
+    @property
+    def projected(self) -> list[int]:
+        """Features of the projections: queries, keys, values, the output's gate, the recurrence's gates."""
+        return [*self.channels, self.heads * self.value_size, *[self.heads] * self.gates]
+
+    def split_parameters(self, model: DecoderOptions) -> int:
+        """How many parameters a strategy can split by head."""
+        columns = self.convolution + (1 if self.biased else 0)
+        projections = sum(self.projected) + self.heads * self.value_size
+        return projections * model.hidden + columns * sum(self.channels) + 2 * self.heads
+
+    def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
+        """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
+        d, a = self.key_size, self.value_size
+        dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": a, "G": self.key_heads, "D": d}
+        dims |= {"M": self.rule.carry_elements(d, a) - d * a, "W": self.convolution, "gates": self.gates}
+        return [Site("gated_recurrence", 1, dims | model.heeded(seq_len), again)]
+
+
+class RecurrentMixer(nn.Module, ABC):
+    """x [B, L, H] -> [B, L, H]."""
+
+    def __init__(self, kind: RecurrentLayer, model: DecoderOptions, strategy: Strategy):
+        super().__init__()
+        self.kind, self.model, self.strategy = kind, model, strategy
+        #: of norms
+        self.way = "plain" if kind.way == "sequential" else "fused"
+        self.project = strategy.separate_linear_in(model.hidden, kind.projected)
+        by_feature = strategy.feature_parameter
+        width = kind.convolution
+        self.convolutions = nn.ParameterList(by_feature(torch.zeros(n, width)) for n in kind.channels)
+        self.biases = nn.ParameterList(by_feature(torch.zeros(n)) for n in kind.channels if kind.biased)
+        # decays and steps are drawn by the released code between these; here they are spread evenly
+        self.A_log = by_feature(torch.linspace(1.0, 16.0, kind.heads).log())
+        steps = torch.linspace(math.log(1e-3), math.log(0.1), kind.heads).exp()
+        self.dt_bias = by_feature(steps + torch.log(-torch.expm1(-steps)))  # softplus of it is the step
+        self.out = strategy.linear_out(kind.heads * kind.value_size, model.hidden)
+
+    def by_head(self) -> Sequence[Tensor]:
+        """Weights with a number for each head, beside A_log and dt_bias."""
+        return ()
+
+    @abstractmethod
+    def recurrence(
+        self, strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+    ) -> Tensor:
+        """o [B, L, Z, A] of what is convolved, q, k [B, L, G, D] and v [B, L, Z, A], and the projections of
+        the gates [B, L, Z, n], in the states' dtype; ``by_head``: A_log, dt_bias and those of
+        :meth:`by_head`."""
+
+    @abstractmethod
+    def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
+        """[B, L, Z, A] -> [B, L, Z A]."""
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        q, k, v, gate, *gates = self.project(x)
+        by_heads = *self._of_heads(q, k, v, dim=-1), torch.stack(gates, -1)
+        del q, k, v, gates
+        weights = (
+            *self._of_heads(*self.convolutions, dim=0),
+            *self._of_heads(*self.biases, dim=0),
+            self.A_log,
+            self.dt_bias,
+            *self.by_head(),
+        )
+        o = self.strategy.mix_by_heads(self._mixed, by_heads, weights)
+        del by_heads
+        return self.out.project(self.normalised(o, gate.unflatten(-1, o.shape[-2:])))
+
+    def _of_heads(self, *of_qkv: Tensor, dim: int) -> Iterator[Tensor]:
+        """Each of queries', keys' and values' tensors with heads and their features along ``dim`` apart."""
+        sizes = self.kind.key_size, self.kind.key_size, self.kind.value_size
+        for x, size in zip(of_qkv, sizes, strict=False):
+            yield x.unflatten(dim, (-1, size))
+
+    def _mixed(self, strategy: Strategy, by_heads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        *inputs, gates = by_heads
+        convolutions, biases = weights[:3], weights[3:6] if self.kind.biased else [None] * 3
+        # the last positions of all channels, in one message
+        rows = torch.cat([x[:, 1 - self.kind.convolution :].flatten(2) for x in inputs], -1)
+        before = strategy.rows_before(rows)
+        del rows
+        widths = [x[0, 0].numel() for x in inputs]
+        parts = [None] * 3 if before is None else before.split(widths, -1)
+        convolve = plain_short_convolution if self.kind.way == "sequential" else short_convolution
+        q, k, v = (
+            convolve(x.flatten(2), w.flatten(0, 1), None if bias is None else bias.flatten(), part).view(
+                x.shape
+            )
+            for x, w, bias, part in zip(inputs, convolutions, biases, parts, strict=True)
+        )
+        del inputs
+        by_head = weights[6 if self.kind.biased else 3 :]
+        return self.recurrence(strategy, q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
+
+    def run(self, strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        """The recurrence alone, in the layer's way."""
+        if self.kind.way == "sequential":
+            return sequential(self.kind.rule, q, k, v, g, b)
+        return strategy.gated_recurrence(self.kind.rule, q, k, v, g, b)

@@ -1,0 +1,183 @@
+"""Sequence tiles of an MLP, and of head and loss (ALST, arXiv 2506.13996; DeepSpeed's TiledMLP and
+TiledFusedLogitsLoss of runtime/sequence_parallel/ulysses_sp.py).
+
+To autograd all tiles together are one function of its input and of the weights. So each weight gets one
+gradient, whole, and what backends do when a gradient is there (a bucket, a reduce-scatter) is done once.
+
+Shape letters: B batch, L sequence (this rank's part of it), T = B L tokens of this rank, H hidden, V rows of
+the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.tiles import Tiling
+
+#: of a tile [1, n, H]
+Run = Callable[[Tensor], Tensor]
+#: of a tile [1, n, H], the head's weight [V, H] and the labels [1, n]: the loss of each token [1, n]
+RunLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class WeightsOf:
+    """The weights of a module, wherever a backend has put them by now: FSDP's are no parameters of the
+    module, or other tensors than those that it was built with."""
+
+    def __init__(self, module: nn.Module):
+        self._places = [
+            (owner, name) for owner in module.modules() for name, _ in owner.named_parameters(recurse=False)
+        ]
+
+    def now(self) -> list[Tensor]:
+        """In the order of the module's parameters."""
+        return [getattr(owner, name) for owner, name in self._places]
+
+
+def in_tiles(run: Run, weights: Sequence[Tensor], x: Tensor, tiling: Tiling) -> Tensor:
+    """``run(x)`` [B, L, H] of x [B, L, H], tile after tile. x alone is kept; backward runs each tile again,
+    and then makes its gradients.
+
+    Args:
+        weights: that ``run`` uses.
+    """
+    tokens = x.reshape(1, -1, x.shape[-1])
+    lengths = tiling.lengths(tokens.shape[1])
+    result: Tensor = _Tiles.apply(run, lengths, tokens, *weights)
+    return result.view(x.shape)
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, lengths: Sequence[int], x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.run, ctx.lengths, ctx.weights = run, lengths, weights
+        y = torch.empty_like(x)
+        for tile in _each(lengths):
+            y[:, tile].copy_(run(x[:, tile]))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        d_x, sums = torch.empty_like(x), WeightGradients(ctx.weights)
+        for tile in _each(ctx.lengths):
+            d_x[:, tile].copy_(_gradients(ctx.run, x[:, tile], ctx.weights, d_y[:, tile], sums))
+        return None, None, d_x, *sums.sums
+
+
+def _gradients(
+    run: Run, tile: Tensor, weights: Sequence[Tensor], d_y: Tensor, sums: WeightGradients
+) -> Tensor:
+    """The gradient of a tile, whose graph is freed before the next one; those of the weights are added up."""
+    tile = tile.detach().requires_grad_()
+    with torch.enable_grad():
+        y = run(tile)
+    # not Tensor.backward: this touches no .grad, and calls no hook of the weights
+    d_tile, *d_weights = torch.autograd.grad(y, [tile, *weights], d_y)
+    sums.add(d_weights)
+    return d_tile
+
+
+def _each(lengths: Sequence[int], losses: list[Tensor] | None = None) -> Iterator[slice]:
+    """The positions of each tile. Those of one length do the same, but for the first, which begins sums.
+
+    Args:
+        losses: to which each tile appends its own.
+    """
+    keys = [(i == 0, length) for i, length in enumerate(lengths)]
+    for i in keyed_steps(len(lengths), keys.__getitem__, backward_within=True, kept=losses):
+        yield slice(i * lengths[0], i * lengths[0] + lengths[i])
+
+
+class WeightGradients:
+    """The sums over tiles of gradients of weights."""
+
+    def __init__(self, weights: Sequence[Tensor]):
+        self.weights = weights
+        self.sums: list[Tensor | None] = [None] * len(weights)
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        for i, (weight, gradient) in enumerate(zip(self.weights, gradients, strict=True)):
+            so_far = self.sums[i]
+            if so_far is None:
+                self.sums[i] = gradient
+            elif getattr(weight, "main_grad", None) is None:  # else products have added it there
+                so_far.add_(gradient)
+
+
+def loss_in_tiles(
+    run: RunLoss, weight: Tensor, x: Tensor, labels: Tensor, loss_weights: Tensor, tiling: Tiling
+) -> tuple[Tensor, Tensor]:
+    """The sum of each token's loss times its weight, and each token's loss [B, L], of x [B, L, H], labels
+    [B, L] and weights of tokens [B, L], tile after tile.
+
+    Forward makes the gradients of x and of the head's weight too, which backward scales by that of the sum.
+    (So does Liger's fused linear cross entropy.) Nothing runs twice; the gradient of the head's weight exists
+    from forward on. Under a loss scale it is scaled later than elsewhere, after it was rounded.
+    """
+    lengths = tiling.lengths(labels.numel())
+    tokens = x.reshape(1, -1, x.shape[-1])
+    flat = (each.reshape(1, -1) for each in (labels, loss_weights))
+    loss, token_loss = _LossTiles.apply(run, lengths, torch.is_grad_enabled(), tokens, weight, *flat)
+    return loss, token_loss.view(labels.shape)
+
+
+class _LossTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: RunLoss,
+        lengths: Sequence[int],
+        learns: bool,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        losses: list[Tensor] = []
+        sums = WeightGradients([leaf := weight.detach().requires_grad_()])
+        d_x = torch.empty_like(x) if learns else None
+        for tile in _each(lengths, losses):
+            if d_x is None:
+                losses.append(run(x[:, tile], weight, labels[:, tile]))
+            else:
+                given = x[:, tile], leaf, labels[:, tile], loss_weights[:, tile]
+                d_x[:, tile].copy_(_loss_gradients(run, *given, sums, losses))
+                del given
+        token_loss = torch.cat(losses, 1)
+        ctx.mark_non_differentiable(token_loss)
+        if d_x is not None:
+            of_weights = token_loss if ctx.needs_input_grad[-1] else None
+            ctx.save_for_backward(d_x, *sums.sums, of_weights)
+        return (token_loss * loss_weights).sum(), token_loss
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        d_x, d_weight, token_loss = ctx.saved_tensors
+        of_weights = None if token_loss is None else token_loss * d_loss
+        return None, None, None, d_x.mul_(d_loss), d_weight.mul_(d_loss), None, of_weights
+
+
+def _loss_gradients(
+    run: RunLoss,
+    tile: Tensor,
+    leaf: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    sums: WeightGradients,
+    losses: list[Tensor],
+) -> Tensor:
+    """The gradient of a tile; that of the weight is added up, and the losses of the tokens are appended."""
+    tile = tile.detach().requires_grad_()
+    with torch.enable_grad():
+        token_loss = run(tile, leaf, labels)
+    d_tile, d_weight = torch.autograd.grad(token_loss, [tile, leaf], loss_weights.to(token_loss.dtype))
+    sums.add([d_weight])
+    losses.append(token_loss.detach())
+    return d_tile

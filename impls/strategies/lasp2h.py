@@ -1,0 +1,37 @@
+"""LASP-2H (Sun et al., arXiv 2502.07563): LASP-2 for hybrids of linear and softmax attention.
+
+Every rank holds all weights and a chunk of L/N positions, whatever the layer. Layers of linear attention, or
+of a gated recurrence, gather states, as LASP-2; those of softmax attention gather keys and values, as Llama
+3's context parallelism does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from spbench.impls.strategies.all_gather_kv import AllGatherKV
+from spbench.impls.strategies.base import Site, Unsupported
+from spbench.impls.strategies.lasp2 import Lasp2
+from spbench.impls.traffic import Traffic
+
+
+class Lasp2H(AllGatherKV, Lasp2):
+    """Sequence chunks whose states, or keys and values, are gathered, as the layer asks."""
+
+    name = "lasp2h"
+    summary = "sequence chunks of hybrids; states are gathered, or keys and values in softmax layers"
+    source = "arXiv 2502.07563, LASP-2H"
+    meets = AllGatherKV.meets | Lasp2.meets
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        for cls, other in ((Lasp2, "all_gather_kv"), (AllGatherKV, "lasp2")):
+            if not any(site.kind in cls.meets for site in sites):
+                raise Unsupported("lasp2h is for hybrids, which this model is not", f"use {other}")
+        AllGatherKV.check_sizes(self, sites)
+        Lasp2.check_sizes(self, sites)
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        sites = list(sites)
+        yield from Lasp2.communication(self, sites, element_bytes)
+        softmax = [site for site in sites if site.kind in AllGatherKV.meets]
+        yield from AllGatherKV.communication(self, softmax, element_bytes)

@@ -1,0 +1,66 @@
+"""Gated recurrences by Ulysses' swap: all-to-alls give each rank all positions of some heads.
+
+Everything between the projections goes by head, so it is swapped at once: queries, keys, values and gates as
+the projections made them, then convolutions, gates and recurrence of whole sequences with this rank's heads
+of each weight (A_log, dt_bias, the convolutions'), and the output back. No halo is needed, and no state is
+sent. This is context parallelism of Mamba-2 layers in Megatron-LM (MambaContextParallel).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from spbench.impls.collectives import all_to_all
+from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.recurrence import Mix
+from spbench.impls.traffic import Traffic
+
+#: dims of [B, L, Z, A]
+POSITIONS, HEADS = 1, 2
+
+
+class SwappedHeads(Strategy):
+    """Swaps chunks of a sequence for heads around what lies between the projections of a recurrence."""
+
+    @abstractmethod
+    def padded(self, heads: int) -> int:
+        """``heads`` and those that are added."""
+
+    @abstractmethod
+    def sent(self, heads: int, kv_heads: int) -> int:
+        """How many heads of queries and keys are sent, for ``heads`` of values."""
+
+    def recurrence_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
+        """What a gated recurrence sends."""
+        d = site.dims
+        positions = d["B"] * (d["L"] // self.size) * element_bytes
+        keys, values = self.padded(self.sent(d["Z"], d["G"])), self.padded(d["Z"])
+        for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
+            for purpose, count, features in (
+                ("queries and keys of a recurrence", 2, keys * d["D"]),
+                ("its values and output", 2, values * d["A"]),
+                ("its gates", 1, values * d["gates"]),
+            ):
+                yield Traffic(phase, purpose, "all_to_all", count * site.count, positions * features)
+
+    def mix_by_heads(self, mix: Mix, by_heads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        if self.size == 1:
+            return super().mix_by_heads(mix, by_heads, weights)
+        heads = max(x.shape[HEADS] for x in by_heads)
+        swapped = [
+            all_to_all(self._for_ranks(x, HEADS, heads), HEADS, POSITIONS, self.group) for x in by_heads
+        ]
+        own = [self._for_ranks(w, 0, heads).chunk(self.size)[self.rank] for w in weights]
+        y = super().mix_by_heads(mix, swapped, own)
+        return all_to_all(y, POSITIONS, HEADS, self.group)[:, :, :heads]
+
+    def _for_ranks(self, x: Tensor, dim: int, heads: int) -> Tensor:
+        """x with as many heads along ``dim`` as the ranks share out: repeated, and zeros added."""
+        if x.shape[dim] < heads:
+            x = x.repeat_interleave(self.sent(heads, x.shape[dim]) // x.shape[dim], dim)
+        added = self.padded(x.shape[dim]) - x.shape[dim]
+        return F.pad(x, (*(0, 0) * (x.ndim - dim - 1), 0, added)) if added else x

@@ -1,0 +1,89 @@
+"""Sequence tiles: how many positions are computed at once, and what strategies then send.
+
+What acts on each position alone can be computed for one tile of positions after another, so that only one
+tile's intermediate results exist (ALST, Bekman et al., arXiv 2506.13996). The number of tiles follows from
+the positions that a rank has and from options. A strategy gives as many positions to each rank, so no rank
+can have a tile, and thus a collective, more than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from spbench.impls.layout import Site
+from spbench.impls.traffic import Traffic
+
+#: the dims of a tiled site
+_TILE, _SHARE, _AT_ONCE = "tile", "tile_share", "backward_at_once"
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How many tokens a tile has. Of ``longest`` and ``share`` at most one is not 0; where both are, there is
+    one tile.
+
+    Attributes:
+        longest: tokens of the longest tile. There are as few tiles as that allows, all of the same length but
+            for the last, which may be shorter: ``torch.chunk`` with ALST's number of chunks.
+        share: a tile has 1 / ``share`` of the tokens, rounded up to a power of two, as Liger's fused linear
+            cross entropy has it (liger_kernel/ops/fused_linear_cross_entropy.py), for which it is vocabulary
+            / hidden, rounded up.
+        backward_at_once: the gradient of a tile is made when its forward has run, and not in backward, which
+            would run that again.
+    """
+
+    longest: int = 0
+    share: int = 0
+    backward_at_once: bool = False
+
+    def lengths(self, tokens: int) -> list[int]:
+        """Of the tiles, one after another, of ``tokens`` that a rank has."""
+        length = tokens
+        if self.longest:
+            length = -(-tokens // -(-tokens // self.longest))
+        elif self.share:
+            length = 1 << (-(-tokens // self.share) - 1).bit_length()
+        return [min(length, tokens - first) for first in range(0, tokens, max(length, 1))]
+
+    def __bool__(self) -> bool:
+        return bool(self.longest or self.share)
+
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        """For the dims of a site that is computed so."""
+        dims = {_TILE: self.longest, _SHARE: self.share}
+        return {k: v for k, v in dims.items() if v} | ({_AT_ONCE: 1} if self.backward_at_once else {})
+
+
+def tiling_of(site: Site) -> Tiling:
+    """How a site is computed."""
+    d = site.dims
+    return Tiling(d.get(_TILE, 0), d.get(_SHARE, 0), bool(d.get(_AT_ONCE)))
+
+
+def tiles_of(site: Site, tiling: Tiling, parts: int) -> Iterator[Site]:
+    """A tiled site as sites of the whole sequences that one tile of each rank makes up.
+
+    Args:
+        parts: of every sequence, one a rank.
+    """
+    lengths = tiling.lengths(site.dims["B"] * site.dims["L"] // parts)
+    for length in sorted({*lengths}, reverse=True):
+        dims = {k: v for k, v in site.dims.items() if k not in (_TILE, _SHARE, _AT_ONCE)}
+        count = site.count * lengths.count(length)
+        yield Site(site.kind, count, {**dims, "B": 1, "L": length * parts})
+
+
+def entries_of_tiles(entries: Iterable[Traffic], site: Site, tiling: Tiling) -> Iterator[Traffic]:
+    """What the tiles of a site send, from what they would if nothing ran twice: the messages of forward are
+    sent again when backward makes a tile's results again, and once more where the layer is recomputed; or
+    those of backward are sent in forward."""
+    for entry in entries:
+        if tiling.backward_at_once:
+            yield replace(entry, phase="forward")
+            continue
+        yield entry
+        if entry.phase == "forward":
+            yield replace(entry, phase="backward").times(2 if site.recomputed else 1)

@@ -1,0 +1,184 @@
+"""States of training on the host: the same weights as one device has, the same bytes sent, and planted faults
+that are seen. Their memory is compared with that of real ranks in tests/bench/engines/test_peaks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spbench.bench.cell import Cell
+from spbench.bench.ranks.rank_pool import RankError, RankPool
+from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.host_optimizer import HostOptimizer
+from spbench.impls.backends.legacy_ddp import LegacyOptions
+from spbench.impls.backends.megatron_options import MegatronOptions
+from spbench.impls.backends.sharding_options import ShardingOptions
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backends
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
+from tests.bench.verification import host_faults as faults
+from tests.impls.backends.test_backends import (
+    assert_first_wrong,
+    assert_right,
+    assert_sends_its_closed_form,
+    cell,
+)
+from tests.impls.models.deferred_streams import Device
+
+OPTIMIZER = {"optimizer": "host"}
+PARAMETERS = {"optimizer": "host", "parameters": "host"}
+SHARED_OUT = {"distributed_optimizer": True, **OPTIMIZER}
+OVERLAPPED = {**SHARED_OUT, "overlap_cpu_optimizer_d2h_h2d": True}
+
+
+def asked(backend: str, options: dict[str, Any], **changes: Any) -> Cell:
+    settings = {"model": "causal-transformer-tiny", "sizes": {"dp": 2, "sp": 2}, **changes}
+    training = {"backend": backend, "micro_batches": 2, **options}
+    return cell(backend, "ulysses", **settings, training=training)
+
+
+def cases() -> Iterator[Any]:
+    for name, options in [
+        *((name, OPTIMIZER) for name in ("zero3", "zero2", "zero1", "ddp", "legacy_ddp", "fsdp_flat")),
+        *((name, PARAMETERS) for name in ("zero3", "zero2")),
+        ("megatron", SHARED_OUT),
+    ]:
+        often = name == "zero3" or name == "megatron"
+        yield pytest.param(
+            name, options, id=f"{name}-{[*options][-1]}", marks=() if often else pytest.mark.slow
+        )
+
+
+@pytest.mark.parametrize(("backend", "options"), [*cases()])
+def test_weights_are_those_of_one_device(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
+    assert_right(pool, asked(backend, options), backends()[backend])
+    assert_sends_its_closed_form(pool, asked(backend, options, precision="fp16"))
+
+
+@pytest.mark.parametrize(("backend", "options"), [*cases()])
+def test_uneven_shards(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
+    training = {"backend": backend, **options}
+    assert_right(pool, cell(backend, "single", sizes={"dp": 3}, training=training), backends()[backend])
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "where"),
+    [
+        (faults.HookFiresTwice, OPTIMIZER, "gradient 0"),
+        (faults.HookFiresTwice, PARAMETERS, "gradient 0"),
+        (faults.MicroBatchesNotSummed, OPTIMIZER, "gradient 0"),
+        (faults.GradientsOfTheStepBefore, OPTIMIZER, "gradient 1"),
+        (faults.GradientsOfTheStepBefore, PARAMETERS, "gradient 1"),
+        (faults.FlatGradientOfTheStepBefore, OPTIMIZER, "gradient 1"),
+        (faults.ShardsNotSentBack, OPTIMIZER, "weight 0"),
+        (faults.WeightsNotSentBack, OPTIMIZER, "weight 0"),
+        (faults.MainWeightsNotSentBack, SHARED_OUT, "weight 0"),
+    ],
+)
+def test_planted_faults_are_seen(
+    pool: RankPool, fault: type[Backend], options: dict[str, Any], where: str
+) -> None:
+    assert_first_wrong(pool, asked(fault.name, options), fault, where)
+
+
+@pytest.mark.parametrize("options", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
+def test_a_gradient_that_is_not_made_is_missed(pool: RankPool, options: dict[str, Any]) -> None:
+    with pytest.raises(RankError, match="backward made no gradient for some parameters"):
+        assert_right(pool, asked("zero3", options), faults.HookNeverFires)
+
+
+# -- copies that are as late as the waits of streams allow -------------------------------------------------
+
+
+def weights(device: Device | None, backend: str, precision: str, **options: Any) -> dict[str, Tensor]:
+    """Of gpt3-tiny after two steps on one rank."""
+    model = model_preset("gpt3-tiny", {"dropout": 0.0})
+    with default_dtype(PRECISIONS[precision].parameters):
+        module = model.build(Strategy(), 16)
+        initialize(module, 0, deviation=0.3)
+        kind = {"backend": backend, "backend_options": options, "learning_rate": 0.01}
+        training = Training(module, Strategy(), PRECISIONS[precision], **kind)
+        batches = [model.inputs(2, 16, torch.Generator().manual_seed(i)) for i in range(2)]
+        for batch in batches:
+            if device is None:
+                training.step(batch)
+            else:
+                with device:
+                    training.step(batch)
+    return {name: part.values for name, part in training.backend.weight_parts().items()}
+
+
+LATE = [("ddp", "fp64", OPTIMIZER), ("megatron", "fp64", OVERLAPPED), ("zero1", "bf16", OPTIMIZER)]
+
+
+@pytest.mark.parametrize(("backend", "precision", "options"), LATE, ids=[name for name, *_ in LATE])
+def test_late_copies_change_nothing(
+    backend: str, precision: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = weights(None, backend, precision, **options)
+    late = Device(monkeypatch)
+    found = weights(late, backend, precision, **options)
+    assert late.faults == []
+    assert late.copied > 0
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def does_not_wait_for_gradients(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostOptimizer, "arrived", lambda self, number: None)
+
+
+def does_not_wait_for_weights(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.deaf.add("compute")
+
+
+def copies_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for what makes what is copied."""
+    device.deaf.add("copies")
+
+
+@pytest.mark.parametrize("plant", [does_not_wait_for_gradients, does_not_wait_for_weights, copies_at_once])
+def test_a_wait_that_is_left_out_is_seen(
+    plant: Callable[[Device, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = weights(None, "megatron", "fp64", **OVERLAPPED)
+    device = Device(monkeypatch)
+    plant(device, monkeypatch)
+    found = weights(device, "megatron", "fp64", **OVERLAPPED)
+    assert device.faults or not all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_a_buffer_that_is_used_again_while_it_is_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of ZeRO-1, rounded into one buffer that the host fills again too early."""
+    expected = weights(None, "zero1", "bf16", **OPTIMIZER)
+    sent = HostOptimizer.updated
+
+    def reused(self: HostOptimizer, number: int) -> None:
+        sent(self, number)
+        buffer = self.runs[number].buffer
+        assert buffer is not None
+        buffer.zero_()
+
+    monkeypatch.setattr(HostOptimizer, "updated", reused)
+    found = weights(Device(monkeypatch), "zero1", "bf16", **OPTIMIZER)
+    assert not all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (lambda: ShardingOptions(parameters="host"), "parameters: host needs optimizer: host"),
+        (lambda: MegatronOptions(optimizer="host"), "needs distributed_optimizer, as Megatron-Core's does"),
+        (lambda: LegacyOptions("host", gradients="stale"), "gradients: stale keeps float32 gradients"),
+    ],
+)
+def test_what_no_program_has_is_refused(refused: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        refused()

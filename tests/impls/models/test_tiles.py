@@ -1,0 +1,266 @@
+"""Tiles of MLPs and losses: their numbers, their bytes, what is kept, and faults that others have had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.verification.cases import VerifyRow, verify_case
+from spbench.bench.verification.oracle import Case
+from spbench.impls.backends import fully_shard
+from spbench.impls.models.blocks import tiles
+from spbench.impls.models.blocks.decoder_layer import DecoderBlock, DecoderMlp
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import strategies
+from spbench.impls.strategies.megatron_sp import MegatronSP
+from spbench.impls.strategies.nesting import Nesting
+from spbench.impls.strategies.tensor_parallel import TensorParallel
+from spbench.impls.strategies.ulysses import Ulysses
+from spbench.impls.tiles import Tiling
+from tests.bench.verification.assertions import assert_green
+from tests.impls.models.test_early_stop import kernels, trace
+from tests.impls.models.test_recomputed_dropout import gradients
+
+GROUPED = "causal-transformer-tiny-gqa"
+TILES = {"mlp_tile": 5, "loss_tile": 5}
+FULL = {"recompute": "full"}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 64, 1000])
+@pytest.mark.parametrize("longest", [1, 3, 8, 2000])
+def test_tiles_are_few_alike_and_cover_all(tokens: int, longest: int) -> None:
+    lengths = Tiling(longest).lengths(tokens)
+    assert sum(lengths) == tokens
+    assert len(lengths) == math.ceil(tokens / longest)
+    assert len({*lengths[:-1]}) <= 1
+    assert 0 < lengths[-1] <= lengths[0] <= longest
+    # ALST's: torch.chunk with that number of chunks
+    assert lengths == [len(chunk) for chunk in torch.empty(tokens).chunk(len(lengths))]
+
+
+def test_liger_s_tiles_are_a_power_of_two() -> None:
+    """Of Llama-3-8B 32 parts of 475,000 tokens, rounded up: 14,844 to 16,384."""
+    lengths = model_preset("llama3-8b", {"loss_tile": "liger"}).loss_tiling.lengths(475_000)
+    assert lengths == [16384] * 28 + [475_000 - 28 * 16384]
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", "split"])
+def test_a_strategy_s_ranks_have_as_many_tiles(pool: RankPool, vocabulary: str) -> None:
+    """Else ranks would wait for collectives that others do not call. 6 positions of 3 samples a rank are 4
+    tiles of 5, 5, 5 and 3; what is sent is what the closed form says."""
+    model = model_preset(GROUPED, TILES)
+    assert_green(pool, Case(MegatronSP, model, "model", options={"vocabulary": vocabulary}))
+
+
+def test_within_another_strategy(pool: RankPool) -> None:
+    model = model_preset(GROUPED, TILES | {"recompute": "full", "cross_entropy": "in_place"})
+    strategy = Nesting((TensorParallel, Ulysses))
+    assert_green(pool, Case(strategy, model, "model"), strategy.meshes(4)[0])
+
+
+@pytest.mark.parametrize("recompute", [{}, FULL, {**FULL, "recompute_early_stop": True}])
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "megatron_sp"])
+def test_bytes_are_those_of_the_closed_form(strategy: str, recompute: dict[str, Any]) -> None:
+    split = {"vocabulary": "split"} if strategy == "megatron_sp" else {}
+    options = TILES | recompute | {"cross_entropy": "native", "separate_projections": True}
+    found = trace(strategy=strategy, sizes={"tp": 2}, model_options=options, strategy_options=split)
+    assert found.measurement(None).formula_difference == []
+
+
+@pytest.mark.parametrize("backend", ["zero3", pytest.param("zero2", marks=SLOW), "fsdp_flat"])
+def test_weights_are_gathered_and_gradients_sent_once_not_once_a_tile(backend: str) -> None:
+    options = TILES | {"recompute": "full", "checkpoints": "host"}
+    sent = []
+    for model_options in (options, {"recompute": "full"}):
+        training = {"backend": backend, "micro_batches": 2}
+        found = trace(model_options=model_options, sizes={"dp": 2}, batch=4, training=training)
+        assert found.measurement(None).formula_difference == []
+        sent.append(found.communication.counts)
+    assert sent[0] == sent[1]
+
+
+def test_an_mlp_runs_three_times_where_its_layer_is_recomputed_and_a_loss_once() -> None:
+    """16 tokens are 4 tiles. Each of an MLP's has the two products of forward twice, and four of backward."""
+    plain = kernels(trace(model_options={"layers": 2}))
+    tiled = kernels(trace(model_options={"layers": 2, "mlp_tile": 4}))
+    assert tiled["silu"] == 2 * 4 * 2 and plain["silu"] == 2  # noqa: PT018
+    assert tiled["mm"] == plain["mm"] + 2 * (4 * (2 + 2 + 4) - (2 + 4))
+    again = kernels(trace(model_options={"layers": 2, "mlp_tile": 4, "recompute": "full"}))
+    assert again["silu"] == 2 * 4 * 3
+    loss = kernels(trace(model_options={"layers": 2, "loss_tile": 4}))
+    assert loss["mm"] == plain["mm"] + 3 * 3
+
+
+def test_gradients_with_dropout_are_those_without_tiles() -> None:
+    plain, tiled = gradients(), gradients(**TILES, recompute="full")
+    assert plain.keys() == tiled.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(tiled[name], gradient, rtol=1e-11, atol=1e-14)
+
+
+def test_one_tile_s_intermediate_results_exist_at_once() -> None:
+    """A step of 16 times the tokens needs 16 times the hidden states, and not more of an MLP or of logits."""
+
+    def peak(seq_len: int, **options: Any) -> int:
+        asked = {"layers": 1, "inner": 48 * 64, "vocabulary": 96 * 32, **options}
+        return trace(seq_len=seq_len, model_options=asked).memory.peak().nbytes
+
+    tiled = {"mlp_tile": 16, "loss_tile": 16, "cross_entropy": "in_place"}
+    of_hidden = peak(1024, inner=1, vocabulary=96) - peak(256, inner=1, vocabulary=96)
+    assert peak(1024, **tiled) - peak(256, **tiled) < 1.1 * of_hidden
+    assert peak(1024) - peak(256) > 10 * of_hidden
+
+
+def test_no_product_is_kept_of_a_tile() -> None:
+    with pytest.raises(ValueError, match="recompute: operators keeps products, and mlp_tile keeps none"):
+        model_preset(GROUPED, {"recompute": "operators", "mlp_tile": 4})
+
+
+def test_inference_makes_no_gradient() -> None:
+    asked = {"model_options": {"layers": 2, **TILES}, "training": {"step": "inference"}}
+    assert kernels(trace(**asked))["mm"] == 2 * (2 + 2 * 4) + 4
+
+
+# -- faults that others have had --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlantedPool:
+    """A pool whose ranks have a fault while they run a job."""
+
+    pool: RankPool
+    plant: Callable[[pytest.MonkeyPatch], None]
+
+    def run(self, sizes: Mapping[str, int], check: Any, case: Case, **how: Any) -> list[Any]:
+        return self.pool.run(sizes, with_fault, check, case, self.plant, **how)
+
+
+def with_fault(mesh: DeviceMesh, check: Any, case: Case, plant: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        return check(mesh, case)
+
+
+def row_with(pool: RankPool, plant: Any, case: Case, sizes: int = 1) -> VerifyRow:
+    return verify_case(PlantedPool(pool, plant), case, sizes)  # type: ignore[arg-type]
+
+
+def scaled_by_the_number_of_tiles(patch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's issue 8587: of 72 tokens 15 tiles, a mean in place of the sum."""
+    made = tiles._gradients
+    patch.setattr(
+        tiles, "_gradients", lambda run, tile, weights, d_y, sums: made(run, tile, weights, d_y / 15, sums)
+    )
+
+
+def loss_scaled_by_the_number_of_tiles(patch: pytest.MonkeyPatch) -> None:
+    made = tiles._loss_gradients
+
+    def scaled(run: Any, tile: Tensor, leaf: Tensor, labels: Tensor, weights: Tensor, *to: Any) -> Tensor:
+        return made(run, tile, leaf, labels, weights / 15, *to)
+
+    patch.setattr(tiles, "_loss_gradients", scaled)
+
+
+def gradient_of_the_last_tile_alone(patch: pytest.MonkeyPatch) -> None:
+    def add(self: tiles.WeightGradients, gradients: list[Tensor]) -> None:
+        self.sums = list(gradients)
+
+    patch.setattr(tiles.WeightGradients, "add", add)
+
+
+def tiles_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
+    def forward(ctx: Any, run: Any, lengths: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.run, ctx.lengths, ctx.weights = run, lengths, weights
+        return torch.cat([run(tile) for tile in x.split(lengths, 1)][::-1], 1)
+
+    patch.setattr(tiles._Tiles, "forward", staticmethod(forward))
+
+
+@pytest.mark.parametrize(
+    ("plant", "tensor"),
+    [
+        (scaled_by_the_number_of_tiles, "gradient of blocks"),
+        (loss_scaled_by_the_number_of_tiles, "gradient of"),
+        (gradient_of_the_last_tile_alone, "gradient of"),
+        (tiles_in_the_wrong_order, "output hidden"),
+    ],
+)
+def test_a_planted_fault_is_red(pool: RankPool, plant: Any, tensor: str) -> None:
+    row = row_with(pool, plant, Case(strategies()["single"], model_preset(GROUPED, TILES), "model"))
+    assert row.status == "RED"
+    assert tensor in row.tensor + row.verdict, row
+
+
+def hook_of_each_tile(patch: pytest.MonkeyPatch) -> None:
+    """Each tile's backward accumulates in the weights."""
+
+    def backward(run: Any, tile: Tensor, weights: Any, d_y: Tensor, sums: Any) -> Tensor:
+        tile = tile.detach().requires_grad_()
+        with torch.enable_grad():
+            run(tile).backward(d_y)
+        return tile.grad  # type: ignore[return-value]
+
+    patch.setattr(tiles, "_gradients", backward)
+
+
+def hook_of_no_tile(patch: pytest.MonkeyPatch) -> None:
+    """Autograd does not know that tiles use weights."""
+    patch.setattr(tiles.WeightsOf, "now", lambda self: [])
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [(hook_of_each_tile, "KeyError"), (hook_of_no_tile, "made no gradient for some parameters")],
+)
+@pytest.mark.parametrize("backend", ["ddp", "megatron"])
+def test_a_hook_of_the_weights_that_fires_once_a_tile_or_never_is_red(
+    pool: RankPool, backend: str, plant: Any, reason: str
+) -> None:
+    case = Case(strategies()["single"], model_preset(GROUPED, {"mlp_tile": 5}), "model", backend=backend)
+    row = row_with(pool, plant, case)
+    assert row.status == "RED"
+    assert reason in row.reason
+
+
+def zero3_hook_of_each_tile(patch: pytest.MonkeyPatch) -> None:
+    """The MLP is a unit of its own, which is called once a tile."""
+
+    def forward(self: DecoderBlock, x: Tensor, places: Any) -> Tensor:
+        mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
+        outputs = [self.mlp(tile) for tile in self.mlp_norm(mixed).split(5, 1)]
+        return self.mlp_end(torch.cat(outputs, 1), mixed)
+
+    patch.setattr(DecoderBlock, "forward", forward)
+    patch.setattr(DecoderMlp, "forward", DecoderMlp._whole)
+    patch.setattr(
+        fully_shard, "units_of", lambda module, options: [block.mlp for block in module.blocks.values()]
+    )
+
+
+def zero3_hook_of_no_tile(patch: pytest.MonkeyPatch) -> None:
+    """Each projection is a unit, and tiles do not call it as a module."""
+    patch.setattr(
+        fully_shard, "units_of", lambda module, options: [block.mlp.out for block in module.blocks.values()]
+    )
+
+
+@pytest.mark.parametrize(
+    ("plant", "told"),
+    [(zero3_hook_of_each_tile, "all_gather over sp"), (zero3_hook_of_no_tile, "DTensor")],
+)
+def test_weights_gathered_once_a_tile_or_never_are_red(pool: RankPool, plant: Any, told: str) -> None:
+    case = Case(strategies()["ulysses"], model_preset(GROUPED, {"mlp_tile": 5}), "model", backend="zero3")
+    row = row_with(pool, plant, case, 2)
+    assert row.status == "RED"
+    assert told in row.tensor + row.verdict + row.reason, row

@@ -1,0 +1,112 @@
+"""Gated recurrences on real ranks: values, every gradient and the closed forms of bytes; planted faults;
+sizes that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.verification.oracle import Case
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.lasp import Lasp
+from spbench.impls.strategies.lasp2 import Lasp2
+from spbench.impls.strategies.lasp2h import Lasp2H
+from spbench.impls.strategies.megatron_sp import MegatronSP
+from spbench.impls.strategies.nesting import Nesting
+from spbench.impls.strategies.tensor_parallel import TensorParallel
+from spbench.impls.strategies.ulysses import Ulysses
+from tests.bench.verification import recurrence_faults as faults
+from tests.bench.verification.assertions import assert_green, assert_red
+from tests.slow import slow
+
+ONE = {"layers": 1}
+#: of Gated DeltaNet with as many heads of keys, of Mamba-2 with fewer
+MIXERS = ["gated-deltanet-tiny", "mamba2-tiny"]
+STRATEGIES = [Lasp, Lasp2, Ulysses, TensorParallel, MegatronSP]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MIXERS)
+def test_values_gradients_and_bytes(pool: RankPool, strategy: type[Strategy], name: str) -> None:
+    assert_green(pool, Case(strategy, model_preset(name, {"checkpointing": True} | ONE), "model"), 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "n", "seq_len", "options"),
+    [
+        (Ulysses, 3, 24, {}),  # 4 heads of keys become 12
+        (Lasp2, 3, 24, {}),
+        (Lasp, 2, 6, {}),  # chunks that are no longer than a convolution's halo
+        slow(Lasp, 3, 24, {}),
+        slow(Lasp2, 2, 6, {}),
+        slow(Ulysses, 2, 24, {}),
+    ],
+)
+def test_other_sizes(
+    pool: RankPool, strategy: type[Strategy], n: int, seq_len: int, options: dict[str, Any]
+) -> None:
+    model = model_preset("mamba2-tiny", options | ONE)
+    assert_green(pool, Case(strategy, model, "model", seq_len=seq_len), n)
+
+
+def test_states_are_gathered_or_keys_and_values(pool: RankPool) -> None:
+    for name in ("gated-deltanet-tiny-hybrid", "linear-llama3-tiny-hybrid"):
+        assert_green(pool, Case(Lasp2H, model_preset(name), "model"), 3)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_heads_that_ranks_do_not_divide_are_padded(pool: RankPool, name: str) -> None:
+    model = model_preset(name, {"state_heads": 6, "state_key_heads": 2} | ONE)
+    assert_green(pool, Case(Ulysses, model, "model", options={"pad_heads": True}), 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "seq_len"),
+    [
+        (Lasp, "gated-deltanet-tiny", 2 * 70),
+        slow(Lasp2, "gated-deltanet-tiny", 2 * 140),
+        slow(Lasp, "mamba2-tiny", 2 * 330),
+        slow(Lasp2, "mamba2-tiny", 2 * 330),
+    ],
+)
+def test_chunks_of_several_blocks_and_a_rest(
+    pool: RankPool, strategy: type[Strategy], name: str, seq_len: int
+) -> None:
+    model = model_preset(name, {"state_heads": 2, "state_key_heads": 1} | ONE)
+    assert_green(pool, Case(strategy, model, "attention", batch=1, seq_len=seq_len), 2)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_around_each_other(pool: RankPool, name: str) -> None:
+    for outer in (Ulysses, TensorParallel):
+        nested = Nesting((outer, Lasp2))
+        assert_green(pool, Case(nested, model_preset(name, ONE), "model"), nested.meshes(4)[0])
+
+
+@pytest.mark.parametrize("fault", faults.ALL)
+def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy]) -> None:
+    for name in MIXERS:
+        case = Case(fault, model_preset(name, ONE), "attention")
+        assert_red(pool, case, 4, "output y", "gradient of")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "n", "name", "seq_len", "message"),
+    [
+        (Lasp, 4, "mamba2-tiny", 8, "chunks of 2 positions lack .* 3 rows .* at least 12"),
+        (TensorParallel, 3, "mamba2-tiny", 24, "3 ranks do not divide 4 heads of keys of a recurrence"),
+        (Ulysses, 5, "mamba2-tiny", 25, "12 attention heads cannot be split over 5 ranks"),
+        (Lasp2H, 4, "gated-deltanet-tiny-hybrid", 24, "a recurrence has no zigzag placement"),
+        (Lasp2H, 4, "gated-deltanet-tiny", 24, "lasp2h is for hybrids, which this model is not; use lasp2"),
+        (Lasp2H, 4, "causal-transformer-tiny", 24, "is for hybrids, .* use all_gather_kv"),
+    ],
+)
+def test_sizes_that_are_refused(
+    strategy: type[Strategy], n: int, name: str, seq_len: int, message: str
+) -> None:
+    options = {"placement": "zigzag"} if strategy is Lasp2H else {}
+    with pytest.raises(Unsupported, match=message):
+        strategy.planned(n, options=options).check(model_preset(name).sites(1, seq_len))
