@@ -37,7 +37,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     Attributes:
         kv_heads: heads of keys and values in softmax attention, each for ``heads / kv_heads`` of queries
             (grouped-query attention, arXiv 2305.13245); None: as many as ``heads``.
-        head_dim: features of a head of softmax attention, A, where they are not ``hidden / heads`` (Qwen3).
+        head_dim: features of a head of attention, A, where they are not ``hidden / heads`` (Qwen3).
         qk_norm: queries and keys of softmax attention are normalised head by head, with a weight of one
             head's size each, before RoPE (Qwen3, arXiv 2505.09388); with a bias where the model's norms have
             one.
