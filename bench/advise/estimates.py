@@ -114,7 +114,10 @@ class Estimates:
     ):
         self.cell, self.gpus = cell, gpus
         self.references, self.backends = references, backends
-        self.layers = getattr(model_preset(*cell.model_arguments), "layers", 1)
+        model = model_preset(*cell.model_arguments)
+        self.layers: int = getattr(model, "layers", 1)
+        #: of layers, one of which is what figures here are of
+        self.periods = self.layers / model.period
         self._known: dict[tuple[Any, ...], float] = {}
         self._of_backends: dict[tuple[Way, int, int, str], tuple[float, float]] = {}
 
@@ -194,7 +197,7 @@ class Estimates:
         parts = batch // (layout.dp * b)
         layer = b * (reference.seconds.layer / ranks + way.sent_s.layer)
         ends = b * (reference.seconds.ends / ranks + way.sent_s.ends)
-        stage = self.layers / layout.pp * layer
+        stage = self.periods / layout.pp * layer
         slowest = stage + (ends if layout.pp > 1 else 0.0)
         fill = (layout.pp - 1) * stage / layout.virtual_stages
         computing = parts * (slowest if layout.pp > 1 else stage + ends) + fill
@@ -234,7 +237,7 @@ class Estimates:
 
     def _elements(self, layout: Layout, way: WayFigures) -> float:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
-        return way.elements.layer * self.layers / layout.pp + ends
+        return way.elements.layer * self.periods / layout.pp + ends
 
     def memory(self, layout: Layout, way: WayFigures, backend: str, saving: str) -> float:
         """Bytes of the fullest rank at its peak."""
@@ -242,13 +245,14 @@ class Estimates:
         states = figures.whole_bytes + figures.shared_bytes / layout.dp / ranks_along(way.alike, layout.sizes)
         batch, _ = self.cell.shape
         at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
-        sample = self.layers / layout.pp * reference.activation_bytes.layer * at_once
+        sample = self.periods / layout.pp * reference.activation_bytes.layer * at_once
         sample += reference.activation_bytes.ends
         return states * self._elements(layout, way) + layout.micro_batch * sample / layout.way.ranks
 
 
 def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, where its model has a number of them."""
-    if not hasattr(model_preset(*cell.model_arguments), "layers"):
+    """The cell with that many layers, or periods of them, where its model has a number of layers."""
+    model = model_preset(*cell.model_arguments)
+    if not hasattr(model, "layers"):
         return cell
-    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
+    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers * model.period}})
