@@ -60,6 +60,8 @@ class Measurement:
             them by the bytes that they move alone.
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
             step's update.
+        errors: of whole tensors, relative to float64, by name, from the engine lockstep: of outputs and of
+            gradients ("d_q"), or of the loss, of all gradients as one vector, and of the worst of them.
         meters: what further meters found on ``peak_rank``, by their names.
         ranks: of steps on real devices, what each rank's host and device say: ``rank``, ``host``,
             ``device``, and on a GPU the bytes of torch's caching allocator: allocated before the timed steps,
@@ -95,6 +97,7 @@ class Measurement:
     rates: str = ""
     unpriced_operators: dict[str, int] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
     meters: dict[str, dict[str, Any]] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     answer: int | None = None

@@ -39,6 +39,7 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     by_mesh = {tuple(entry[name] for name in ("model", "strategy", "mesh")) for entry in flats}
     losses = [_last_losses(row) for row in rows]
     names = list(dict.fromkeys(name for of_row in losses for name in of_row))
+    wrong = list(dict.fromkeys(name for row in rows for name in row["measurement"].get("errors") or ()))
     lines = []
     split = len(by_mesh) > len(by_gpus)
     ties = tied(rows)
@@ -52,6 +53,8 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         line |= dict(_measured(entry, tie))
         if split:
             line["MiB by axis"] = _sent_by_axis(row)
+        errors = row["measurement"].get("errors") or {}
+        line |= {f"error {name}": f"{errors[name]:.1e}" if name in errors else None for name in wrong}
         line |= {f"last {name} loss": f"{of_row[name]:.6f}" if name in of_row else None for name in names}
         line["status"] = entry["status"]
         timed = entry["status"] == "ok" and entry.get("step_time_s")

@@ -73,9 +73,10 @@ class Recorder(TorchDispatchMode):
 
     def _enter_patches(self, patches: ExitStack) -> None:
         """Put in place what is patched while the recorder is entered."""
-        # fully_shard frees and makes room for weights by resizing their storages, which is no operator
-        patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
-        patches.enter_context(self.memory.modules.followed())
+        if self.memory in self.meters:
+            # fully_shard frees and makes room for weights by resizing their storages, which is no operator
+            patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
+            patches.enter_context(self.memory.modules.followed())
         if self.events is not None:
             patches.enter_context(recorded_streams(self.events.streams))
             patches.enter_context(self.events.counted_modules())

@@ -68,6 +68,7 @@ class _Measured(_Timed, total=False):
     calibration: Text
     rates: Text
     losses: list[dict[Text, Signed | None]]
+    errors: dict[Text, Number]
     meters: dict[Text, dict[str, Any]]
     ranks: list[_Rank]
     answer: Count | None
