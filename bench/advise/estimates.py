@@ -28,6 +28,8 @@ from spbench.impls.models.model import model_preset
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
 #: behind one micro-batch; what it sends with each, behind each
 _HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
+#: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
+_UPDATED, _COPIED = 28 / 16, 8 / 16
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,14 @@ class BackendFigures:
     Attributes:
         whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
         once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
+        host_bytes: of states that are on the hosts of all replicas together.
     """
 
     whole_bytes: float
     shared_bytes: float
     once: Mapping[str, float]
     each: Mapping[str, float]
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,10 @@ class Estimates:
     ):
         self.cell, self.gpus = cell, gpus
         self.references, self.backends = references, backends
-        self.layers = getattr(model_preset(*cell.model_arguments), "layers", 1)
+        model = model_preset(*cell.model_arguments)
+        self.layers: int = getattr(model, "layers", 1)
+        #: of layers, one of which is what figures here are of
+        self.periods = self.layers / model.period
         self._known: dict[tuple[Any, ...], float] = {}
         self._of_backends: dict[tuple[Way, int, int, str], tuple[float, float]] = {}
 
@@ -190,11 +197,24 @@ class Estimates:
         parts = batch // (layout.dp * b)
         layer = b * (reference.seconds.layer / ranks + way.sent_s.layer)
         ends = b * (reference.seconds.ends / ranks + way.sent_s.ends)
-        stage = self.layers / layout.pp * layer
+        stage = self.periods / layout.pp * layer
         slowest = stage + (ends if layout.pp > 1 else 0.0)
         fill = (layout.pp - 1) * stage / layout.virtual_stages
         computing = parts * (slowest if layout.pp > 1 else stage + ends) + fill
-        return computing + self._backend_s(layout, way, backend, computing / parts, parts)
+        seconds = computing + self._backend_s(layout, way, backend, computing / parts, parts)
+        return seconds + self._host_s(layout, way, backend)
+
+    def _host_s(self, layout: Layout, way: WayFigures, backend: str) -> float:
+        """Seconds of an update on the host and of its copies; all ranks of a node update at once."""
+        figures, cluster = self.backends[backend], load_cluster(self.cell.cluster)
+        if not figures.host_bytes:
+            return 0.0
+        host = cluster.host_memory
+        held = figures.host_bytes * self._elements(layout, way)
+        held /= layout.dp * ranks_along(way.alike, layout.sizes)
+        on_node = held * min(self.gpus, cluster.devices_per_node)
+        updated = _UPDATED * on_node / (host.update_bytes_per_s.value or float("inf"))
+        return updated + _COPIED * held / (host.bytes_per_s or float("inf"))
 
     def _backend_s(self, layout: Layout, way: WayFigures, backend: str, part_s: float, parts: int) -> float:
         key = (layout.way, layout.dp, layout.pp, backend)
@@ -217,7 +237,7 @@ class Estimates:
 
     def _elements(self, layout: Layout, way: WayFigures) -> float:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
-        return way.elements.layer * self.layers / layout.pp + ends
+        return way.elements.layer * self.periods / layout.pp + ends
 
     def memory(self, layout: Layout, way: WayFigures, backend: str, saving: str) -> float:
         """Bytes of the fullest rank at its peak."""
@@ -225,13 +245,14 @@ class Estimates:
         states = figures.whole_bytes + figures.shared_bytes / layout.dp / ranks_along(way.alike, layout.sizes)
         batch, _ = self.cell.shape
         at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
-        sample = self.layers / layout.pp * reference.activation_bytes.layer * at_once
+        sample = self.periods / layout.pp * reference.activation_bytes.layer * at_once
         sample += reference.activation_bytes.ends
         return states * self._elements(layout, way) + layout.micro_batch * sample / layout.way.ranks
 
 
 def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, where its model has a number of them."""
-    if not hasattr(model_preset(*cell.model_arguments), "layers"):
+    """The cell with that many layers, or periods of them, where its model has a number of layers."""
+    model = model_preset(*cell.model_arguments)
+    if not hasattr(model, "layers"):
         return cell
-    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
+    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers * model.period}})

@@ -31,7 +31,7 @@ class Trace:
         memory: births and deaths of storages.
         program: the order of events, where it was asked for.
         found: what further meters found, by their names.
-        host_memory: births and deaths in the host's pinned memory.
+        host_memory: births and deaths in the host's memory.
     """
 
     cell: Cell

@@ -81,10 +81,13 @@ class Boundary:
         cell, quantity = self.candidates.cell, self.candidates.quantity
         smallest = quantity.smallest_sample(self.unit)
         points = [smallest * n for n in range(1, quantity.degree + 2)]
-        layers = getattr(model_preset(*cell.model_arguments), "layers", None)
+        model = model_preset(*cell.model_arguments)
+        layers, self.period = getattr(model, "layers", None), model.period
+        if self.period > 1 and layers and layers % (cell.sizes.pp * self.period):
+            layers = None  # stages differ, so the model is traced whole
         try:
             self.programs: Programs | None = Programs(
-                self._traced, points, layers and layers // cell.sizes.pp
+                self._traced, points, layers and layers // cell.sizes.pp // self.period
             )
         except NotOneProgram:
             self.programs = None
@@ -92,7 +95,7 @@ class Boundary:
     def _traced(self, units: int, layers: int | None) -> MemoryLog:
         cell = self.candidates.at(units * self.unit)
         if layers is not None:
-            options = {**cell.model_options, "layers": layers * cell.sizes.pp}
+            options = {**cell.model_options, "layers": layers * cell.sizes.pp * self.period}
             cell = cell.model_copy(update={"model_options": options})
         return virtual.trace(cell, rank_classes(cell)[self.predicted].first).memory
 
@@ -133,7 +136,8 @@ class Boundary:
             at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
             if self.programs.model(at) is model:
                 sizes = model.resized(log, at, units)
-                return replay(sizes, log.events, self.capacity).out_of_memory is None
+                found = replay(sizes, log.events, self.capacity, streams=log.streams)
+                return found.out_of_memory is None
         return model(units) <= self.capacity
 
     def probe(self, value: int) -> bool:

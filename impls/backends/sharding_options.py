@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -67,6 +67,13 @@ class ShardingOptions(OptimizerOptions):
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
+
+    @classmethod
+    def searched(cls) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`."""
+        yield {}
+        yield {"optimizer": "host"}
+        yield {"optimizer": "host", "parameters": "host"}
 
     def savings(self) -> Iterator[Saving]:
         for name, less, words in (

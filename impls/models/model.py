@@ -43,6 +43,12 @@ class Model(ABC):
         card's programs run where nothing else is said."""
         return "flash"
 
+    @property
+    def period(self) -> int:
+        """Layers after which the kinds of layers repeat, so that a model of fewer layers stands for one of
+        more."""
+        return 1
+
     def variants(self) -> list[Mapping[str, Any]]:
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []

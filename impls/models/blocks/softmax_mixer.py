@@ -52,6 +52,8 @@ class SoftmaxAttention:
         kernel: "flash" or one of its kinds, by whose rates it is timed, "cudnn" (flash attention too, which
             takes positions before the batch, so that libraries that lay out hidden states so make no second
             copy of its output), or "unfused", which makes all scores.
+        gated: each head's output is multiplied by the sigmoid of a gate, which the input is projected to
+            (Qwen3-Next, whose code makes one product of queries and gates).
     """
 
     rotary_base: float | None = 10_000.0
@@ -59,6 +61,7 @@ class SoftmaxAttention:
     dropout: float = 0.0
     kernel: str = "flash"
     rotary_share: float = 1.0
+    gated: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self, {"kernel": KERNELS})
@@ -95,7 +98,7 @@ class SoftmaxAttention:
         columns = model.hidden + (1 if self.bias else 0)
         key_value = 2 * (model.kv_heads or model.heads) * model.head_size * columns
         return {
-            "split": model.attention_width * (columns + model.hidden) + key_value,
+            "split": model.attention_width * (columns + (1 + self.gated) * model.hidden) + key_value,
             "key_value": key_value if model.grouped else 0,
             "whole": model.head_size * self.norm_weights(model),
         }
@@ -112,6 +115,9 @@ class SoftmaxAttention:
             sites.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
         if model.qk_norm:
             sites.append(Site("shared_by_heads", self.norm_weights(model), {"A": model.head_size}, again))
+        if self.gated:
+            gate = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.attention_width}
+            sites.append(Site("linear_in", 1, gate, again))
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         kept = {"kept": 1} if model.keeps_operators else {}
@@ -141,6 +147,7 @@ class SoftmaxAttentionMixer(nn.Module):
             self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
         if model.qk_norm and model.norm == "layer":
             self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(model.head_size)) for _ in "qk")
+        self.gate = strategy.grouped_linear_in(hidden, model.attention_width, 1) if kind.gated else None
         self.out = strategy.linear_out(model.attention_width, hidden)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
@@ -150,7 +157,8 @@ class SoftmaxAttentionMixer(nn.Module):
         if self.model.fused and self.kind.kernel in _FLASH and len(y) > 1:
             # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
             y = y.clone(memory_format=torch.contiguous_format)
-        return self.out.project(y.flatten(2))
+        y = y.flatten(2)
+        return self.out.project(y if self.gate is None else y * self.gate(x)[0].sigmoid())
 
     def attend_whole(self, x: Tensor, places: Places) -> Tensor:
         """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""

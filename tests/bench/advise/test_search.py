@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from spbench.bench.advise.looks import Look
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.search import BEST, Search
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Outcome
 from tests.bench.advise.questions import asked
@@ -228,3 +230,23 @@ def test_what_cannot_be_run_is_counted_with_its_reason(monkeypatch: pytest.Monke
 def test_a_layout_that_fits_is_one_whose_outcome_is_ok() -> None:
     cell = next(iter(every())).cell(question().cell)
     assert not Seen(cell, Outcome("oom", measurement={"peak_memory_bytes": 1}), "few_layers").fits
+
+
+def test_an_update_on_the_host_has_its_price() -> None:
+    """On 16 GPUs of two nodes: half of each parameter's 28 bytes on each node's cores, and of the copies a
+    rank's part."""
+    ours = Estimates(question().cell, question().gpus, REFERENCES, BACKENDS)
+    host = {name: replace(each, host_bytes=16.0) for name, each in BACKENDS.items()}
+    theirs = Estimates(question().cell, question().gpus, REFERENCES, host)
+    text = '{"backend": "zero3"}'
+    candidate = next(c for c in every() if (c.strategy, c.layout.dp) == ("single", 16))
+    way = ours.figures(candidate.layout.way, candidate.options)
+    seconds = [each.time(candidate.layout, way, text, "") for each in (ours, theirs)]
+    elements = way.elements.ends + way.elements.layer * 8
+    memory = load_cluster(question().cell.cluster).host_memory
+    cores, link = memory.update_bytes_per_s.value, memory.bytes_per_s
+    assert cores is not None
+    assert link is not None
+    nodes = 16 // load_cluster(question().cell.cluster).devices_per_node
+    expected = 28 * elements / nodes / cores + 8 * elements / 16 / link
+    assert seconds[1] - seconds[0] == pytest.approx(expected)
