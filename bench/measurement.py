@@ -33,8 +33,9 @@ class Measurement:
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak; a block's slack is of what its tensor is of.
-        peak_host_memory_bytes: the most that a rank holds in its host's pinned memory, as PyTorch's allocator
-            counts it; node_host_memory_bytes: that the ranks of a node hold together. None: they hold none.
+        peak_host_memory_bytes: the most that a rank holds in its host's memory, what is pinned as PyTorch's
+            allocator counts it; node_host_memory_bytes: that the ranks of a node hold together. None: they
+            hold none.
         by_class: the memory of each class of ranks that run the same program, in set-up and at each traced
             step, where the meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of
             them), ``ranks`` (how many), ``stage`` (of the pipeline), ``step`` (from 1; 0 is set-up, whose
@@ -42,6 +43,9 @@ class Measurement:
             alone; its bytes are those on a card without a limit), ``peak_memory_bytes``, ``peak_phase``,
             ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far), ``allocated_bytes``
             (at the end of the step); where a rank holds any, ``host_memory_bytes`` (pinned so far).
+        imbalance: where sequences are packed of documents, the pairs of a query and a key of the rank that
+            attends to most, over the mean of all ranks.
+            (at the end of the step); where a rank holds any, ``host_memory_bytes`` (the most so far).
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
             stage.
         formula: the closed form of what these send, rows of :meth:`Plan.formula`.
@@ -82,6 +86,7 @@ class Measurement:
     peak_host_memory_bytes: int | None = None
     node_host_memory_bytes: int | None = None
     by_class: list[dict[str, Any]] = field(default_factory=list)
+    imbalance: float | None = None
     communication: list[dict[str, Any]] = field(default_factory=list)
     formula: list[dict[str, Any]] = field(default_factory=list)
     formula_difference: list[dict[str, Any]] = field(default_factory=list)

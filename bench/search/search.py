@@ -136,7 +136,8 @@ class Boundary:
             at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
             if self.programs.model(at) is model:
                 sizes = model.resized(log, at, units)
-                return replay(sizes, log.events, self.capacity).out_of_memory is None
+                found = replay(sizes, log.events, self.capacity, streams=log.streams)
+                return found.out_of_memory is None
         return model(units) <= self.capacity
 
     def probe(self, value: int) -> bool:
