@@ -43,6 +43,8 @@ class Measurement:
             alone; its bytes are those on a card without a limit), ``peak_memory_bytes``, ``peak_phase``,
             ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far), ``allocated_bytes``
             (at the end of the step); where a rank holds any, ``host_memory_bytes`` (the most so far).
+        imbalance: where sequences are packed of documents, the pairs of a query and a key of the rank that
+            attends to most, over the mean of all ranks.
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
             stage.
         formula: the closed form of what these send, rows of :meth:`Plan.formula`.
@@ -83,6 +85,7 @@ class Measurement:
     peak_host_memory_bytes: int | None = None
     node_host_memory_bytes: int | None = None
     by_class: list[dict[str, Any]] = field(default_factory=list)
+    imbalance: float | None = None
     communication: list[dict[str, Any]] = field(default_factory=list)
     formula: list[dict[str, Any]] = field(default_factory=list)
     formula_difference: list[dict[str, Any]] = field(default_factory=list)

@@ -72,6 +72,7 @@ def _measured(entry: Mapping[str, Any], tie: bool | None) -> Iterator[tuple[str,
     yield "reserved GiB", _scaled(entry.get("reserved_memory_bytes"), _GIB)
     yield "host GiB a node", _scaled(entry.get("node_host_memory_bytes"), _GIB)
     yield "sent MiB/GPU", _scaled(entry["sent_bytes"], _MIB)
+    yield "imbalance", entry.get("imbalance") and f"{entry['imbalance']:.2f}"
     same = entry["formula_sent_bytes"] == entry["sent_bytes"]
     yield "by formula", None if same else _scaled(entry["formula_sent_bytes"], _MIB)
     step_time_s = entry.get("step_time_s")

@@ -57,6 +57,7 @@ class _Measured(_Timed, total=False):
     peak_host_memory_bytes: Number | None
     node_host_memory_bytes: Number | None
     by_class: list[_ClassMemory]
+    imbalance: Number | None
     communication: list[_Sent]
     formula: list[_Sent]
     formula_difference: list[dict[str, Any]]

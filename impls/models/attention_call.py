@@ -7,15 +7,17 @@ keys and values, A head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import Attended
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.layout import MeetingKind
+from spbench.impls.models.blocks.packing import PackedSequences
 from spbench.impls.models.blocks.softmax_mixer import FUSED_KERNELS
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.options import check_choices
@@ -30,7 +32,7 @@ _KINDS: Mapping[str, MeetingKind] = {
 
 
 @dataclass(frozen=True)
-class AttentionCallModel(Model):
+class AttentionCallModel(PackedSequences, Model):
     """The options of an attention call.
 
     Attributes:
@@ -40,6 +42,7 @@ class AttentionCallModel(Model):
         attention: the kernel, by whose rates on a card it is timed.
         kind: "causal_attention"; "attention", softmax attention of all to all without a mask, by way of all
             scores; or "linear_attention", causal and without decay, queries and keys by 1 / sqrt(A).
+        documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
     heads: int = 32
@@ -47,6 +50,8 @@ class AttentionCallModel(Model):
     head_size: int = 128
     attention: str = "flash"
     kind: str = "causal_attention"
+    documents: str | Sequence[int] = ()
+    documents_seed: int = 0
 
     sequence_dims: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
     has_weights: ClassVar[bool] = False
@@ -55,6 +60,7 @@ class AttentionCallModel(Model):
         check_choices(self, {"attention": FUSED_KERNELS, "kind": tuple(_KINDS)})
         if self.kind != "causal_attention" and self.groups != self.heads:
             raise ValueError(f"{self.kind} has as many kv_heads as heads {self.heads}; leave them out")
+        self.check_documents()
         if self.heads % self.groups:
             raise ValueError(f"heads {self.heads} are not divisible by kv_heads {self.kv_heads}")
 
@@ -69,7 +75,7 @@ class AttentionCallModel(Model):
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         _one_stage_only(stage)
-        return AttentionCall(strategy, self.kind)
+        return AttentionCall(strategy, self.kind, self.attended(seq_len))
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         return {
@@ -85,7 +91,7 @@ class AttentionCallModel(Model):
         further = {"causal_attention": {"G": self.groups}, "linear_attention": {"D": self.head_size}}
         return [
             Site("given_heads", 1, {"Z": self.heads}),
-            Site(_KINDS[self.kind], 1, dims | further.get(self.kind, {})),
+            Site(_KINDS[self.kind], 1, dims | further.get(self.kind, {}) | self.heeded(seq_len)),
             Site("parameters", 1, {"elements": 0}),
         ]
 
@@ -103,9 +109,11 @@ class AttentionCall(nn.Module):
 
     unbatched: frozenset[str] = frozenset()
 
-    def __init__(self, strategy: Strategy, kind: str):
+    def __init__(self, strategy: Strategy, kind: str, attended: Attended):
         super().__init__()
         self.strategy, self.kind = strategy, kind
+        self.heeded: Any = {} if attended.plain else {"attended": attended}
+        strategy.pack(attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         q, k, v = (inputs[name].transpose(1, 2) for name in "qkv")
@@ -113,9 +121,9 @@ class AttentionCall(nn.Module):
             o = self.strategy.attention(q, k, v, None, dropout=0.0, softmax="fused")
         elif self.kind == "linear_attention":
             scale = q.shape[-1] ** -0.5
-            o = self.strategy.linear_attention(q * scale, k * scale, v, None)
+            o = self.strategy.linear_attention(q * scale, k * scale, v, None, **self.heeded)
         else:
-            o = self.strategy.causal_attention(q, k, v)
+            o = self.strategy.causal_attention(q, k, v, **self.heeded)
         return {"o": o.transpose(1, 2)}
 
 

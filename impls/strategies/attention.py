@@ -105,6 +105,12 @@ class AttentionHooks:
         return self.within.projected_attention(x, heads)
 
     @left_within
+    def attended_pairs(self, attended: Attended, length: int) -> int:
+        """Queries of this rank and keys of any that meet in causal attention, in each of its heads, of a
+        sequence of ``length`` positions."""
+        return attended.pairs([(0, length)])
+
+    @left_within
     def whole_attention(
         self,
         q: Tensor,
