@@ -21,7 +21,7 @@ too: that is an option of models.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,11 @@ class FPDTOptions(UlyssesOptions):
 
     chunk: int | None = None
     offload: bool = True
+
+    @classmethod
+    def searched(cls) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`."""
+        yield {"chunk": 65536}
 
 
 def in_turn(copies: CopyStream, rows: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
