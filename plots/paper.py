@@ -95,8 +95,8 @@ def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
     legend.set_gid(str(rows))
 
 
-def save_as(figure: Figure, path: Path) -> Path:
-    """Write one file, of the type that its name ends in; returns its path.
+def form_of(path: Path) -> str:
+    """The type of files that a path's name ends in.
 
     Raises:
         ValueError: there is no such type.
@@ -104,6 +104,16 @@ def save_as(figure: Figure, path: Path) -> Path:
     form = path.suffix.removeprefix(".")
     if form not in _FORMS:
         raise ValueError(f"{path}: a figure is written as {', '.join(f'.{name}' for name in _FORMS)}")
+    return form
+
+
+def save_as(figure: Figure, path: Path) -> Path:
+    """Write one file, of the type that its name ends in; returns its path.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    form = form_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with house_style():
         figure.savefig(path, metadata=_FORMS[form])

@@ -1,9 +1,10 @@
-"""The questions of docs/advice.md, answered: the best layouts of each, with the seconds that it took.
+"""The questions of docs/advice.md, answered: the best layouts of each, with what the search took.
 
     python scripts/advice_tables.py [NAME...]
 
 writes results/advice/layouts.csv and questions.csv, a line of which is replaced where its question was asked
-again, and the table between the marks of docs/advice.md. Cold: no trace is kept from one run to the next.
+again, and the table between the marks of docs/advice.md. Cold: no trace is kept from one run to the next. The
+seconds of cores are right on any machine; those of the clock are kept where the machine was idle at first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from spbench.bench.advise.question import question
 from spbench.bench.commands.progress import message
 from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.fit.subject import Asked
+from spbench.bench.measuring_code import code_digest
 
 FOLDER = Path("results", "advice")
 PAGE = Path("docs", "advice.md")
@@ -48,7 +50,13 @@ QUESTIONS: Mapping[str, tuple[str, str, int, int, int]] = {
     "8b-64-8k-a100": ("llama3-8b", "dgx-a100", 64, 8 * _K, 4 * _M),
     "8b-64-128k-a100": ("llama3-8b", "dgx-a100", 64, 128 * _K, 4 * _M),
 }
-_COUNTS = ("looked at", "traced with few layers", "of these with all layers")
+_COUNTS = (
+    *("looked at", "cannot be", "need too much by the estimate"),
+    "too slow by the estimate, or too large after traces of their strategy",
+    *("cannot be run", "traced with few layers", "of these with all layers"),
+)
+#: processes that may wait for a core where a machine counts as idle
+_IDLE = 0.5
 
 
 def main(names: Sequence[str]) -> None:
@@ -59,17 +67,20 @@ def main(names: Sequence[str]) -> None:
             os.environ[CACHE_FOLDER] = cache
             settings = {"seq_len": length, "precision": _PRECISION.get(cluster, "bf16")}
             asked = question([model], Asked(cluster, gpus, None, settings), tokens)
+            idle = os.getloadavg()[0] < _IDLE
             (answer,) = answered([asked], say=message)
-        keep(name, answer)
+        keep(name, answer, idle)
     write_page()
 
 
-def keep(name: str, answer: Advice) -> None:
-    """Put an answer into the files."""
+def keep(name: str, answer: Advice, idle: bool) -> None:
+    """Put an answer into the files; its seconds by the clock where the machine was idle."""
     of_question = {
         "name": name,
         **answer.asked,
-        "seconds": round(answer.seconds, 1),
+        "seconds": round(answer.seconds, 1) if idle else "",
+        "cpu_s": round(answer.cpu_s, 1),
+        "code": code_digest(),
         **{what: answer.found.counts[what] for what in _COUNTS},
         "why": answer.why(),
     }
@@ -84,7 +95,8 @@ def _replace(path: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
     every = sorted([*kept, *lines], key=lambda line: order.index(line["name"]))
     if every:
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(every[0]), lineterminator="\n")
+            columns = [*dict.fromkeys(name for line in every for name in line)]
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(every)
 
@@ -104,15 +116,14 @@ def write_page() -> None:
         best.setdefault(line["name"], line)
         if line["tie"] == "True":
             ties.setdefault(line["name"], []).append(f"{line['strategy']} {line['mesh']}")
-    rows = [
-        "| model | GPUs | length | best | step | tokens/s a GPU | MFU | tie with | layouts | traced | took |"
-    ]
-    rows.append("| --- " * 11 + "|")
+    heads = ["model", "GPUs", "length", "best", "step", "floors: compute, links", "tokens/s a GPU", "MFU"]
+    heads += ["tie with", "layouts", "too large", "too slow", "traced", "whole", "s of cores", "s"]
+    rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for line in _read(FOLDER / "questions.csv"):
         found = best.get(line["name"])
         cells = [line["model"], f"{line['gpus']} {line['cluster']}", line["seq_len"]]
         if found is None:
-            cells += ["nothing fits", "", "", "", ""]
+            cells += ["nothing fits", *[""] * 5]
         else:
             rate = float(found["tokens_per_s"]) / int(line["gpus"])
             others = [
@@ -121,11 +132,14 @@ def write_page() -> None:
             cells += [
                 f"{found['strategy']} {found['mesh']}, {found['backend']}",
                 f"{float(found['step_time_s']):.3g} s",
+                f"{float(found['compute_floor_s'] or 0):.3g}, {float(found['links_floor_s'] or 0):.3g} s",
                 f"{rate:.3g}",
                 f"{float(found['mfu']):.0%}" if found["mfu"] else "",
                 ", ".join(others),
             ]
-        cells += [line["looked at"], line["traced with few layers"], f"{float(line['seconds']):.0f} s"]
+        looked_at, _, too_large, too_slow, _, traced, whole = (line[name] for name in _COUNTS)
+        seconds = [f"{float(line[name]):.0f}" if line[name] else "" for name in ("cpu_s", "seconds")]
+        cells += [looked_at, too_large, too_slow, traced, whole, *seconds]
         rows.append(f"| {' | '.join(cells)} |")
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)

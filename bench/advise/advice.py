@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from spbench.bench.advise.findings import Found, Seen
+from spbench.bench.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.advise.question import Question
 from spbench.bench.cell import Cell
 from spbench.bench.config.changes import written
@@ -33,12 +34,14 @@ class Advice:
     """The answer to one question.
 
     Attributes:
-        seconds: that the search took.
+        seconds, cpu_s: that the search took, and of cores: its own and those of its looks, when these were
+            taken.
     """
 
     question: Question
     found: Found
     seconds: float
+    cpu_s: float = 0.0
 
     @property
     def ranked(self) -> list[Seen]:
@@ -64,9 +67,8 @@ class Advice:
         cell = self.question.cell
         return {
             "model": cell.model,
-            "cluster": cell.cluster,
-            "gpus": self.question.gpus,
-            "seq_len": cell.seq_len,
+            "cluster": self.question.cluster,
+            **self.question.place,
             "batch": cell.batch,
         }
 
@@ -100,6 +102,8 @@ class Advice:
             "exposed_communication": breakdown["exposed_communication_s"] / step,
             "bubble": breakdown["bubble_s"] / step,
             "bound": measured["bound"],
+            "compute_floor_s": compute_floor_s(measured),
+            "links_floor_s": links_floor_s(cell, measured),
             "cell": cell.key,
         }
 
@@ -108,6 +112,32 @@ class Advice:
         row = {"cell": seen.cell.model_dump(), "measurement": seen.outcome.measurement}
         found: Mapping[str, Any] = with_band(row)["measurement"]
         return found
+
+    def bars(self) -> list[dict[str, Any]]:
+        """The records, with the seconds of a step by what they are spent on, in words."""
+        return [
+            {**record, "parts": {words: _parts(seen)[name] for name, words in _PARTS.items()}}
+            for seen, record in zip(self.ranked, self.records(), strict=True)
+        ]
+
+    def point(self) -> dict[str, Any]:
+        """Of a map: the winner's strategy, "" where nothing fits, and whether another one ties with it."""
+        winner = self.winner
+        strategy = winner.cell.strategy if winner else ""
+        others = [s for s in self.found.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]
+        return {
+            **self.asked,
+            "strategy": strategy,
+            "mesh": winner.cell.mesh_text if winner else "",
+            "tie": bool(others),
+            "tokens_per_s": winner.outcome.measurement["tokens_per_s"] if winner else None,
+        }
+
+    def in_words(self) -> str:
+        """The question."""
+        cell = self.question.cell
+        sequences = f"{cell.batch} sequences of {cell.seq_len}"
+        return f"{cell.model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
 
     def why(self) -> str:
         """Why the winner is before the best of the next strategy, in a sentence with numbers; "" where there

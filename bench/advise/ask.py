@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 from spbench.bench.advise.advice import Advice
 from spbench.bench.advise.findings import Found
-from spbench.bench.advise.looks import look
+from spbench.bench.advise.looks import Looks
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.search import Search
 from spbench.bench.errors import UserError
-from spbench.bench.fit.answers import Answers
+from spbench.bench.workers.executor import Executor
 
 
 def answered(
-    questions: Sequence[Question], jobs: int | None = None, say: Callable[[str], None] = lambda text: None
+    questions: Sequence[Question],
+    jobs: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    executor: Executor | None = None,
 ) -> Iterator[Advice]:
     """The answers, each as soon as it is there. Of several questions one without any layout has an answer
     that says so.
@@ -23,17 +26,19 @@ def answered(
     Args:
         jobs: workers; None: one a usable core.
         say: told what is done.
+        executor: where layouts are traced; None: here.
 
     Raises:
         UserError: no layout of the only question is possible.
     """
-    with Answers(look, jobs) as answers:
+    with Looks(jobs, executor) as answers:
         for question in questions:
-            begun = time.monotonic()
+            begun, cpu_s = time.monotonic(), time.process_time() + answers.cpu_s
             try:
                 found = Search(question, answers, say).run()
             except UserError as error:
                 if len(questions) == 1:
                     raise
                 found = Found(impossible=str(error))
-            yield Advice(question, found, time.monotonic() - begun)
+            cpu_s = time.process_time() + answers.cpu_s - cpu_s
+            yield Advice(question, found, time.monotonic() - begun, cpu_s)

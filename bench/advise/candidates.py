@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,8 +30,13 @@ from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
 
 #: seconds may be off by this much more than what was learned says, and by this much for each doubling of
-#: ranks along an axis from what was traced; bytes by this much
+#: ranks along an axis from what was traced, and for a backend and a size of micro-batches that were traced
+#: nowhere; bytes by this much
 _MARGIN, _MARGIN_OF_STEP, _MARGIN_OF_BYTES = 1.03, 1.08, 1.1
+#: a layout whose estimated bytes are so much less than a card has surely fits
+_SURELY = 2.0
+#: what became of layouts that take longer than another that surely fits
+SLOWER = "slower than with other settings that surely fit"
 #: weights of the pull of factors to 1
 _PULL_OF_WAY, _PULL = 1e-3, 0.3
 
@@ -103,29 +109,42 @@ def candidates(
     estimates: Estimates,
     savings: Mapping[str, Mapping[str, Any]],
     refused: Refused,
+    usable: float = 0.0,
+    left_out: Counter[str] | None = None,
 ) -> Iterator[Candidate]:
-    """All layouts of a question, with every backend and saving that there is a figure of.
+    """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
+    backend none that takes longer by the estimate than another that surely fits.
 
     Args:
         savings: settings of the model by their text.
         refused: takes what cannot be.
+        usable: bytes of a card that tensors can have; 0: nothing surely fits.
+        left_out: counts those that take longer, as :data:`SLOWER`.
     """
     forward_only = question.cell.training.step == "inference"
-    backends = {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
+    known = {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
+    backends = [known[text] for text in estimates.backends]
+    pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
+    settings = [savings[text] for text in estimates.references]
     for way in ways(question):
         made = _figures(estimates, way, refused)
         if made is None:
             continue
         figures, options = made
         for layout in layouts(question, way, estimates.layers, refused):
-            for text in estimates.backends:
-                training = backends[text]
-                if layout.pp > 1 and not (training and backend_class(training["backend"]).pipelined):
+            times, memories = estimates.times(layout, figures), estimates.memories(layout, figures)
+            # of each backend the shortest time with which it surely fits
+            surely = np.where(memories * _SURELY <= usable, times, np.inf).min(axis=1, initial=np.inf)
+            for row, training in enumerate(backends):
+                if layout.pp > 1 and not pipelined[row]:
                     continue
-                for saving in estimates.references:
-                    seconds = estimates.time(layout, figures, text, saving)
-                    nbytes = estimates.memory(layout, figures, text, saving)
-                    yield Candidate(layout, options, training, savings[saving], seconds, nbytes)
+                for at, (seconds, nbytes) in enumerate(zip(times[row], memories[row], strict=True)):
+                    if seconds <= surely[row]:
+                        yield Candidate(
+                            layout, options, training, settings[at], float(seconds), float(nbytes)
+                        )
+                    elif left_out is not None:
+                        left_out[SLOWER] += 1
 
 
 def _figures(estimates: Estimates, way: Way, refused: Refused) -> tuple[WayFigures, Mapping[str, Any]] | None:
@@ -198,7 +217,8 @@ class Learned:
         """Seconds that a candidate takes at the least, of a strategy of which layouts were traced."""
         near = self._near(candidate.layout.way)
         assert near is not None
-        return self.expected_s(candidate) / (_MARGIN * _MARGIN_OF_STEP ** near[1])
+        unknown = sum(each not in self._of_variants for each in candidate.variants)
+        return self.expected_s(candidate) / (_MARGIN * _MARGIN_OF_STEP ** (near[1] + unknown))
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the least: by traces of the same way and backend, or else by the

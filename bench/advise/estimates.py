@@ -119,7 +119,7 @@ class Estimates:
         #: of layers, one of which is what figures here are of
         self.periods = self.layers / model.period
         self._known: dict[tuple[Any, ...], float] = {}
-        self._of_backends: dict[tuple[Way, int, int, str], tuple[float, float]] = {}
+        self._of_backends: dict[tuple[Way, int, int], np.ndarray] = {}
 
     @cached_property
     def _costs(self) -> Costs:
@@ -190,38 +190,40 @@ class Estimates:
             return 0.0
         return max(self._costs.collectives(collective, nbytes, groups.tolist()))
 
-    def time(self, layout: Layout, way: WayFigures, backend: str, saving: str) -> float:
-        """Seconds of a step."""
+    def times(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Seconds of a step, for each backend (rows) and saving (columns)."""
         batch, _ = self.cell.shape
-        reference, ranks, b = self.references[saving], layout.way.ranks, layout.micro_batch
+        ranks, b = layout.way.ranks, layout.micro_batch
         parts = batch // (layout.dp * b)
-        layer = b * (reference.seconds.layer / ranks + way.sent_s.layer)
-        ends = b * (reference.seconds.ends / ranks + way.sent_s.ends)
+        layer_s, ends_s, _, _ = self._of_savings
+        layer = b * (layer_s / ranks + way.sent_s.layer)
+        ends = b * (ends_s / ranks + way.sent_s.ends)
         stage = self.periods / layout.pp * layer
-        slowest = stage + (ends if layout.pp > 1 else 0.0)
-        fill = (layout.pp - 1) * stage / layout.virtual_stages
-        computing = parts * (slowest if layout.pp > 1 else stage + ends) + fill
-        seconds = computing + self._backend_s(layout, way, backend, computing / parts, parts)
-        return seconds + self._host_s(layout, way, backend)
+        computing = parts * (stage + ends) + (layout.pp - 1) * stage / layout.virtual_stages
+        key = (layout.way, layout.dp, layout.pp)
+        if key not in self._of_backends:
+            sent = [self._replicas_s(layout, way, backend) for backend in self.backends]
+            self._of_backends[key] = np.array(sent, dtype=float).reshape(-1, 2).T[:, :, None]
+        once, each = self._of_backends[key]
+        part = computing[None] / parts
+        sums = np.maximum(0.0, once - _HIDDEN_ONCE * part)
+        sent_s = sums + parts * np.maximum(0.0, each - _HIDDEN_EACH * part)
+        found: np.ndarray = computing + sent_s + self._host_s(layout, way)[:, None]
+        return found
 
-    def _host_s(self, layout: Layout, way: WayFigures, backend: str) -> float:
-        """Seconds of an update on the host and of its copies; all ranks of a node update at once."""
-        figures, cluster = self.backends[backend], load_cluster(self.cell.cluster)
-        if not figures.host_bytes:
-            return 0.0
-        host = cluster.host_memory
-        held = figures.host_bytes * self._elements(layout, way)
-        held /= layout.dp * ranks_along(way.alike, layout.sizes)
+    def _host_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Seconds of an update on the host and of its copies, for each backend; all ranks of a node update at
+        once."""
+        cluster = load_cluster(self.cell.cluster)
+        host, of_parameter = cluster.host_memory, [each.host_bytes for each in self.backends.values()]
+        sharing = layout.dp * ranks_along(way.alike, layout.sizes)
+        held = np.array(of_parameter, dtype=float) * self._elements(layout, way) / sharing
+        if not held.any():
+            return held
         on_node = held * min(self.gpus, cluster.devices_per_node)
         updated = _UPDATED * on_node / (host.update_bytes_per_s.value or float("inf"))
-        return updated + _COPIED * held / (host.bytes_per_s or float("inf"))
-
-    def _backend_s(self, layout: Layout, way: WayFigures, backend: str, part_s: float, parts: int) -> float:
-        key = (layout.way, layout.dp, layout.pp, backend)
-        if key not in self._of_backends:
-            self._of_backends[key] = self._replicas_s(layout, way, backend)
-        once, each = self._of_backends[key]
-        return max(0.0, once - _HIDDEN_ONCE * part_s) + parts * max(0.0, each - _HIDDEN_EACH * part_s)
+        seconds: np.ndarray = updated + _COPIED * held / (host.bytes_per_s or float("inf"))
+        return seconds
 
     def _replicas_s(self, layout: Layout, way: WayFigures, backend: str) -> tuple[float, float]:
         """Seconds of what a backend sends once a step, and with each micro-batch."""
@@ -239,15 +241,24 @@ class Estimates:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
         return way.elements.layer * self.periods / layout.pp + ends
 
-    def memory(self, layout: Layout, way: WayFigures, backend: str, saving: str) -> float:
-        """Bytes of the fullest rank at its peak."""
-        figures, reference = self.backends[backend], self.references[saving]
-        states = figures.whole_bytes + figures.shared_bytes / layout.dp / ranks_along(way.alike, layout.sizes)
+    def memories(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Bytes of the fullest rank at its peak, for each backend (rows) and saving (columns)."""
+        sharing = layout.dp * ranks_along(way.alike, layout.sizes)
+        states = np.array([each.whole_bytes + each.shared_bytes / sharing for each in self.backends.values()])
         batch, _ = self.cell.shape
         at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
-        sample = self.periods / layout.pp * reference.activation_bytes.layer * at_once
-        sample += reference.activation_bytes.ends
-        return states * self._elements(layout, way) + layout.micro_batch * sample / layout.way.ranks
+        _, _, layer, ends = self._of_savings
+        sample = self.periods / layout.pp * layer * at_once + ends
+        activations = layout.micro_batch * sample / layout.way.ranks
+        found: np.ndarray = states[:, None] * self._elements(layout, way) + activations
+        return found
+
+    @cached_property
+    def _of_savings(self) -> np.ndarray:
+        """Of each saving: seconds of a layer and of the ends, bytes of a layer and of the ends."""
+        depths = [(each.seconds, each.activation_bytes) for each in self.references.values()]
+        rows = [(s.layer, s.ends, b.layer, b.ends) for s, b in depths]
+        return np.array(rows, dtype=float).T
 
 
 def at_depth(cell: Cell, layers: int) -> Cell:

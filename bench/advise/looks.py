@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.fit.answers import Answers
 from spbench.bench.measurement import Measurement, Outcome
+from spbench.bench.workers.executor import Executor
 
 #: "small": the cell as it is, timed whatever it needs; "few_layers", "all_layers": see :mod:`.extrapolated`
 Depth = Literal["small", "few_layers", "all_layers"]
+
+#: under this name a measurement's ``meters`` have what the look itself took
+LOOK = "look"
 
 
 class Look(Cell):
@@ -30,11 +35,15 @@ class Look(Cell):
 
 
 def look(cell: Cell) -> Measurement:
-    """What a worker runs; torch is imported there. See :func:`spbench.bench.advise.extrapolated.look`."""
+    """What a worker runs; torch is imported there. See :func:`spbench.bench.advise.extrapolated.look`. The
+    measurement has the seconds of a core that it took, which do not depend on what else a machine does."""
     from spbench.bench.advise.extrapolated import look as run
 
     assert isinstance(cell, Look)
-    return run(cell.cell, cell.depth)
+    begun = time.process_time()
+    found = run(cell.cell, cell.depth)
+    found.meters[LOOK] = {"cpu_s": time.process_time() - begun}
+    return found
 
 
 def outcomes(answers: Answers, looks: Sequence[Look]) -> Iterator[tuple[Look, Outcome]]:
@@ -49,3 +58,22 @@ def outcomes(answers: Answers, looks: Sequence[Look]) -> Iterator[tuple[Look, Ou
         if outcome.status not in ("ok", "oom", "unsupported"):
             raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
         yield by_key[cell.key], outcome
+
+
+class Looks(Answers):
+    """Takes looks by workers.
+
+    Attributes:
+        cpu_s: seconds of a core that the looks took, when they were taken; some may be kept from earlier.
+    """
+
+    def __init__(self, jobs: int | None = None, executor: Executor | None = None):
+        super().__init__(look, jobs, executor)
+        self.cpu_s = 0.0
+
+    def __call__(
+        self, cells: Sequence[Cell], enough: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Cell, Outcome]]:
+        for cell, outcome in super().__call__(cells, enough):
+            self.cpu_s += outcome.measurement.get("meters", {}).get(LOOK, {}).get("cpu_s", 0.0)
+            yield cell, outcome

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.clusters.changed_figures import changed_cluster
+from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.config.changes import written
 from spbench.bench.config.choices import names, unknown
 from spbench.bench.counts import MOST_RANKS
 from spbench.bench.engines.step_times import can_time
@@ -32,6 +36,7 @@ class Question:
         without: strategies and backends that a layout must not have, also around or within others.
         fixed: ranks along axes, or micro_batch, that are given.
         remarks: on how it was made, one a line.
+        figures: of the cluster that were changed, as ``--set`` takes them.
     """
 
     cell: Cell
@@ -40,6 +45,30 @@ class Question:
     without: Sequence[str] = ()
     fixed: Mapping[str, int] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+    figures: str = ""
+
+    def with_figures(self, figures: Mapping[str, str]) -> Question:
+        """The question on a cluster with other figures, by dotted name.
+
+        Raises:
+            UserError: the cluster has no such figure, or a value is none.
+        """
+        if not figures:
+            return self
+        path = changed_cluster(self.cell.cluster, figures)
+        cell = self.cell.model_copy(update={"cluster": path})
+        return replace(self, cell=cell, figures=written(figures))
+
+    @property
+    def cluster(self) -> str:
+        """Its name, with the figures that were changed."""
+        name = self.cell.cluster
+        return load_cluster(name).about if self.figures else name
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What of it several questions may differ in."""
+        return {"gpus": self.gpus, "seq_len": self.cell.seq_len, "figures": self.figures}
 
     def allows(self, strategy: str) -> bool:
         """Whether a strategy may be among the answers."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.advise.estimates import BackendFigures, Depths, Reference, at_depth
@@ -38,16 +38,34 @@ def as_text(settings: Mapping[str, Any]) -> str:
 
 
 def savings_of(question: Question) -> dict[str, dict[str, Any]]:
-    """The settings of the model that take less memory whatever the stages, alone and two of other options
-    together, by their text; the first: none."""
+    """The settings of the model that take less memory whatever the stages, by their text: none, each alone,
+    two of other options together, and as many together as there can be."""
     model = model_preset(*question.cell.model_arguments)
     of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
-    alone = {text: found for text, found in of_stages[0].items() if all(text in each for each in of_stages)}
-    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}, **alone}
-    for one, other in itertools.combinations(alone.values(), 2):
-        if not one.keys() & other.keys():
-            found[as_text({**one, **other})] = {**one, **other}
+    alone = [each for text, each in of_stages[0].items() if all(text in others for others in of_stages)]
+    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
+    for together in [*_apart(alone, 1), *_apart(alone, 2), *_most(alone)]:
+        options = {name: value for each in together for name, value in each.items()}
+        found.setdefault(as_text(options), options)
     return found
+
+
+def _apart(settings: Sequence[Mapping[str, Any]], n: int) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """So many settings together that have no option in common."""
+    for chosen in itertools.combinations(settings, n):
+        if len({name for each in chosen for name in each}) == sum(map(len, chosen)):
+            yield chosen
+
+
+def _most(settings: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """With each of the settings, the last of the others first, as many as have no option in common: what
+    takes least memory is last."""
+    for first in settings:
+        chosen = [first]
+        for each in reversed(settings):
+            if not any(each.keys() & other.keys() for other in chosen):
+                chosen.append(each)
+        yield sorted(chosen, key=settings.index)
 
 
 def cell_of(

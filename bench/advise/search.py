@@ -9,11 +9,12 @@ many traces in a row have gained the best nothing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from spbench.bench.advise.candidates import Candidate, Learned, candidates, ordered
+from spbench.bench.advise.candidates import SLOWER, Candidate, Learned, candidates, ordered
 from spbench.bench.advise.estimates import Estimates
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.layouts import Way, strategy_settings
@@ -62,6 +63,8 @@ class Search:
         self.most_bytes = self.usable
         self.found = Found()
         self.seen: dict[str, Seen] = {}
+        #: by strategy, how much longer steps were by traces of all layers than by those of few
+        self.longer: dict[str, list[float]] = {}
         self.learned = Learned()
 
     def run(self) -> Found:
@@ -74,14 +77,16 @@ class Search:
         savings = savings_of(self.question)
         known = references(self.question, self.answers, savings)
         estimates = Estimates(self.question.cell, self.question.gpus, *known)
-        every = [*candidates(self.question, estimates, savings, self.found.refused)]
-        refused = self.found.refused.reasons
+        counts = self.found.counts
+        refusing = self.found.refused
+        every = [*candidates(self.question, estimates, savings, refusing, self.usable, counts)]
+        refused = refusing.reasons
         if not every:
             reasons = Counter(refused.values()).most_common(1)
             why = f": {reasons[0][0]}" if reasons else "; see --only, --without and --fixed"
             raise UserError(f"no layout of {self.question.gpus} GPUs is possible{why}")
-        counts = self.found.counts
-        counts["looked at"], counts["cannot be"] = len(every) + len(refused), len(refused)
+        counts["cannot be"] = len(refused)
+        counts["looked at"] = len(every) + counts[SLOWER] + len(refused)
         waiting = [c for c in every if c.estimated_bytes <= _TOO_LARGE * self.usable]
         if not waiting:  # the nearest that would fit is asked for
             waiting = sorted(every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
@@ -155,40 +160,68 @@ class Search:
                 self.found.counts["cannot be run"] += 1
                 self.seen.pop(cell.key, None)
             else:
+                if depth == "all_layers" and (few := self.seen.get(cell.key)):
+                    ratio = outcome.measurement["step_time_s"] / few.step_s
+                    self.longer.setdefault(cell.strategy, []).append(ratio)
                 self.seen[cell.key] = Seen(cell, outcome, depth)
                 found.append(self.seen[cell.key])
         return found
 
     def fitting(self) -> list[Seen]:
         """The cells that fit, the fastest first."""
-        return sorted((s for s in self.seen.values() if s.fits), key=lambda s: s.step_s)
+        return sorted((s for s in self.seen.values() if s.fits), key=self._least_whole_s)
+
+    def _least_whole_s(self, seen: Seen) -> float:
+        """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
+        longer than by few layers, as where the host falls behind, so will this one."""
+        known = self.longer.get(seen.cell.strategy, ())
+        few = seen.depth != "all_layers" and len(known) > 1
+        return seen.step_s * (min(known) if few else 1.0)
 
     # -- all layers ------------------------------------------------------------------------------------
 
     def _whole(self) -> None:
-        """Trace the best with all layers, until the best :data:`BEST` are."""
-        while chosen := [s.cell for s in self._best_layouts()[:BEST] if s.depth != "all_layers"]:
+        """Trace the best with all layers, until the best :data:`BEST` are; a worker that would have nothing
+        to do takes the next, which may yet come among them."""
+        while wanted := sum(s.depth != "all_layers" for s in self._best_layouts()[:BEST]):
+            waiting = [s.cell for s in self._best_layouts() if s.depth != "all_layers"]
+            chosen = waiting[: math.ceil(wanted / self.answers.jobs) * self.answers.jobs]
             self.say(f"tracing {len(chosen)} of the best with all layers")
             self._traced(chosen, "all_layers")
 
     def _polish(self) -> None:
-        """Look at single changes of the best: other settings of its strategy, another order of the mesh, a
-        part of the layers computed again."""
+        """Look at single changes of the best: other settings of its strategy, another order of the mesh, and
+        a part of the layers computed again, where all are."""
         fitting = self.fitting()
         if not fitting:
             return
-        cells: dict[str, Cell] = {}
         best = fitting[0].cell
-        for settings in self._changes(best):
+        changes = self._changed(best, self._changes(best))
+        self.say(f"{len(changes)} single changes of the best")
+        self._changes_looked_at(changes)
+        waiting = self._changed(best, self._partial(best))
+        while waiting:
+            begun = waiting[: self.answers.jobs]
+            self._changes_looked_at(begun)
+            if any((seen := self.seen.get(cell.key)) and seen.fits for cell in begun):
+                break  # the next ones save more memory, and take longer
+            waiting = waiting[len(begun) :]
+
+    def _changed(self, cell: Cell, changes: Iterator[dict[str, Any]]) -> list[Cell]:
+        """The cell with each of these changes that can be, and was not seen."""
+        cells: dict[str, Cell] = {}
+        for settings in changes:
             try:
-                made = changed(best, settings)
+                made = changed(cell, settings)
             except UserError:
                 continue
             if made.key not in self.seen:
                 cells[made.key] = made
-        self.say(f"{len(cells)} single changes of the best")
+        return [*cells.values()]
+
+    def _changes_looked_at(self, cells: Sequence[Cell]) -> None:
         self.found.counts["looked at"] += len(cells)
-        self._traced([*cells.values()], "few_layers")
+        self._traced(cells, "few_layers")
 
     def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
         for options in strategy_settings(cell.strategy)[1:]:
@@ -197,15 +230,14 @@ class Search:
         for order in _OTHER_ORDERS:
             if (mesh := ordered(sizes, order)) != cell.mesh:
                 yield {"mesh": mesh}
-        for saving in self._partial(cell):
-            yield {f"model_options.{name}": value for name, value in saving.items()}
 
-    def _partial(self, cell: Cell) -> Iterator[Mapping[str, Any]]:
-        """Of a cell that saves memory, what saves less of it."""
-        if cell.model_options != self.question.cell.model_options:
-            model = model_preset(*self.question.cell.model_arguments)
-            for each in model.savings(cell.sizes.pp * cell.training.virtual_stages):
-                yield each.options
+    def _partial(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        """Of a cell that saves memory, what saves less of it and takes less time, the cheapest first."""
+        model = model_preset(*self.question.cell.model_arguments)
+        savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
+        own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
+        for saving in savings[: own[-1]] if own else []:
+            yield {f"model_options.{name}": value for name, value in saving.items()}
 
     # -- the end ---------------------------------------------------------------------------------------
 

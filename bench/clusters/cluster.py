@@ -212,6 +212,12 @@ class Cluster(StrictModel):
         share = products.share if products else self.device.compute_efficiency
         return "datasheet" if share.value is None else "sourced"
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """What a file of this cluster holds, without ``extends``; whole numbers as keys stay such, which JSON
+        has not."""
+        return self.model_dump(exclude={"name"})
+
     def sourced(self) -> Iterator[tuple[str, Sourced[Any]]]:
         """Every rate and limit under its key path, as device.memory_total_bytes."""
         return _sourced(self, "")

@@ -14,6 +14,8 @@ from spbench.bench.commands.options import (
     Counts,
     Length,
     changes,
+    executor,
+    files_of,
     jobs,
     many,
     path_option,
@@ -42,14 +44,16 @@ if TYPE_CHECKING:
 @click.option("--batch", type=click.IntRange(min=1), help="Samples of the whole batch instead.")
 @many("--only", WORDS, "Only these strategies, such as ulysses+ring_attention, and these backends.")
 @many("--without", WORDS, "None of these strategies, alone or around others, and none of these backends.")
+@files_of("strategy", "A file of yours whose strategies are searched too; give it once for each.")
 @many("--fixed", SETTINGS, "Ranks along an axis that are given, as tp=8; also micro_batch=1.")
 @changes
 @many(
     "--why", SETTINGS, "Say why layouts with so many ranks along an axis, as tp=16, are not among the best."
 )
-@path_option("--figure", "Draw which strategy wins where, of several --gpus or --seq-len, into this file.")
+@path_option("--figure", "Draw the best layouts, or of several questions which strategy wins where, here.")
 @path_option("--output", "Write the best layouts as a scenario, to run, verify, trace and ask fit about.")
 @jobs
+@executor
 @printed
 def command(
     subject: tuple[str, ...],
@@ -66,16 +70,22 @@ def command(
     figure: Path | None,
     output: Path | None,
     jobs: int | None,
+    executor: str | None,
 ) -> Output:
     """Say which layout of a model is the fastest that fits: strategies, ranks along each axis, backend,
     micro-batches and recomputation.
 
     Layouts are estimated, the promising ones traced with few layers and the best with all. Times that differ
-    by less than the errors of such predictions are a tie, and the simplest of them is named first.
+    by less than the errors of such predictions are a tie, and the simplest of them is named first. --set also
+    takes a figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What
+    was traced is kept, so that the same command goes on where it was stopped.
     """
     from spbench.bench.advise.ask import answered
     from spbench.bench.advise.question import question, whole_numbers
+    from spbench.bench.advise.turns import varying
+    from spbench.bench.clusters.changed_figures import is_figure, sweep
     from spbench.bench.commands.advise_report import report
+    from spbench.bench.commands.execution import opened_executor
     from spbench.bench.config.changes import given
     from spbench.bench.errors import UserError
     from spbench.bench.fit.subject import Asked
@@ -83,17 +93,33 @@ def command(
     if batch is not None and batch_tokens is not None:
         raise UserError("--batch and --batch-tokens say the same: give one")
     reasons_of = whole_numbers("--why", why)
-    settings = given(changes)
+    of_cluster = [(name, text) for name, text in changes if is_figure(name)]
+    settings = given([pair for pair in changes if pair not in of_cluster])
     if batch is not None:
         settings["batch"] = batch
     questions: list[Question] = []
     for length, n in itertools.product(seq_len or [None], gpus or [None]):
         own = settings if length is None else {**settings, "seq_len": length}
-        asked = Asked(cluster, n, None, own)
-        questions.append(question(subject, asked, batch_tokens, only, without, fixed))
+        asked = question(subject, Asked(cluster, n, None, own), batch_tokens, only, without, fixed)
+        questions += [asked.with_figures(figures) for figures in sweep(of_cluster)]
+    varying([each.place for each in questions])
+    if figure is not None:
+        _check_form(figure)
     answers = []
-    for answer in answered(questions, jobs, message):
-        answers.append(answer)
+    with opened_executor(executor) as there:
+        for answer in answered(questions, jobs, message, there):
+            answers.append(answer)
         if len(questions) > 1:
             message(f"[{len(answers)}/{len(questions)}] answered in {answer.seconds:.0f} s")
     return report(answers, reasons_of, figure, output)
+
+
+def _check_form(figure: Path) -> None:
+    """Raises a UserError where no figure can be written so, before the search that it is of."""
+    from spbench.bench.errors import UserError
+    from spbench.plots.paper import form_of
+
+    try:
+        form_of(figure)
+    except ValueError as error:
+        raise UserError(f"--figure {error}") from error

@@ -8,9 +8,11 @@ from typing import Any
 
 from spbench.bench.advise.advice import Advice, scenario_text
 from spbench.bench.advise.findings import Seen
+from spbench.bench.advise.turns import turns
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.commands.output import Output, Table
+from spbench.bench.errors import UserError
 from spbench.bench.jobs import FLAGS
 from spbench.bench.jobs.flags import program_flags
 from spbench.bench.trust.bands import TIE, shown_band
@@ -30,13 +32,14 @@ def report(
 
     Args:
         why: ranks along axes that are asked about.
-        figure: a map of several answers is drawn there.
+        figure: the layouts of one answer, or a map of several, are drawn there.
         output: the best layouts are written there, as a scenario.
     """
     files = []
     sections: list[Table | str] = []
     if len(answers) > 1:
         sections.append(_map(answers))
+        sections += ["\n".join(lines)] if (lines := [*turns([each.point() for each in answers])]) else []
     for answer in answers:
         sections += _sections(answer)
         if why:
@@ -45,9 +48,7 @@ def report(
         cells = [seen.cell for answer in answers for seen in answer.ranked]
         files.append(write_whole(output, scenario_text(cells, "The best layouts of spbench advise")))
     if figure is not None:
-        from spbench.plots.advice import draw_advice
-
-        files.append(draw_advice([_point(answer) for answer in answers], figure))
+        files.append(_drawn(answers, figure))
     records = [line for answer in answers for line in answer.table()]
     content = [
         {
@@ -60,11 +61,25 @@ def report(
             "counts": dict(answer.found.counts),
             "refused": answer.found.refused.reasons,
             "seconds": answer.seconds,
+            "cpu_s": answer.cpu_s,
         }
         for answer in answers
     ]
     notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
     return Output(sections, content, records, notes=notes, files=files)
+
+
+def _drawn(answers: Sequence[Advice], path: Path) -> Path:
+    """The layouts of one answer, or a map of several, in a file."""
+    from spbench.plots.advice import draw_advice
+    from spbench.plots.layouts import draw_layouts
+
+    if len(answers) > 1:
+        return draw_advice([answer.point() for answer in answers], path)
+    (answer,) = answers
+    if answer.winner is None:
+        raise UserError(f"--figure {path}: nothing fits, so there is nothing to draw")
+    return draw_layouts(answer.in_words(), answer.bars(), path)
 
 
 def _brief(seen: Seen) -> dict[str, Any]:
@@ -78,33 +93,17 @@ def _brief(seen: Seen) -> dict[str, Any]:
     }
 
 
-def _point(answer: Advice) -> dict[str, Any]:
-    """Of a map: the winner's strategy, "" where nothing fits, and whether the next strategy ties with it."""
-    winner = answer.winner
-    of_others = [
-        seen
-        for seen in answer.found.of_strategies
-        if winner and seen.cell.strategy != winner.cell.strategy and answer.is_tie(seen)
-    ]
-    return {
-        **answer.asked,
-        "strategy": winner.cell.strategy if winner else "",
-        "mesh": winner.cell.mesh_text if winner else "",
-        "tie": bool(of_others),
-        "tokens_per_s": winner.outcome.measurement["tokens_per_s"] if winner else None,
-    }
-
-
 def _map(answers: Sequence[Advice]) -> Table:
     lines = []
     for answer in answers:
-        point = _point(answer)
+        point = answer.point()
         rate = point["tokens_per_s"]
         lines.append(
             {
                 "GPUs": point["gpus"],
                 "length": point["seq_len"],
                 "batch": point["batch"],
+                **({"cluster": point["figures"]} if any(each.question.figures for each in answers) else {}),
                 "best": _best(answer),
                 "": TIE if point["tie"] else "",
                 "tokens/s a GPU": f"{rate / point['gpus']:.3g}" if rate else None,
@@ -122,9 +121,8 @@ def _best(answer: Advice) -> str:
 
 
 def _sections(answer: Advice) -> Iterator[Table | str]:
-    question, found = answer.question, answer.found
-    cell = question.cell
-    asked = f"{cell.model}, {question.gpus} GPUs of {cell.cluster}, {cell.batch} sequences of {cell.seq_len}"
+    found = answer.found
+    asked = answer.in_words()
     winner = answer.winner
     if found.impossible:
         yield f"{asked}: {found.impossible}"
@@ -139,7 +137,7 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
         yield "\n".join(_as_jobs(winner.cell))
     counts = found.counts
     yield (
-        f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s: "
+        f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s ({answer.cpu_s:.0f} s of cores): "
         + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
     )
 
@@ -173,7 +171,13 @@ def _lines(answer: Advice) -> Iterator[dict[str, Any]]:
             "exposed": f"{record['exposed_communication']:.0%}",
             "bubble": f"{record['bubble']:.0%}",
             "bound": record["bound"],
+            "floors": _floors(record),
         }
+
+
+def _floors(record: Mapping[str, Any]) -> str:
+    known = {"compute": record["compute_floor_s"], "links": record["links_floor_s"]}
+    return ", ".join(f"{what} {seconds:.3g} s" for what, seconds in known.items() if seconds is not None)
 
 
 def _others(answer: Advice) -> Iterator[str]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Self
 
 from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import DiskCache, cache_folder
@@ -14,6 +15,7 @@ from spbench.bench.measurement import Outcome, Run
 from spbench.bench.ranks.processes import usable_cores
 from spbench.bench.sweep.digest import digest
 from spbench.bench.sweep.sweep import unproven
+from spbench.bench.workers.executor import Executor
 from spbench.bench.workers.worker import Crew
 
 #: under this name a measurement's ``meters`` have what :func:`examine` took apart
@@ -30,15 +32,17 @@ class Answers:
     Args:
         run: measures a cell; a function of a module, since other processes import it.
         jobs: workers; None: one a usable core.
+        executor: where cells run, as many at a time as there is room for; None: here.
     """
 
-    def __init__(self, run: Run, jobs: int | None = None):
-        self.run, self.jobs = run, jobs or usable_cores()
+    def __init__(self, run: Run, jobs: int | None = None, executor: Executor | None = None):
+        self.run, self.executor = run, executor
+        self.jobs = jobs or (usable_cores() if executor is None else executor.at_once)
         self.crew = Crew(run)
         folder = cache_folder()
         self._cache = None if folder is None else DiskCache(folder / "fits", _LIMIT_BYTES)
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -59,6 +63,9 @@ class Answers:
                 waiting.append(cell)
             else:
                 yield cell, known
+        if self.executor is not None and waiting:
+            yield from self._elsewhere(waiting, self.executor)
+            return
         waiting.reverse()
         while (waiting and not enough()) or self.crew.busy:
             while waiting and not enough() and (worker := self.crew.idle(self.jobs)) is not None:
@@ -66,6 +73,11 @@ class Answers:
             for cell, outcome in self.crew.ended():
                 self._write(cell, outcome)
                 yield cell, outcome
+
+    def _elsewhere(self, cells: Sequence[Cell], executor: Executor) -> Iterator[tuple[Cell, Outcome]]:
+        for cell, outcome in executor.outcomes(cells, self.run, lambda cell: None):
+            self._write(cell, outcome)
+            yield cell, outcome
 
     def _key(self, cell: Cell) -> str:
         question = json.dumps([self.run.__name__, digest(cell)], sort_keys=True)

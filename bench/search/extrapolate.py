@@ -122,12 +122,14 @@ class PeakModel:
             curve.log.signed_bytes(curve.sizes(x))[span]
             for curve, span in zip(self.curves, where, strict=True)
         )
-        half = len(here) // 2
-        front = np.flatnonzero(here != deeper[: len(here)])
-        back = np.flatnonzero(here != deeper[len(deeper) - len(here) :])
+        # in a deeper model fewer may be born in a phase: a bucket of gradients that holds more layers
+        n = min(len(here), len(deeper))
+        half = n // 2
+        front = np.flatnonzero(here[:n] != deeper[:n])
+        back = np.flatnonzero(here[len(here) - n :] != deeper[len(deeper) - n :])
         return (
-            max(half, int(front[0]) if len(front) else len(here)),
-            max(len(here) - half, len(here) - 1 - int(back[-1]) if len(back) else len(here)),
+            max(half, int(front[0]) if len(front) else n),
+            max(n - half, n - 1 - int(back[-1]) if len(back) else n),
         )
 
 

@@ -6,11 +6,12 @@ name is the scheme of its addresses, as in dask://HOST:PORT.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
+
+import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
@@ -151,4 +152,4 @@ class Parcel:
     def of(cls, cell: Cell) -> Parcel:
         """A cell with its cluster, as the file is now."""
         cluster = load_cluster(cell.cluster)
-        return cls(cell, cluster.name, json.dumps(cluster.model_dump(mode="json", exclude={"name"})))
+        return cls(cell, cluster.name, yaml.safe_dump(cluster.content))

@@ -29,7 +29,7 @@ def seen(strategy: str, sizes: dict[str, int], step_s: float, **parts: float) ->
         "mfu": 0.4,
         "peak_memory_bytes": 2**30,
         "usable_memory_bytes": 2**31,
-        "formula": [{"sent_bytes": 2**20}],
+        "formula": [{"sent_bytes": 2**20, "axis": "sp", "collective": "all_to_all"}],
         "breakdown": {"exposed_communication_s": 0.05, "bubble_s": 0.0, "host_s": 0.01},
         "parts": {**PARTS, **parts},
         "bound": "products",

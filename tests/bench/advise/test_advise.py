@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.advise import looks
+from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.measurement import Measurement
+from spbench.impls.loose_files import LOOSE_FILES
 from tests.bench.advise.questions import MODEL, small_cards
 from tests.bench.commands.conftest import Run
+from tests.plugins.additions import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("no_savings")
 
@@ -74,6 +80,15 @@ def test_where_nothing_fits_the_nearest_and_what_is_missing_are_said(advise: Run
     [
         (("--only", "ulises"), "unknown strategy 'ulises'; did you mean 'ulysses'"),
         (("--without", "zero4"), "'zero4'"),
+        (
+            ("--gpus", "10000", "--only", "single"),
+            "no layout of 10000 GPUs is possible: 2 sequences are no whole number for 10000 replicas",
+        ),
+        (("--set", "network.bandwith_bytes_per_s=x2"), "did you mean 'network.bandwidth_bytes_per_s'"),
+        (("--set", "network.bandwidth_bytes_per_s=fast"), "give a number, or a factor as x2"),
+        (("--executor", "slurm"), "no executor has the address 'slurm'"),
+        (("--strategy", "mine"), "'mine' is no path of a .py file"),
+        (("--figure", "map.gif"), "a figure is written as .png"),
         (("--gpus", "200000"), "--gpus 200000: there can be 131072 at most"),
         (("--cluster", "local"), "cluster local has no memory limit"),
         (("--batch", "", "--batch-tokens", "64"), "--batch-tokens 64: less than one sequence of 256 tokens"),
@@ -115,6 +130,71 @@ def test_one_of_several_questions_without_a_layout(advise: Run) -> None:
     assert "no layout is possible" in out
     assert f"{MODEL}, 3 GPUs of dgx-a100, 2 sequences of 128: no layout of 3 GPUs is possible" in out
     assert f"The best layouts: {MODEL}, 2 GPUs of dgx-a100, 2 sequences of 128\n" in out
+
+
+def test_a_figure_of_the_cluster_is_swept(
+    advise: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "kept"))
+    name = "node_link.bandwidth_bytes_per_s"
+    words = (MODEL, *FEW, "--seq-len", "256", "--set", f"{name}=x0.0001..x0.0002")
+    code, out, _ = advise(*words, "--format", "json")
+    slow, fast = json.loads(out)
+    assert code == 0
+    assert [each["question"]["figures"] for each in (slow, fast)] == [f"{name}=x0.0001", f"{name}=x0.0002"]
+    assert slow["layouts"][0]["step_time_s"] > fast["layouts"][0]["step_time_s"]
+    floors = [each["layouts"][0]["links_floor_s"] for each in (slow, fast)]
+    assert floors[0] == pytest.approx(2 * floors[1])
+    code, out, _ = advise(*words, "--figure", "map.png")
+    assert f"tensor_parallel from {name}=x0.0001 on" in out
+    assert Path("map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_layouts_of_one_answer_are_drawn(advise: Run) -> None:
+    code, out, _ = advise(MODEL, *FEW, "--seq-len", "256", "--figure", "layouts.svg")
+    assert code == 0
+    assert "| floors " in out
+    drawn = Path("layouts.svg").read_text()
+    assert drawn.startswith("<?xml")
+
+
+def test_a_stopped_search_goes_on(advise: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The looks of a search that was interrupted are not taken again."""
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "kept"))
+    taken: list[str] = []
+    plain = looks.look
+
+    def look(cell: Cell) -> Measurement:
+        if len(taken) == 5:
+            raise KeyboardInterrupt
+        taken.append(cell.key)
+        return plain(cell)
+
+    monkeypatch.setattr(looks, "look", look)
+    words = (MODEL, *FEW, "--seq-len", "256")
+    assert advise(*words)[0] == 130
+    first, taken[:] = [*taken], ["none"] * 6
+    assert advise(*words)[0] == 0
+    again = taken[6:]
+    assert len(first) == 5
+    assert again
+    assert not set(first) & set(again)
+
+
+def test_a_plugin_is_advised_as_ours_are(
+    advise: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOOSE_FILES, "")
+    for name in ("gathered_attention", "one_layer_lm"):
+        (tmp_path / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text())
+    words = (*ON, "--batch", "2", "--seq-len", "128", "--only", "gathered_attention,tensor_parallel,ddp")
+    code, out, _ = advise(
+        "one_layer_lm.py", *words, "--strategy", "gathered_attention.py", "--format", "json"
+    )
+    assert code == 0
+    (answer,) = json.loads(out)
+    assert {each["strategy"] for each in answer["layouts"]} == {"gathered_attention", "tensor_parallel"}
+    assert answer["question"]["model"] == "one-layer-lm-tiny"
 
 
 def test_a_model_that_there_is_not(advise: Run) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from spbench.bench.advise import search as module
-from spbench.bench.advise.advice import Advice
 from spbench.bench.advise.candidates import Candidate, candidates
 from spbench.bench.advise.estimates import Estimates
 from spbench.bench.advise.layouts import Refused
@@ -17,6 +16,7 @@ from spbench.bench.advise.references import references
 from spbench.bench.advise.search import BEST, Search
 from spbench.bench.fit import answers
 from spbench.bench.fit.answers import Answers
+from spbench.impls.backends.sharding_options import ShardingOptions
 from tests.bench.advise.questions import asked
 from tests.bench.crew import CrewHere
 
@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kept_traces", "one_savi
 #: of two layers, so that every trace is of all of them
 SIZES = {"layers": 2, "hidden": 2048, "heads": 16, "inner": 5632, "vocabulary": 32000}
 LEFT_OUT = ("dsp", "lasp", "lasp2", "ring_self_attention", "megatron_sp")
+#: a micro-batch more takes as long as the one before, to within this
+AT_MOST = 1.002
 SETTINGS = {f"model_options.{name}": value for name, value in SIZES.items()}
 
 
@@ -34,20 +36,21 @@ def every(question: Question, answers: Answers) -> Sequence[Candidate]:
     return [*candidates(question, estimates, savings, Refused())]
 
 
-def traced(question: Question, answers: Answers) -> dict[tuple[str, str], float]:
-    """The shortest step of each strategy and mesh that fits, by traces of all layouts."""
+def traced(question: Question, answers: Answers) -> tuple[int, dict[tuple[str, str], float]]:
+    """How many layouts fit, and of each strategy and mesh the shortest step, by whole traces of all."""
     cells = {
         made.key: made
         for each in every(question, answers)
         if (made := Look.of(each.cell(question.cell), "all_layers"))
     }
-    best: dict[tuple[str, str], float] = {}
+    n, best = 0, dict[tuple[str, str], float]()
     for cell, outcome in answers([*cells.values()]):
         assert outcome.status in ("ok", "oom", "unsupported"), outcome
         if outcome.status == "ok":
+            n += 1
             kind = cell.strategy, cell.mesh_text
             best[kind] = min(best.get(kind, float("inf")), outcome.measurement["step_time_s"])
-    return best
+    return n, best
 
 
 @pytest.mark.parametrize(
@@ -57,19 +60,22 @@ def traced(question: Question, answers: Answers) -> dict[tuple[str, str], float]
         (400, {"gpus": 8, "only": ["ddp", "zero3"], "without": LEFT_OUT}),  # 8 minutes
     ],
 )
-def test_traces_of_all_layouts_have_the_same_winner(
+def test_traces_of_all_layouts_have_the_same_first_five(
     least: int, question: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "Crew", CrewHere)
+    # of ZeRO-3 the states on cards alone, or all layouts would be twice as many
+    monkeypatch.setattr(ShardingOptions, "searched", classmethod(lambda cls: iter([{}])))
     made = asked(seq_len=4096, batch=8, settings=SETTINGS, **question)  # type: ignore[arg-type]
     with Answers(look) as here:
         found = Search(made, here).run()
-        assert found.counts["looked at"] - len(found.refused.reasons) >= least
-        true = traced(made, here)
-    advice = Advice(made, found, 0.0)
+        n, true = traced(made, here)
     best = sorted(true.values())
+    times = [seen.step_s for seen in found.best[:BEST]]
+    assert n >= least
+    print(f"{n} layouts fit; {found.counts['traced with few layers']} were traced")
+    print(*(f"{a:.5f} {b:.5f} {a / b - 1:+.3%}" for a, b in zip(times, best, strict=False)), sep="\n")
     # a single change of a layout, as another order of the mesh, may be better than all of them
-    assert found.best[0].step_s <= best[0] * 1.002
-    for seen, least_s in zip(found.best[:BEST], best, strict=False):
-        if seen.step_s > least_s * 1.002 and not advice.is_tie(seen):
-            pytest.xfail(f"the winner is found; of the next, {least_s:.4g} s is not, but {seen.step_s:.4g}")
+    assert len(times) == min(BEST, len(best))
+    for place, (seen_s, least_s) in enumerate(zip(times, best, strict=False)):
+        assert seen_s <= least_s * AT_MOST, (place, times, best[:BEST])
