@@ -33,15 +33,18 @@ class Measurement:
         peak_phase: the phase of the step in which the peak falls.
         peak_rank: the rank that has it.
         peak_held: bytes by what held them at the peak; a block's slack is of what its tensor is of.
-        peak_host_memory_bytes: the most that a rank holds in its host's pinned memory, as PyTorch's allocator
-            counts it; node_host_memory_bytes: that the ranks of a node hold together. None: they hold none.
+        peak_host_memory_bytes: the most that a rank holds in its host's memory, what is pinned as PyTorch's
+            allocator counts it; node_host_memory_bytes: that the ranks of a node hold together. None: they
+            hold none.
         by_class: the memory of each class of ranks that run the same program, in set-up and at each traced
             step, where the meters count it (not on GPUs, whose own allocators do): ``rank`` (the first of
             them), ``ranks`` (how many), ``stage`` (of the pipeline), ``step`` (from 1; 0 is set-up, whose
             ``peak_phase`` is "set-up"), ``status`` ("oom" from the step on that does not fit, or in set-up
             alone; its bytes are those on a card without a limit), ``peak_memory_bytes``, ``peak_phase``,
             ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far), ``allocated_bytes``
-            (at the end of the step); where a rank holds any, ``host_memory_bytes`` (pinned so far).
+            (at the end of the step); where a rank holds any, ``host_memory_bytes`` (the most so far).
+        imbalance: where sequences are packed of documents, the pairs of a query and a key of the rank that
+            attends to most, over the mean of all ranks.
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
             stage.
         formula: the closed form of what these send, rows of :meth:`Plan.formula`.
@@ -60,6 +63,8 @@ class Measurement:
             them by the bytes that they move alone.
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
             step's update.
+        errors: of whole tensors, relative to float64, by name, from the engine lockstep: of outputs and of
+            gradients ("d_q"), or of the loss, of all gradients as one vector, and of the worst of them.
         meters: what further meters found on ``peak_rank``, by their names.
         ranks: of steps on real devices, what each rank's host and device say: ``rank``, ``host``,
             ``device``, and on a GPU the bytes of torch's caching allocator: allocated before the timed steps,
@@ -80,6 +85,7 @@ class Measurement:
     peak_host_memory_bytes: int | None = None
     node_host_memory_bytes: int | None = None
     by_class: list[dict[str, Any]] = field(default_factory=list)
+    imbalance: float | None = None
     communication: list[dict[str, Any]] = field(default_factory=list)
     formula: list[dict[str, Any]] = field(default_factory=list)
     formula_difference: list[dict[str, Any]] = field(default_factory=list)
@@ -95,6 +101,7 @@ class Measurement:
     rates: str = ""
     unpriced_operators: dict[str, int] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
     meters: dict[str, dict[str, Any]] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     answer: int | None = None

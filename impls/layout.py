@@ -67,7 +67,7 @@ HEEDS_ALL: Mapping[str, frozenset[str]] = {
 }
 #: the hooks by which a strategy says how positions meet, by the kind of site that asks for them
 HEEDING: Mapping[str, frozenset[str]] = {
-    "causal_attention": frozenset({"causal_attention", "attend"}),
+    "causal_attention": frozenset({"causal_attention", "projected_attention", "attend"}),
     "linear_attention": frozenset({"linear_attention"}),
 }
 

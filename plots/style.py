@@ -23,6 +23,8 @@ _METHODS = {
     "lasp": ("#73482c", "P", "++"),
     "lasp2": ("#0097f6", "X", "----"),
     "lasp2h": ("#3c0103", ">", "-\\-\\"),
+    "upipe": ("#291190", "<", "..//"),
+    "fpdt": ("#01061e", "p", "xx--"),
     "dsp": ("#79006b", "*", "||||"),
     "single": ("#535353", "h", "//"),
 }
@@ -38,6 +40,8 @@ _NAMES = {
     "lasp": "LASP",
     "lasp2": "LASP-2",
     "lasp2h": "LASP-2H",
+    "upipe": "UPipe",
+    "fpdt": "FPDT",
     "dsp": "DSP",
 }
 #: names of strategies where there are several in one name, or many names beside each other

@@ -28,6 +28,8 @@ from spbench.impls.models.model import model_preset
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
 #: behind one micro-batch; what it sends with each, behind each
 _HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
+#: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
+_UPDATED, _COPIED = 28 / 16, 8 / 16
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,14 @@ class BackendFigures:
     Attributes:
         whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
         once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
+        host_bytes: of states that are on the hosts of all replicas together.
     """
 
     whole_bytes: float
     shared_bytes: float
     once: Mapping[str, float]
     each: Mapping[str, float]
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,10 @@ class Estimates:
     ):
         self.cell, self.gpus = cell, gpus
         self.references, self.backends = references, backends
-        self.layers = getattr(model_preset(*cell.model_arguments), "layers", 1)
+        model = model_preset(*cell.model_arguments)
+        self.layers: int = getattr(model, "layers", 1)
+        #: of layers, one of which is what figures here are of
+        self.periods = self.layers / model.period
         self._known: dict[tuple[Any, ...], float] = {}
         self._of_backends: dict[tuple[Way, int, int], np.ndarray] = {}
 
@@ -191,7 +198,7 @@ class Estimates:
         layer_s, ends_s, _, _ = self._of_savings
         layer = b * (layer_s / ranks + way.sent_s.layer)
         ends = b * (ends_s / ranks + way.sent_s.ends)
-        stage = self.layers / layout.pp * layer
+        stage = self.periods / layout.pp * layer
         computing = parts * (stage + ends) + (layout.pp - 1) * stage / layout.virtual_stages
         key = (layout.way, layout.dp, layout.pp)
         if key not in self._of_backends:
@@ -200,8 +207,23 @@ class Estimates:
         once, each = self._of_backends[key]
         part = computing[None] / parts
         sums = np.maximum(0.0, once - _HIDDEN_ONCE * part)
-        found: np.ndarray = computing + sums + parts * np.maximum(0.0, each - _HIDDEN_EACH * part)
+        sent_s = sums + parts * np.maximum(0.0, each - _HIDDEN_EACH * part)
+        found: np.ndarray = computing + sent_s + self._host_s(layout, way)[:, None]
         return found
+
+    def _host_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Seconds of an update on the host and of its copies, for each backend; all ranks of a node update at
+        once."""
+        cluster = load_cluster(self.cell.cluster)
+        host, of_parameter = cluster.host_memory, [each.host_bytes for each in self.backends.values()]
+        sharing = layout.dp * ranks_along(way.alike, layout.sizes)
+        held = np.array(of_parameter, dtype=float) * self._elements(layout, way) / sharing
+        if not held.any():
+            return held
+        on_node = held * min(self.gpus, cluster.devices_per_node)
+        updated = _UPDATED * on_node / (host.update_bytes_per_s.value or float("inf"))
+        seconds: np.ndarray = updated + _COPIED * held / (host.bytes_per_s or float("inf"))
+        return seconds
 
     def _replicas_s(self, layout: Layout, way: WayFigures, backend: str) -> tuple[float, float]:
         """Seconds of what a backend sends once a step, and with each micro-batch."""
@@ -217,7 +239,7 @@ class Estimates:
 
     def _elements(self, layout: Layout, way: WayFigures) -> float:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
-        return way.elements.layer * self.layers / layout.pp + ends
+        return way.elements.layer * self.periods / layout.pp + ends
 
     def memories(self, layout: Layout, way: WayFigures) -> np.ndarray:
         """Bytes of the fullest rank at its peak, for each backend (rows) and saving (columns)."""
@@ -226,7 +248,7 @@ class Estimates:
         batch, _ = self.cell.shape
         at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
         _, _, layer, ends = self._of_savings
-        sample = self.layers / layout.pp * layer * at_once + ends
+        sample = self.periods / layout.pp * layer * at_once + ends
         activations = layout.micro_batch * sample / layout.way.ranks
         found: np.ndarray = states[:, None] * self._elements(layout, way) + activations
         return found
@@ -240,7 +262,8 @@ class Estimates:
 
 
 def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, where its model has a number of them."""
-    if not hasattr(model_preset(*cell.model_arguments), "layers"):
+    """The cell with that many layers, or periods of them, where its model has a number of layers."""
+    model = model_preset(*cell.model_arguments)
+    if not hasattr(model, "layers"):
         return cell
-    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
+    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers * model.period}})

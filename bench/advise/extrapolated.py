@@ -8,6 +8,7 @@ same bytes: so both follow from traces of two depths and two counts. Peaks of a 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,11 +106,12 @@ def look(cell: Cell, depth: Depth) -> Measurement:
 
 def stage_layers(cell: Cell) -> tuple[int, int]:
     """(layers of a stage, in runs that are computed again together; layers of the model for one of these);
-    0 where a model has no number of layers."""
+    0 where a model has no number of layers, or its kinds of layers do not repeat in each stage alike."""
     model = model_preset(*cell.model_arguments)
     together = getattr(model, "recompute_layers", 1) if getattr(model, "recomputes_layers", False) else 1
-    unit = cell.sizes.pp * cell.training.virtual_stages * together
-    return getattr(model, "layers", 0) // unit, unit
+    unit = cell.sizes.pp * cell.training.virtual_stages * math.lcm(together, model.period)
+    layers = getattr(model, "layers", 0)
+    return 0 if model.period > 1 and layers % unit else layers // unit, unit
 
 
 def _counts(cell: Cell) -> list[int]:

@@ -160,10 +160,10 @@ def _backend(found: Found, text: str) -> BackendFigures | None:
     both = [found.get(("backend", text, dp)) for dp in _REPLICAS]
     if None in both:
         return None
-    (cell, few), (_, many) = (each for each in both if each)
+    (cell, fewest), (_, most) = (each for each in both if each)
     elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states either
     few_bytes, many_bytes = (
-        _held(outcome.measurement, lambda name: name in STATES) / elements for outcome in (few, many)
+        _held(outcome.measurement, lambda name: name in STATES) / elements for outcome in (fewest, most)
     )
     # bytes = whole + shared / replicas, at both numbers of replicas
     a, b = _REPLICAS
@@ -176,6 +176,7 @@ def _backend(found: Found, text: str) -> BackendFigures | None:
         shared,
         {name: max(0.0, n - each[name]) for name, n in once.items()},
         each,
+        a * (fewest.measurement["peak_host_memory_bytes"] or 0) / elements,
     )
 
 

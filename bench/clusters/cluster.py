@@ -55,6 +55,7 @@ class Device(StrictModel):
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
+        l2_cache_bytes: of the cache that all multiprocessors share.
         workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first product
             of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
             its first product. One that is left out, or null, takes none.
@@ -75,6 +76,7 @@ class Device(StrictModel):
     operators: dict[str, Sourced[OperatorTimes]] = {}
     launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     kernel_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    l2_cache_bytes: Sourced[PositiveInt] = NOT_MEASURED
     workspaces: dict[Library, Sourced[NonNegativeInt]] = {}
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ NOT_MODELLED = (
     "NCCL's buffers",
     "what kernels allocate inside (cuDNN)",
     "other settings of PYTORCH_CUDA_ALLOC_CONF than the defaults",
-    "pools of further streams",
+    "blocks that record_stream holds back",
     "what else runs on the card",
 )
 

@@ -39,6 +39,7 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     by_mesh = {tuple(entry[name] for name in ("model", "strategy", "mesh")) for entry in flats}
     losses = [_last_losses(row) for row in rows]
     names = list(dict.fromkeys(name for of_row in losses for name in of_row))
+    wrong = list(dict.fromkeys(name for row in rows for name in row["measurement"].get("errors") or ()))
     lines = []
     split = len(by_mesh) > len(by_gpus)
     ties = tied(rows)
@@ -52,6 +53,8 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         line |= dict(_measured(entry, tie))
         if split:
             line["MiB by axis"] = _sent_by_axis(row)
+        errors = row["measurement"].get("errors") or {}
+        line |= {f"error {name}": f"{errors[name]:.1e}" if name in errors else None for name in wrong}
         line |= {f"last {name} loss": f"{of_row[name]:.6f}" if name in of_row else None for name in names}
         line["status"] = entry["status"]
         timed = entry["status"] == "ok" and entry.get("step_time_s")
@@ -69,6 +72,7 @@ def _measured(entry: Mapping[str, Any], tie: bool | None) -> Iterator[tuple[str,
     yield "reserved GiB", _scaled(entry.get("reserved_memory_bytes"), _GIB)
     yield "host GiB a node", _scaled(entry.get("node_host_memory_bytes"), _GIB)
     yield "sent MiB/GPU", _scaled(entry["sent_bytes"], _MIB)
+    yield "imbalance", entry.get("imbalance") and f"{entry['imbalance']:.2f}"
     same = entry["formula_sent_bytes"] == entry["sent_bytes"]
     yield "by formula", None if same else _scaled(entry["formula_sent_bytes"], _MIB)
     step_time_s = entry.get("step_time_s")

@@ -82,13 +82,22 @@ class DistributedEngine(Engine):
             Unsupported: the strategy cannot run these sizes, or there is no data for the model.
             RankError: a rank failed, ran out of memory or did not answer in time.
         """
-        plan(cell)
-        model_preset(*cell.model_arguments).batches(*cell.shape, seed=0)
-        losses = launch(cell, losses_of_rank)[0]
-        wrong = next((at["step"] for at in losses if not all(map(math.isfinite, at.values()))), None)
-        if wrong is not None:
-            return Measurement("numerics", f"a loss at step {wrong} is not finite", losses=losses)
-        return Measurement(losses=losses)
+        return learned(cell, lambda: launch(cell, losses_of_rank)[0])
+
+
+def learned(cell: Cell, losses_of_run: Callable[[], list[dict[str, float]]]) -> Measurement:
+    """The measurement of a training run; it is not begun where the cell cannot be trained.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes, or there is no data for the model.
+    """
+    plan(cell)
+    model_preset(*cell.model_arguments).batches(*cell.shape, seed=0)
+    losses = losses_of_run()
+    wrong = next((at["step"] for at in losses if not all(map(math.isfinite, at.values()))), None)
+    if wrong is not None:
+        return Measurement("numerics", f"a loss at step {wrong} is not finite", losses=losses)
+    return Measurement(losses=losses)
 
 
 def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any]:

@@ -249,6 +249,7 @@ def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
         ends=ends,
         workspaces=of_storages(log.workspaces),
         places=born(np.asarray(log.places)),
+        streams=born(np.asarray(log.streams)),
         place_names=log.place_names,
     )
 

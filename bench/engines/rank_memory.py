@@ -88,14 +88,15 @@ class RankMemory:
             capacity: bytes of the card that tensors can have; None: no limit.
         """
         stops = [log.step_start, *log.step_ends]
-        found = card = replay(log.sizes, log.events, capacity, stops)
+        found = card = replay(log.sizes, log.events, capacity, stops, log.streams)
         failure = None
         if card.out_of_memory is not None:
             at = card.events
             step = log.step_of(at)
-            fit = not step and replay(log.sizes, log.without_setup(), capacity).out_of_memory is None
+            steps = replay(log.sizes, log.without_setup(), capacity, streams=log.streams)
+            fit = not step and steps.out_of_memory is None
             failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
-            found = replay(log.sizes, log.events, None, stops)
+            found = replay(log.sizes, log.events, None, stops, log.streams)
         setup, peaks = log.setup_peak(found.blocks), log.peaks(found.blocks)
         return cls(setup, peaks, found.reserved, card.peak_reserved, failure)
 

@@ -45,7 +45,7 @@ _NOT_TRACED = frozenset(
 #: entry of a file's archive that is no array of numbers
 _REST = "rest"
 #: fields of a trace that are logs of memory, and lists of these that are arrays in a file
-_MEMORIES, _OF_LOGS = ("memory", "host_memory"), ("sizes", "events", "places")
+_MEMORIES, _OF_LOGS = ("memory", "host_memory"), ("sizes", "events", "places", "streams")
 _PROGRAM = "program."
 #: of SHA-256
 _DIGEST_BYTES = 32

@@ -10,6 +10,7 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.engines.host_memory import host_peaks, limit_by_host
+from spbench.bench.engines.packed_ranks import imbalance
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.engines.rank_memory import RankMemory, needs
 from spbench.bench.engines.step_times import add_simulated_time
@@ -31,7 +32,7 @@ class Trace:
         memory: births and deaths of storages.
         program: the order of events, where it was asked for.
         found: what further meters found, by their names.
-        host_memory: births and deaths in the host's pinned memory.
+        host_memory: births and deaths in the host's memory.
     """
 
     cell: Cell
@@ -170,7 +171,7 @@ class ClassTraces:
 
     def memory_measurement(self) -> Measurement:
         """The cell's measurement without times."""
-        return merged(self.cell, self.by_class)
+        return replace(merged(self.cell, self.by_class), imbalance=imbalance(self.cell))
 
     @property
     def timed(self) -> bool:

@@ -73,7 +73,7 @@ class Anatomy:
 
 def anatomy(log: MemoryLog) -> Anatomy:
     """Take a rank's log apart, its blocks as the caching allocator gives them out."""
-    found = replay(log.sizes, log.events, None)
+    found = replay(log.sizes, log.events, None, streams=log.streams)
     blocks, events = np.asarray(found.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
     signed = np.sign(events) * blocks[np.abs(events) - 1]
     live = np.cumsum(signed)
@@ -104,7 +104,7 @@ def least_usable(log: MemoryLog, low: int, high: int) -> int:
     """
     while high - low > max(SEGMENT_GRANULE, _NEAR * low):
         middle = (low + high) // 2
-        fits = replay(log.sizes, log.events, middle).out_of_memory is None
+        fits = replay(log.sizes, log.events, middle, streams=log.streams).out_of_memory is None
         low, high = (low, middle) if fits else (middle, high)
     return high
 

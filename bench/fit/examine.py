@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
@@ -76,9 +78,9 @@ def shallow_peak(cell: Cell) -> int | None:
         recomputed: int = getattr(model, "recompute_layers", 1) * stages
         return _peak_between(cell, min(1.0, recomputed / getattr(model, "layers", 1)))
     # a stage is whole runs of layers that are computed again together, of which more and more are alike
-    unit = cell.sizes.pp * getattr(model, "recompute_layers", 1)
+    unit = cell.sizes.pp * math.lcm(getattr(model, "recompute_layers", 1), model.period)
     layers = getattr(model, "layers", 0) // unit
-    if layers <= _CHECKED:
+    if layers <= _CHECKED or (model.period > 1 and model.layers % unit):  # type: ignore[attr-defined]
         return None
 
     def trace(_: int, depth: int | None) -> MemoryLog:

@@ -34,14 +34,15 @@ def snapshot(log: MemoryLog) -> dict[str, Any]:
     """A log as its events and its segments at the end, the blocks as the caching allocator gives them out on
     a card without a limit. In place of a stack trace stand a storage's kind, module and phase; ``time_us`` is
     the number of the event."""
-    allocator, kinds = CachingAllocator(), log.categories()
+    allocator, kinds, streams = CachingAllocator(), log.categories(), log.streams or [0] * len(log.sizes)
     held: dict[int, Any] = {}
     frames: dict[int, list[dict[str, Any]]] = {}
     storages: dict[int, int] = {}
     events: list[dict[str, Any]] = []
 
-    def note(action: str, at: int, address: int, nbytes: int, of: list[dict[str, Any]]) -> None:
-        place = {"addr": _BASE + address, "size": nbytes, "stream": 0, "frames": of, "time_us": at}
+    def note(action: str, at: int, number: int, address: int, nbytes: int) -> None:
+        stream, of = streams[number], frames[number]
+        place = {"addr": _BASE + address, "size": nbytes, "stream": stream, "frames": of, "time_us": at}
         events.append({"action": action, **place})
 
     for at, event in enumerate(log.events):
@@ -50,20 +51,20 @@ def snapshot(log: MemoryLog) -> dict[str, Any]:
         if event < 0 and number in held:
             block = held.pop(number)
             for action in ("free_requested", "free_completed"):
-                note(action, at, block.address, nbytes, frames[number])
+                note(action, at, number, block.address, nbytes)
             del storages[block.address]
             allocator.give_back(block)
         elif event > 0 and nbytes:
             reserved = allocator.reserved
-            held[number] = block = allocator.take(nbytes)
+            held[number] = block = allocator.take(nbytes, streams[number])
             module = log.place_names[log.places[number]] if log.places else ""
             step, phase = log.step_of(at), log.phase_of(at)
             words = (kinds[number], module, f"{phase} of step {step}" if step else phase)
             frames[number] = [{"name": word, "filename": "spbench", "line": 0} for word in words if word]
             storages[block.address] = number
             if allocator.reserved > reserved:
-                note("segment_alloc", at, block.address, allocator.reserved - reserved, frames[number])
-            note("alloc", at, block.address, nbytes, frames[number])
+                note("segment_alloc", at, number, block.address, allocator.reserved - reserved)
+            note("alloc", at, number, block.address, nbytes)
     segments = [_segment(blocks, storages, log.sizes, frames) for blocks in allocator.segments()]
     return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
 

@@ -94,9 +94,7 @@ class Verdict:
         total = load_cluster(self.cell.cluster).host_memory.total_bytes.value
         has = "has no limit that is known" if total is None else f"has {gib(total)} GiB"
         most = gib(self.measurement["peak_host_memory_bytes"])
-        return (
-            f"on the host: {most} GiB pinned by a rank, {gib(node)} GiB by the ranks of a node, which {has}"
-        )
+        return f"on the host: {most} GiB of a rank, {gib(node)} GiB of the ranks of a node, which {has}"
 
     def record(self) -> dict[str, Any]:
         """The answer in a line, for programs."""

@@ -28,6 +28,7 @@ from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 #: for it: kernels, units that are gathered at once, workspaces
 _OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
+    *(f"model_options.{name}" for name in ("autotune_copies", "autotune_flush_kib")),
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
     *(f"training.{name}" for name in ("cublas_workspace", "initialize", "wrap", "reshard_rest")),
     *(f"training.{name}" for name in ("reduce_dtype", "forward_prefetch", "backward_prefetch")),

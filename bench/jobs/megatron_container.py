@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.clusters.cluster import Device, load_cluster
 from spbench.bench.errors import UserError
 from spbench.bench.jobs.megatron_translation import Translation
 
@@ -19,6 +19,10 @@ MASK_OF_KEYS = (24, 9)
 #: the release with torch 2.12: cuBLAS's workspace on Blackwell is Hopper's
 #: (parseChosenWorkspaceSize, changed by pytorch/pytorch#175344)
 LARGE_WORKSPACE_ON_BLACKWELL = (26, 4)
+#: the releases with torch 2.3, 2.6 and 2.7, as far as they change what torch.compile allocates while it
+#: times kernels (:class:`Autotuning`): how many tensors that the last kernel overwrites are copied, where
+#: copies are made, and how large the buffer is. The first is known of 24.01 (two) and 24.10 (one) alone
+ONE_COPY, COPIES_ON_HOST, FLUSHES_L2 = (24, 3), (24, 11), (25, 3)
 #: generations of cards by what is in their names, as NVIDIA numbers what they can do
 _CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
     "H100": 9,
@@ -52,12 +56,17 @@ def container_problems(t: Translation) -> list[str]:
     return [f"{t.spelled(CONTAINER)} is no release of NVIDIA's container, such as 25.09"]
 
 
+def _device(cluster: str | None) -> Device | None:
+    try:
+        return load_cluster(cluster).device if cluster is not None else None
+    except UserError:
+        return None  # told with the cell
+
+
 def card_of(cluster: str | None) -> tuple[str, int]:
     """The name of a cluster's card and its generation; ("", 0) where it is not known."""
-    try:
-        card = load_cluster(cluster).device.name if cluster is not None else ""
-    except UserError:
-        card = ""  # told with the cell
+    device = _device(cluster)
+    card = "" if device is None else device.name
     return card, next((number for part, number in _CAPABILITY.items() if part in card), 0)
 
 
@@ -70,3 +79,22 @@ def set_workspace(t: Translation, cluster: str | None) -> None:
         t.set("training.cublas_workspace", ":4096:8", "--deterministic-mode")
     elif card_of(cluster)[1] >= 10 and runs_since(t, LARGE_WORKSPACE_ON_BLACKWELL):
         t.set("training.cublas_workspace", ":4096:8", CONTAINER, note="torch's default on Blackwell")
+
+
+def set_autotuning(t: Translation, cluster: str | None) -> None:
+    """Set what torch.compile allocates while it times the kernels of the loss, in the first step."""
+    if t.given.on("--deterministic-mode"):
+        return  # it times none
+    device, flush = _device(cluster), "model_options.autotune_flush_kib"
+    cache = device.l2_cache_bytes.value if device is not None else None
+    if runs_before(t, FLUSHES_L2):
+        t.set(flush, 256_000_000 // 2**10, CONTAINER, note="256 MB, of torch.compile in the first step")
+    elif cache is None:
+        t.remarks.append(
+            "in its first step torch.compile needs as much as the card's L2 cache has: not known"
+        )
+    else:
+        t.set(flush, cache // 2**10, note="the L2 cache, of torch.compile in the first step")
+    if runs_before(t, COPIES_ON_HOST):
+        copies = 2 if runs_before(t, ONE_COPY) else 1
+        t.set("model_options.autotune_copies", copies, CONTAINER, note="of what its kernels overwrite")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spbench.bench.jobs.megatron_attention import ignore_absent_fusions, rotary, set_attention
-from spbench.bench.jobs.megatron_container import CONTAINER, MASK_OF_KEYS, runs_before
+from spbench.bench.jobs.megatron_container import CONTAINER, MASK_OF_KEYS, runs_before, set_autotuning
 from spbench.bench.jobs.megatron_translation import Translation
 
 #: words of tokenizers that need no file to be known: GPT-2's, and BERT's two
@@ -36,7 +36,7 @@ def set_model(t: Translation, *, bert: bool, cluster: str | None) -> None:
     _set_layers(t)
     _set_positions(t)
     set_attention(t, local, cluster)
-    _set_loss(t)
+    _set_loss(t, cluster)
     _set_recomputation(t)
 
 
@@ -221,7 +221,7 @@ def _set_positions(t: Translation) -> None:
         t.ignore(f"positions are of the kind {kind}", "--max-position-embeddings")
 
 
-def _set_loss(t: Translation) -> None:
+def _set_loss(t: Translation, cluster: str | None) -> None:
     fused, how = "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"
     if not t.given.on(fused):
         t.ignore(f"without {fused} there is none", how)
@@ -233,6 +233,7 @@ def _set_loss(t: Translation) -> None:
         )
     else:
         t.set("model_options.cross_entropy", "native", fused, how)
+        set_autotuning(t, cluster)
 
 
 def _set_recomputation(t: Translation) -> None:

@@ -4,12 +4,15 @@ The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings, 
 to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments of 2 MiB, a pool of larger ones in
 segments of 20 MiB (requests below 10 MiB) or of the request rounded to 2 MiB; best fit; a block is split if
 what remains is at least 512 B (small) or more than 1 MiB (large); free neighbours merge; where the card has
-no room for a segment, all wholly free segments are returned to it before an out-of-memory error.
+no room for a segment, all wholly free segments are returned to it before an out-of-memory error. Segments
+belong to the stream that they were made for, and serve requests of that stream alone, for kernels of others
+may be behind it. Not replayed: blocks that record_stream keeps from being given out again for a while.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,10 +35,10 @@ def rounded(nbytes: np.ndarray) -> np.ndarray:
 
 
 class _Block:
-    __slots__ = ("address", "free", "next", "previous", "size", "small")
+    __slots__ = ("address", "free", "next", "pool", "previous", "size")
 
-    def __init__(self, address: int, size: int, small: bool):
-        self.address, self.size, self.small = address, size, small
+    def __init__(self, address: int, size: int, pool: tuple[int, bool]):
+        self.address, self.size, self.pool = address, size, pool
         self.free = False
         self.previous: _Block | None = None
         self.next: _Block | None = None
@@ -67,24 +70,24 @@ class CachingAllocator:
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        # free blocks by (size, address), as the allocator orders them; small pool first
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        # free blocks by (size, address), as the allocator orders them, of each (stream, small)
+        self._free: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self._blocks: dict[int, _Block] = {}
         self._next_address = 0
 
-    def malloc(self, nbytes: int) -> int:
-        """Allocate and return an address.
+    def malloc(self, nbytes: int, stream: int = 0) -> int:
+        """Allocate for kernels of a stream and return an address.
 
         Raises:
             OutOfMemory: if the card has no room even after the cached segments are returned.
         """
-        return self.take(nbytes).address
+        return self.take(nbytes, stream).address
 
-    def take(self, nbytes: int) -> _Block:
+    def take(self, nbytes: int, stream: int = 0) -> _Block:
         """As :meth:`malloc`, but returns the block, which is the same object until it is given back."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         small = size <= SMALL_LIMIT
-        block = self._take(size, small) or self._new_segment(size, small)
+        block = self._take(size, (stream, small)) or self._new_segment(size, (stream, small))
         remaining = block.size - size
         if remaining >= GRANULE if small else remaining > SMALL_LIMIT:
             self._split(block, size)
@@ -119,8 +122,8 @@ class CachingAllocator:
                     block = block.next  # type: ignore[assignment]
                 yield blocks
 
-    def _take(self, size: int, small: bool) -> _Block | None:
-        pool = self._free[small]
+    def _take(self, size: int, of: tuple[int, bool]) -> _Block | None:
+        pool = self._free[of]
         index = bisect_left(pool, (size, -1))
         if index == len(pool):
             return None
@@ -129,8 +132,8 @@ class CachingAllocator:
         block.free = False
         return block
 
-    def _new_segment(self, size: int, small: bool) -> _Block:
-        if small:
+    def _new_segment(self, size: int, pool: tuple[int, bool]) -> _Block:
+        if pool[1]:
             segment = SMALL_SEGMENT
         elif size < LARGE_SEGMENT_LIMIT:
             segment = LARGE_SEGMENT
@@ -140,7 +143,7 @@ class CachingAllocator:
             self._release_cached()
             if self.reserved + segment > self.capacity:
                 raise OutOfMemory(size, self.allocated, self.reserved)
-        block = _Block(self._next_address, segment, small)
+        block = _Block(self._next_address, segment, pool)
         self._next_address += segment
         self._blocks[block.address] = block
         self.reserved += segment
@@ -155,7 +158,7 @@ class CachingAllocator:
                 del self._blocks[entry[1]]
 
     def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.small)
+        rest = _Block(block.address + size, block.size - size, block.pool)
         rest.previous, rest.next = block, block.next
         if block.next is not None:
             block.next.previous = rest
@@ -173,11 +176,11 @@ class CachingAllocator:
 
     def _add_free(self, block: _Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, block.address))
+        insort(self._free[block.pool], (block.size, block.address))
 
     def _remove_free(self, block: _Block) -> None:
         block.free = False
-        pool = self._free[block.small]
+        pool = self._free[block.pool]
         del pool[bisect_left(pool, (block.size, block.address))]
 
 
@@ -203,7 +206,11 @@ class Replay:
 
 
 def replay(
-    sizes: Sequence[int], events: Sequence[int], capacity: int | None, stops: Sequence[int] = ()
+    sizes: Sequence[int],
+    events: Sequence[int],
+    capacity: int | None,
+    stops: Sequence[int] = (),
+    streams: Sequence[int] = (),
 ) -> Replay:
     """Run a memory log's events (see :class:`MemoryLog`) through the allocator.
 
@@ -211,9 +218,10 @@ def replay(
         sizes: bytes of each storage, by its number.
         capacity: usable bytes of the card; None: no limit.
         stops: events, ascending, for :attr:`Replay.reserved`.
+        streams: of each storage, by its number; empty: all are of one.
     """
     allocator = CachingAllocator(capacity)
-    blocks = [0] * len(sizes)
+    blocks, streams = [0] * len(sizes), streams or [0] * len(sizes)
     held: dict[int, _Block] = {}
     reserved: list[int] = []
     bounds = [0, *stops, len(events)]
@@ -225,7 +233,7 @@ def replay(
                     allocator.give_back(held.pop(-number))
             elif size := sizes[number - 1]:
                 try:
-                    held[number] = block = allocator.take(size)
+                    held[number] = block = allocator.take(size, streams[number - 1])
                 except OutOfMemory as error:
                     peaks = allocator.peak_allocated, allocator.peak_reserved
                     return Replay(*peaks, blocks, reserved, at, error)

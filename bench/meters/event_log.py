@@ -34,15 +34,15 @@ class Streams:
     """The streams of a program.
 
     Args:
-        builder: of the program.
+        builder: of the program; None: nothing is written down.
 
     Attributes:
         current: the stream on which operators are issued.
         open: whether events are written down.
     """
 
-    def __init__(self, builder: ProgramBuilder):
-        self._builder: ProgramBuilder | None = builder
+    def __init__(self, builder: ProgramBuilder | None):
+        self._builder = builder
         self._streams = 0
         self._events: WeakSet[RecordedEvent] = WeakSet()
         self.open = False

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.meters.event_log import Streams
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.module_calls import ModuleCalls
@@ -63,13 +64,19 @@ class MemoryMeter(Meter):
 
     Args:
         elsewhere: knows storages that are not on the device, whatever their tensors say.
+        streams: says on which stream a storage is made; None: there is one.
     """
 
     name = "memory"
 
-    def __init__(self, mesh: DeviceMesh | None = None, elsewhere: MemoryMeter | None = None):
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        elsewhere: MemoryMeter | None = None,
+        streams: Streams | None = None,
+    ):
         super().__init__(mesh)
-        self._elsewhere = elsewhere
+        self._elsewhere, self._streams = elsewhere, streams
         self.modules, self.device = ModuleCalls(), "cpu" if mesh is None else mesh.device_type
         self.log = MemoryLog(place_names=self.modules.names)
         self._numbers: dict[int, int] = {}
@@ -131,6 +138,7 @@ class MemoryMeter(Meter):
         log, number = self.log, len(self.log.sizes)
         log.sizes.append(nbytes)
         log.places.append(self.modules.place())
+        log.streams.append(0 if self._streams is None else self._streams.current.number)
         log.events.append(number + 1)
         return number
 

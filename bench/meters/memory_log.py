@@ -37,6 +37,8 @@ class MemoryLog:
             size is that of the library on a card, see :meth:`with_workspaces`; until then it is 0.
         places: of each storage, the number in ``place_names`` of the module in whose forward or backward it
             was made (see :class:`ModuleCalls`); empty: not known.
+        streams: of each storage, the stream on which it was made, 0 the compute stream (see
+            :class:`Streams`); empty: all are of that.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -45,6 +47,7 @@ class MemoryLog:
     tags: dict[int, str] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
     workspaces: dict[int, str] = field(default_factory=dict)
+    streams: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list, compare=False)
     place_names: list[str] = field(default_factory=list, compare=False)
 

@@ -29,6 +29,7 @@ from spbench.bench.simulator.program_builder import NO_SHAPE
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
 from spbench.impls.kernels.host_updates import ON_HOST_CORES
+from spbench.impls.kernels.ranged_attention import pairs_and_length
 
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _OTHER = len(PRECISION_NAMES) - 1
@@ -72,7 +73,7 @@ _STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {
     "scalar_tensor", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "stack", "tril",
     "tril_", "triu", "triu_", "zeros", "zeros_like",
     "all", "amax", "amin", "any", "argmax", "argmin", "cumsum", "linalg_vector_norm", "logsumexp", "mean",
-    "sum", "var_mean",
+    "softplus_backward", "sum", "var_mean",
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "native_layer_norm",
     "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "nll_loss_forward",
     "nll_loss_backward", "native_dropout_backward",
@@ -105,6 +106,10 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
     """(B x Z, queries, keys, A) of a call of attention without scores, from its q [B, Z, M, A] and
     k [B, G, L, A], which a gradient stands before."""
     q, k = arguments[1:3] if name.endswith("_backward") else arguments[:2]
+    if name.startswith("ranged"):
+        ranges = tuple(arguments[-1])
+        _, length = pairs_and_length(ranges)
+        return q.shape[0] * q.shape[1] * len(ranges), length, length, q.shape[3]
     return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
 
 

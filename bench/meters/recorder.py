@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.communication import CommunicationMeter, communication_of
-from spbench.bench.meters.event_log import EventLog, recorded_streams
+from spbench.bench.meters.event_log import EventLog, Streams, recorded_streams
 from spbench.bench.meters.memory import HostMemoryMeter, MemoryMeter
 from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.torch_internals import FakeTensor, TorchDispatchMode, no_dispatch, replaced
@@ -52,10 +52,11 @@ class Recorder(TorchDispatchMode):
         self.settle_s = settle_s
         self._unsettled = False
         self._paused = False
-        self.host_memory = HostMemoryMeter(mesh)
-        self.memory = MemoryMeter(mesh, self.host_memory)
         self.communication = CommunicationMeter(group_axes(mesh))
         self.events = EventLog(mesh) if events else None
+        self.streams = Streams(None) if self.events is None else self.events.streams
+        self.host_memory = HostMemoryMeter(mesh)
+        self.memory = MemoryMeter(mesh, self.host_memory, self.streams)
         self.further = [meter(mesh) for meter in further]
         core = [self.memory, self.host_memory, self.communication, self.events]
         self.meters: list[Meter] = [meter for meter in [*core, *self.further] if meter is not None]
@@ -73,11 +74,13 @@ class Recorder(TorchDispatchMode):
 
     def _enter_patches(self, patches: ExitStack) -> None:
         """Put in place what is patched while the recorder is entered."""
-        # fully_shard frees and makes room for weights by resizing their storages, which is no operator
-        patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
-        patches.enter_context(self.memory.modules.followed())
+        if self.memory in self.meters:
+            # fully_shard frees and makes room for weights by resizing their storages, which is no operator
+            patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
+            patches.enter_context(self.memory.modules.followed())
+        if self.memory in self.meters or self.events is not None:
+            patches.enter_context(recorded_streams(self.streams))
         if self.events is not None:
-            patches.enter_context(recorded_streams(self.events.streams))
             patches.enter_context(self.events.counted_modules())
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:

@@ -89,6 +89,7 @@ class StorageRecord:
             and _marks(self.log.marks[a.phases : b.phases], a.changes)
             == _marks(self.log.marks[b.phases : c.phases], b.changes)
             and self.log.sizes[a.births : b.births] == self.log.sizes[b.births : c.births]
+            and self.log.streams[a.births : b.births] == self.log.streams[b.births : c.births]
             and self.log.events[b.changes : c.changes] == _later_changes(before, births)
             and all(abs(change) > first.births for change in before)
             and self._living.is_that_of_the_step_before(births)
@@ -110,7 +111,7 @@ class StorageRecord:
         log, first, (start, end) = self.log, self._ends[0], self._ends[-2:]
         births, tags = end.births - start.births, self._tags(start, end)
         changes, marks = log.events[start.changes : end.changes], log.marks[start.phases : end.phases]
-        for of_storages in (log.sizes, log.places):
+        for of_storages in (log.sizes, log.places, log.streams):
             of_storages += of_storages[start.births : end.births] * times
         for n in range(1, times + 1):
             log.events += _later_changes(changes, n * births)

@@ -81,10 +81,13 @@ class Boundary:
         cell, quantity = self.candidates.cell, self.candidates.quantity
         smallest = quantity.smallest_sample(self.unit)
         points = [smallest * n for n in range(1, quantity.degree + 2)]
-        layers = getattr(model_preset(*cell.model_arguments), "layers", None)
+        model = model_preset(*cell.model_arguments)
+        layers, self.period = getattr(model, "layers", None), model.period
+        if self.period > 1 and layers and layers % (cell.sizes.pp * self.period):
+            layers = None  # stages differ, so the model is traced whole
         try:
             self.programs: Programs | None = Programs(
-                self._traced, points, layers and layers // cell.sizes.pp
+                self._traced, points, layers and layers // cell.sizes.pp // self.period
             )
         except NotOneProgram:
             self.programs = None
@@ -92,7 +95,7 @@ class Boundary:
     def _traced(self, units: int, layers: int | None) -> MemoryLog:
         cell = self.candidates.at(units * self.unit)
         if layers is not None:
-            options = {**cell.model_options, "layers": layers * cell.sizes.pp}
+            options = {**cell.model_options, "layers": layers * cell.sizes.pp * self.period}
             cell = cell.model_copy(update={"model_options": options})
         return virtual.trace(cell, rank_classes(cell)[self.predicted].first).memory
 
@@ -106,18 +109,40 @@ class Boundary:
 
     def _guess(self) -> int:
         """The boundary as far as is known; blind bisection if no program could be sampled."""
-        if self.programs is None or self._host_was_full():
+        if self._host_was_full():
             return (self.low + self.high) // 2
+        if self.programs is None or not self.confirming:
+            return self._between_probes()
         while True:
             guess = self._last(self._seems_to_fit)
-            if guess == self.low or not self.confirming:
+            if guess == self.low:
                 return guess
             try:
                 if self.programs.confirm(guess):
                     return guess
             except NotOneProgram:
-                # programs change too often there: what is known of others must do, and the probes will tell
+                # programs change too often there, as with tiles, of which a longer sequence has more
                 self.confirming = False
+                return min(guess, self.high - 1) if not self.proof else self._between_probes()
+
+    def _between_probes(self) -> int:
+        """Where a line through the peaks of two probes meets the card's memory: of the nearest that fits and
+        that does not, or of the two largest or smallest. Memory grows evenly with the number of tiles."""
+        peaks = {each["value"] // self.unit: each["peak_memory_bytes"] for each in self.proof}
+        if not peaks:
+            return (self.low + self.high) // 2
+        least, most = peaks.get(self.low, 0), self.capacity
+        if (above := peaks.get(self.high, most + 1)) <= most:
+            # the card is full before its memory is: what is lost to fragments is at most a fifth
+            most = (max(least, most * 4 // 5) + above) // 2
+        inside = [units for units in (self.low, self.high) if units in peaks]
+        if len(inside) < 2:
+            inside = sorted(peaks)[-2:] if self.low in peaks else sorted(peaks)[:2]
+        a, *others = inside
+        b, of_b = (others[0], peaks[others[0]]) if others else (0, 0)
+        slope = (peaks[a] - of_b) / (a - b)
+        guess = int(a + (most - peaks[a]) / slope) if slope > 0 else (self.low + self.high) // 2
+        return max(self.low, min(self.high - 1, guess))
 
     def _host_was_full(self) -> bool:
         """Whether what bounds the bracket is the memory of hosts, which is not predicted."""
@@ -133,7 +158,8 @@ class Boundary:
             at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
             if self.programs.model(at) is model:
                 sizes = model.resized(log, at, units)
-                return replay(sizes, log.events, self.capacity).out_of_memory is None
+                found = replay(sizes, log.events, self.capacity, streams=log.streams)
+                return found.out_of_memory is None
         return model(units) <= self.capacity
 
     def probe(self, value: int) -> bool:

@@ -208,7 +208,8 @@ def flat(row: Row) -> dict[str, Any]:
     cell, measured = row["cell"], with_band(row)["measurement"]
     sizes = cell.get("sizes", {})
     searched = (cell.get("search") or {}).get("quantity", "")
-    losses = measured.get("losses")  # of a training run, which is not metered
+    losses, errors = measured.get("losses"), measured.get("errors") or {}
+    unmetered = losses or errors  # of a training run, or of ranks in turn
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
         "world_size": math.prod(sizes.values()),
@@ -223,9 +224,10 @@ def flat(row: Row) -> dict[str, Any]:
         **(measured.get("parts") or {}),
         **{name: measured.get(name) or None for name in _WORDS},
         **{f"last_{name}": loss for name, loss in _last(losses).items()},
+        **{f"error_{name}": error for name, error in errors.items()},
         **_metered(measured.get("meters") or {}),
-        "sent_bytes": _sent(None if losses else measured.get("communication")),
-        "formula_sent_bytes": _sent(None if losses else measured.get("formula")),
+        "sent_bytes": _sent(None if unmetered else measured.get("communication")),
+        "formula_sent_bytes": _sent(None if unmetered else measured.get("formula")),
         "reason": row.get("reason", ""),
         "elapsed_s": row.get("elapsed_s"),
         "key": row["key"],

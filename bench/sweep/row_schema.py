@@ -57,6 +57,7 @@ class _Measured(_Timed, total=False):
     peak_host_memory_bytes: Number | None
     node_host_memory_bytes: Number | None
     by_class: list[_ClassMemory]
+    imbalance: Number | None
     communication: list[_Sent]
     formula: list[_Sent]
     formula_difference: list[dict[str, Any]]
@@ -68,6 +69,7 @@ class _Measured(_Timed, total=False):
     calibration: Text
     rates: Text
     losses: list[dict[Text, Signed | None]]
+    errors: dict[Text, Number]
     meters: dict[Text, dict[str, Any]]
     ranks: list[_Rank]
     answer: Count | None

@@ -64,6 +64,8 @@ class MegatronOptions(OptimizerOptions):
         overlapped = {"overlap_grad_reduce": True}
         yield {"distributed_optimizer": True, **overlapped, "overlap_param_gather": True}
         yield overlapped
+        on_host = {"optimizer": "host", "overlap_cpu_optimizer_d2h_h2d": True}
+        yield {"distributed_optimizer": True, **overlapped, "overlap_param_gather": True, **on_host}
 
     def savings(self) -> Iterator[Saving]:
         if not self.distributed_optimizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,10 +56,46 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.Pro
     return _VocabParallelCrossEntropy.apply(_own_full_precision(logits), labels, group)
 
 
+@dataclass(frozen=True)
+class Autotuning:
+    """What torch.compile allocates while it times the versions of a kernel, before its first call.
+
+    Attributes:
+        flush_bytes: of the buffer that it writes to between runs, so that nothing is left in the L2 cache:
+            256 MB (Triton's do_bench, which inductor called until torch 2.6), or as much as that cache has
+            (InductorBenchmarker of torch/_inductor/runtime/benchmarking.py).
+        copies: tensors as large as the full-precision logits that the last kernel of backward writes to, and
+            which are copied for each run; 0: a copy is made only where it raises no peak (since torch 2.6,
+            copy_args_to_cpu_if_needed of torch/_inductor/runtime/triton_heuristics.py), else on the host.
+    """
+
+    flush_bytes: int
+    copies: int = 0
+
+    def scatter(self, precise: Tensor) -> int:
+        """Time the kernel that scatters into ``precise``; returns the bytes by which the peak lies above what
+        is allocated afterwards."""
+        # before it the kernel that makes the tensor was timed, beside as much
+        copied = bool(self.copies) or precise.nbytes <= self.flush_bytes
+        self._allocate(precise, copied)
+        return self.flush_bytes + copied * precise.nbytes
+
+    def scale(self, precise: Tensor, above: int) -> None:
+        """Time the kernel that scales and converts the gradient, where the peak lies ``above`` bytes above
+        what is allocated."""
+        self._allocate(precise, self.copies or precise.nbytes <= above)
+
+    def _allocate(self, like: Tensor, copies: int) -> None:
+        held = [torch.empty(self.flush_bytes, dtype=torch.uint8, device=like.device)]
+        held += [torch.empty_like(like) for _ in range(copies)]
+
+
 class _CompiledCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.dtype = logits.dtype
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, tuning: Autotuning | None
+    ) -> Tensor:
+        ctx.dtype, ctx.tuning = logits.dtype, tuning
         softmax, first = _own_full_precision(logits), _first_row(logits, group)
         top = all_reduce(softmax.amax(-1), group, dist.ReduceOp.MAX)
         softmax.sub_(top.unsqueeze(-1))
@@ -70,19 +108,31 @@ class _CompiledCrossEntropy(torch.autograd.Function):
         return total.log() - predicted
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, hit, local = ctx.saved_tensors
+        tuning: Autotuning | None = ctx.tuning
         # the compiler does not scatter into an input that it overwrites later, so that both exist
         precise = softmax.clone()
+        above = 0 if tuning is None else tuning.scatter(precise)
         precise.scatter_add_(-1, local.unsqueeze(-1), hit.to(softmax.dtype).neg_().unsqueeze(-1))
-        return precise.mul_(gradient.unsqueeze(-1)).to(ctx.dtype), None, None
+        d_logits = precise.mul_(gradient.unsqueeze(-1)).to(ctx.dtype)
+        if tuning is not None:
+            tuning.scale(precise, above - d_logits.nbytes)
+        return d_logits, None, None, None
 
 
-def compiled_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def compiled_cross_entropy(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, tuning: Autotuning | None = None
+) -> Tensor:
     """Per-token loss [B, L] as :func:`vocab_parallel_cross_entropy`, in the four regions that Megatron-Core
     compiles with torch.compile (core/fusions/fused_cross_entropy.py): two sums over ranks travel together,
-    and backward has a second full-precision tensor of the logits' shape beside the softmax."""
-    loss: Tensor = _CompiledCrossEntropy.apply(logits, labels, group)
+    and backward has a second full-precision tensor of the logits' shape beside the softmax.
+
+    Args:
+        tuning: of the first call, whose kernels are timed. Those of forward are timed beside less than those
+            of backward and leave no trace in the peak.
+    """
+    loss: Tensor = _CompiledCrossEntropy.apply(logits, labels, group, tuning)
     return loss
 
 
@@ -159,9 +209,16 @@ def cross_entropy_in_place(logits: Tensor, labels: Tensor, group: dist.ProcessGr
     return loss
 
 
-#: with logits that are this function's alone; see :class:`DecoderOptions`
-CROSS_ENTROPIES = {
+#: per-token loss [B, L] of logits that are this function's alone, whole labels and the vocabulary's group
+CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
+#: by the names that :class:`DecoderOptions` has
+CROSS_ENTROPIES: dict[str, CrossEntropy] = {
     "fused": vocab_parallel_cross_entropy,
     "native": compiled_cross_entropy,
     "in_place": cross_entropy_in_place,
 }
+
+
+def cross_entropy_of(way: str | CrossEntropy) -> CrossEntropy:
+    """One of :data:`CROSS_ENTROPIES` by its name, or what is one already."""
+    return CROSS_ENTROPIES[way] if isinstance(way, str) else way

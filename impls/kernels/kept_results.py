@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from torch import Tensor
 
-Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
+Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 
 class KeptResults:
@@ -26,34 +27,38 @@ class KeptResults:
     @contextmanager
     def in_use(self, *, again: bool) -> Iterator[None]:
         """While the block runs, or runs again."""
-        global _in_use
-        before, _in_use, self.again = _in_use, self, again
+        token, self.again = _in_use.set(self), again
         try:
             yield
         finally:
-            _in_use = before
+            _in_use.reset(token)
 
 
-#: those of the block that runs now
-_in_use: KeptResults | None = None
+#: those of the block that runs now, in this thread
+_in_use: ContextVar[KeptResults | None] = ContextVar("kept results", default=None)
 
 
 def keeping() -> bool:
     """Whether the block that runs now keeps results, which nothing may write on."""
-    return _in_use is not None
+    return _in_use.get() is not None
 
 
 def kept(make: Callable[[], Result]) -> Result:
     """What ``make`` returns: of a block that keeps results, from its first run also when it runs again.
 
-    To be called where no gradient is recorded, as in the forward of an autograd function.
+    To be called where no gradient is recorded, as in the forward of an autograd function. Within ``make``
+    nothing is kept.
     """
-    if _in_use is None:
+    if (keeper := _in_use.get()) is None:
         return make()
-    if _in_use.again:
-        return _in_use.results.popleft()  # type: ignore[return-value]
-    result = make()
+    if keeper.again:
+        return keeper.results.popleft()  # type: ignore[return-value]
+    token = _in_use.set(None)
+    try:
+        result = make()
+    finally:
+        _in_use.reset(token)
     # autograd writes on the tensors that a function returns, which must not hold what they came from
     alias = result.detach() if isinstance(result, Tensor) else tuple(x.detach() for x in result)
-    _in_use.results.append(alias)
+    keeper.results.append(alias)
     return result

@@ -117,6 +117,12 @@ def mark_library(module: nn.Module, library: str) -> None:
         parameter.spbench_library = library  # type: ignore[attr-defined]
 
 
+def mark_rows(rows: Tensor, library: str) -> Tensor:
+    """Some rows of a weight, to be multiplied by its library."""
+    rows.spbench_library = library  # type: ignore[attr-defined]
+    return rows
+
+
 def fuse_accumulation(weight: nn.Parameter, main_grad: Tensor, placeholders: Placeholders) -> None:
     """From now on the products that make the weight's gradient add it to ``main_grad``, of its shape."""
     weight.main_grad = main_grad  # type: ignore[attr-defined]
@@ -156,6 +162,15 @@ def input_gradient(d_y: Tensor, weight: Tensor) -> Tensor:
     """The gradient [..., H] of x, from that of y [..., F]."""
     product = te_mm if _by_transformer_engine(weight) else torch.matmul
     return product(d_y, matrix(weight))
+
+
+def add_input_gradient(into: Tensor, d_y: Tensor, weight: Tensor) -> None:
+    """Add :func:`input_gradient` of d_y [B, L, F] to ``into`` [B, L, H], without a tensor for it where the
+    library can."""
+    if _by_transformer_engine(weight):
+        into.add_(input_gradient(d_y, weight))
+    else:
+        into.baddbmm_(d_y, matrix(weight).expand(len(d_y), -1, -1))
 
 
 def weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:

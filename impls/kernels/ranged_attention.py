@@ -10,6 +10,7 @@ several ranges or none; those of none have an output of 0 and a logarithm of -in
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,8 +120,20 @@ ranged_attention_backward = operator(
 
 
 def _pairs(q: Sequence[int], ranges: Sequence[int]) -> int:
+    """Queries and keys that meet, in all sequences and heads."""
+    return q[0] * q[1] * pairs_and_length(tuple(ranges))[0]
+
+
+@lru_cache(maxsize=256)
+def pairs_and_length(ranges: tuple[int, ...]) -> tuple[int, int]:
+    """Of a head the queries and keys that meet, and how many keys the range has in which a pair lies, on
+    average: kernels are slower where ranges are short."""
     size = len(Range._fields)
-    return q[0] * q[1] * sum(Range(*ranges[i : i + size]).pairs for i in range(0, len(ranges), size))
+    found = [Range(*ranges[i : i + size]) for i in range(0, len(ranges), size)]
+    pairs = [seen.pairs for seen in found]
+    total = sum(pairs)
+    keys = sum(n * seen.keys for n, seen in zip(pairs, found, strict=True))
+    return total, round(keys / total)
 
 
 @register_flop_formula(torch.ops.spbench.ranged_flash_attention)

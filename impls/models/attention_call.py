@@ -1,5 +1,5 @@
-"""One call of causal softmax attention on queries, keys and values that are given, as benchmarks of attention
-make it: no projections, no norm, no weights.
+"""One call of attention, causal softmax or another kind, on queries, keys and values that are given, as
+benchmarks of attention make it: no projections, no norm, no weights.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), Z heads, G heads of
 keys and values, A head size.
@@ -7,22 +7,32 @@ keys and values, A head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import Attended
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.layout import MeetingKind
+from spbench.impls.models.blocks.packing import PackedSequences
 from spbench.impls.models.blocks.softmax_mixer import FUSED_KERNELS
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 
+#: kinds of attention, by the names that the option has for them
+_KINDS: Mapping[str, MeetingKind] = {
+    "causal_attention": "causal_attention",
+    "attention": "attention",
+    "linear_attention": "linear_attention",
+}
+
 
 @dataclass(frozen=True)
-class AttentionCallModel(Model):
+class AttentionCallModel(PackedSequences, Model):
     """The options of an attention call.
 
     Attributes:
@@ -30,18 +40,27 @@ class AttentionCallModel(Model):
         kv_heads: of keys and values, which divide ``heads``; None: as many.
         head_size: features of a head.
         attention: the kernel, by whose rates on a card it is timed.
+        kind: "causal_attention"; "attention", softmax attention of all to all without a mask, by way of all
+            scores; or "linear_attention", causal and without decay, queries and keys by 1 / sqrt(A).
+        documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
     heads: int = 32
     kv_heads: int | None = None
     head_size: int = 128
     attention: str = "flash"
+    kind: str = "causal_attention"
+    documents: str | Sequence[int] = ()
+    documents_seed: int = 0
 
     sequence_dims: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
     has_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_choices(self, {"attention": FUSED_KERNELS})
+        check_choices(self, {"attention": FUSED_KERNELS, "kind": tuple(_KINDS)})
+        if self.kind != "causal_attention" and self.groups != self.heads:
+            raise ValueError(f"{self.kind} has as many kv_heads as heads {self.heads}; leave them out")
+        self.check_documents()
         if self.heads % self.groups:
             raise ValueError(f"heads {self.heads} are not divisible by kv_heads {self.kv_heads}")
 
@@ -56,7 +75,7 @@ class AttentionCallModel(Model):
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         _one_stage_only(stage)
-        return AttentionCall(strategy)
+        return AttentionCall(strategy, self.kind, self.attended(seq_len))
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         return {
@@ -68,10 +87,11 @@ class AttentionCallModel(Model):
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
         _one_stage_only(stage)
-        heads = {"Z": self.heads, "G": self.groups, "A": self.head_size}
+        dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": self.head_size}
+        further = {"causal_attention": {"G": self.groups}, "linear_attention": {"D": self.head_size}}
         return [
             Site("given_heads", 1, {"Z": self.heads}),
-            Site("causal_attention", 1, {"B": batch, "L": seq_len} | heads),
+            Site(_KINDS[self.kind], 1, dims | further.get(self.kind, {}) | self.heeded(seq_len)),
             Site("parameters", 1, {"elements": 0}),
         ]
 
@@ -89,13 +109,22 @@ class AttentionCall(nn.Module):
 
     unbatched: frozenset[str] = frozenset()
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: Strategy, kind: str, attended: Attended):
         super().__init__()
-        self.strategy = strategy
+        self.strategy, self.kind = strategy, kind
+        self.heeded: Any = {} if attended.plain else {"attended": attended}
+        strategy.pack(attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         q, k, v = (inputs[name].transpose(1, 2) for name in "qkv")
-        return {"o": self.strategy.causal_attention(q, k, v).transpose(1, 2)}
+        if self.kind == "attention":
+            o = self.strategy.attention(q, k, v, None, dropout=0.0, softmax="fused")
+        elif self.kind == "linear_attention":
+            scale = q.shape[-1] ** -0.5
+            o = self.strategy.linear_attention(q * scale, k * scale, v, None, **self.heeded)
+        else:
+            o = self.strategy.causal_attention(q, k, v, **self.heeded)
+        return {"o": o.transpose(1, 2)}
 
 
 PRESETS = {

@@ -8,9 +8,10 @@ Nemotron-H (arXiv 2504.03624).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
@@ -23,8 +24,9 @@ from spbench.impls.models.tnl import decay_rates
 from spbench.impls.options import check_choices
 
 RECURRENCES: Mapping[str, Callable[..., RecurrentLayer]] = {"G": GatedDeltaNet, "M": Mamba2}
-#: letters of a pattern, and what they stand for
+#: letters of a pattern, and what mixes the tokens in a layer of that letter
 LETTERS = {"S": "softmax attention", "L": "lightning attention", "G": "Gated DeltaNet", "M": "Mamba-2"}
+MLP = "-"
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,10 @@ class HybridModel(CausalTransformerModel):
     """The options of a hybrid.
 
     Attributes:
-        pattern: a letter of :data:`LETTERS` for each layer, again and again.
+        pattern: a letter of :data:`LETTERS` for each layer, again and again. Each layer has an MLP, or, where
+        there
+            are dashes, those with one behind their letter, as in Nemotron-H's patterns.
+        output_gate: whether the output of softmax attention has a gate, as Qwen3-Next's.
         state_heads: Z of layers of Gated DeltaNet or Mamba-2.
         state_key_heads: G of these.
         key_size: D of these.
@@ -42,6 +47,7 @@ class HybridModel(CausalTransformerModel):
     """
 
     pattern: str = "S"
+    output_gate: bool = False
     state_heads: int = 32
     state_key_heads: int = 16
     key_size: int = 128
@@ -56,18 +62,30 @@ class HybridModel(CausalTransformerModel):
 
     def __post_init__(self) -> None:
         check_choices(self, {"recurrence": WAYS})
-        if not self.pattern or set(self.pattern) - set(LETTERS):
+        layers = self._layers
+        if not layers or any(layer[0] not in LETTERS or layer[1:] not in ("", MLP) for layer in layers):
             known = ", ".join(f"{letter} ({what})" for letter, what in LETTERS.items())
-            raise ValueError(f"pattern has letters of {known}, not {self.pattern!r}")
+            raise ValueError(f"pattern has letters of {known}, each with {MLP} or not, not {self.pattern!r}")
         super().__post_init__()
 
-    def variants(self) -> list[Mapping[str, Any]]:
-        # 3 heads cannot be split over 2 or 4
-        three = {"state_heads": 3, "state_key_heads": 1}
-        return [{"checkpointing": True}, {"heads": 3, "kv_heads": None} | three]
+    @property
+    def _layers(self) -> list[str]:
+        """Each layer of the pattern: its letter, and a dash if there is one behind it."""
+        return re.findall(f".{MLP}*", self.pattern)
+
+    def _layer(self, number: int) -> str:
+        layers = self._layers
+        return layers[number % len(layers)]
+
+    @property
+    def period(self) -> int:
+        return len(self._layers)
+
+    def has_mlp(self, layer: int) -> bool:
+        return MLP not in self.pattern or self._layer(layer).endswith(MLP)
 
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
-        letter = self.pattern[layer % len(self.pattern)]
+        letter = self._layer(layer)[0]
         if letter in RECURRENCES:
             return RECURRENCES[letter](
                 self.state_heads,
@@ -79,20 +97,76 @@ class HybridModel(CausalTransformerModel):
             )
         if letter == "L":
             return LinearAttention("silu", tuple(decay_rates(self.heads, layer, self.layers)), gated=True)
-        return super().mixing(layer)
+        softmax = super().mixing(layer)
+        assert isinstance(softmax, SoftmaxAttention)
+        return replace(softmax, gated=self.output_gate)
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        # 3 heads cannot be split over 2 or 4
+        three = {"heads": 3, "kv_heads": None, "state_heads": 3, "state_key_heads": 1}
+        return [{"checkpointing": True}, three]
+
+    def shrunk(self) -> Self:
+        # a layer of each kind, of which one of softmax attention, if any, comes first: its options need it
+        kinds = sorted(dict.fromkeys(self._layers), key=lambda layer: not layer.startswith("S"))
+        few = replace(self, pattern="".join(kinds), **_TINY_STATES)
+        return replace(super(HybridModel, few).shrunk(), layers=len(kinds))
 
 
-_TINY: Mapping[str, Any] = {
-    **TINY_SIZES,
-    "state_heads": 12,
-    "key_size": 4,
-    "value_size": 8,
-}
+_TINY_STATES: Mapping[str, Any] = {"state_heads": 12, "state_key_heads": 4, "key_size": 4, "value_size": 8}
+_TINY: Mapping[str, Any] = {**TINY_SIZES, **_TINY_STATES}
 
 PRESETS = {
-    "gated-deltanet-tiny-hybrid": HybridModel(
-        **_TINY, pattern="GS", state_key_heads=4, kv_heads=4, qk_norm=True, rotary_share=0.5
+    # Qwen/Qwen3-Next-80B-A3B's config.json, but for the experts: here each layer has one MLP of as many
+    # features as the ten experts and the shared one that a token meets, 512 each
+    "qwen3-next-dense": HybridModel(
+        pattern="GGGS",
+        layers=48,
+        hidden=2048,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        qk_norm=True,
+        output_gate=True,
+        rotary_base=1e7,
+        rotary_share=0.25,
+        inner=5632,
+        vocabulary=151936,
     ),
-    "gated-deltanet-tiny": HybridModel(**_TINY, pattern="G", state_key_heads=12),
-    "mamba2-tiny": HybridModel(**_TINY, pattern="M", state_key_heads=4),
+    # MiniMax-Text-01 (arXiv 2501.08313, section 2), but for the experts: one MLP of as many features as the
+    # two that a token meets; lightning attention as TransNormerLLM has it, whose gate has no sigmoid
+    "minimax-01-dense": HybridModel(
+        pattern="LLLLLLLS",
+        layers=80,
+        hidden=6144,
+        heads=64,
+        kv_heads=8,
+        head_dim=128,
+        rotary_base=1e7,
+        rotary_share=0.5,
+        inner=18432,
+        vocabulary=200064,
+        norm_epsilon=1e-5,
+    ),
+    # nvidia/Nemotron-H-8B-Base-8K's config.json (arXiv 2504.03624); without position embeddings
+    "nemotron-h-8b": HybridModel(
+        pattern="M-M-M-MS-M-M-M-M-MS-M-M-M-M-MS-M-M-M-M-MS-M-M-M-M-M-",
+        layers=28,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        inner=21504,
+        mlp="squared_relu",
+        position="none",
+        state_heads=128,
+        state_key_heads=8,
+        value_size=64,
+        vocabulary=131072,
+        norm_epsilon=1e-5,
+    ),
+    "gated-deltanet-tiny": HybridModel(**{**_TINY, "state_key_heads": 12}, pattern="G"),
+    "mamba2-tiny": HybridModel(**_TINY, pattern="MM-"),
+    "hybrid-tiny": HybridModel(
+        **_TINY, pattern="GS", kv_heads=4, qk_norm=True, output_gate=True, head_dim=8, rotary_share=0.5
+    ),
 }

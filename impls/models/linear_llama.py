@@ -32,6 +32,10 @@ class LinearLlamaModel(DecoderModel):
             return SoftmaxAttention(rotary_base=500_000.0)  # Llama 3's
         return LinearAttention("silu")
 
+    @property
+    def period(self) -> int:
+        return self.softmax_every or 1
+
     def variants(self) -> list[Mapping[str, Any]]:
         # a hybrid asks nothing of a strategy that its two kinds of layers do not
         return [{"checkpointing": True}] if self.softmax_every else super().variants()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.discovery import looked_up, named_values
 from spbench.impls.options import Saving, set_options
@@ -43,6 +44,12 @@ class Model(ABC):
         card's programs run where nothing else is said."""
         return "flash"
 
+    @property
+    def period(self) -> int:
+        """Layers after which the kinds of layers repeat, so that a model of fewer layers stands for one of
+        more."""
+        return 1
+
     def variants(self) -> list[Mapping[str, Any]]:
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []
@@ -63,6 +70,10 @@ class Model(ABC):
         """The tokens that the model computes with for a batch of sequences of ``seq_len`` positions, by which
         its throughput is counted: as many as positions, unless a model makes a token of several."""
         return batch * seq_len
+
+    def attended(self, seq_len: int) -> Attended:
+        """What positions of its sequences attend to, where attention is causal."""
+        return CAUSAL
 
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:

@@ -24,6 +24,10 @@ from spbench.impls.kernels.ranged_attention import ranged_flash_attention
 from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.delegation import left_within, property_left_within
+from spbench.impls.strategies.head_sources import HeadSource
+
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
 
 #: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
 #: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
@@ -43,6 +47,7 @@ class AttentionHooks:
     #: overrides how positions meet there, nothing that it does not say
     heeds: ClassVar[Mapping[str, frozenset[str]]] = HEEDS_ALL
     random: DropoutRandom
+    within: Strategy | None
     if TYPE_CHECKING:
 
         @property
@@ -89,6 +94,21 @@ class AttentionHooks:
             return causal_flash_attention(q, k, v)
         whole = [(0, q.shape[2])]
         return ranged_flash_attention(q, k, v, attended.ranges(whole, whole))
+
+    def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
+        """Causal softmax attention of the queries, keys and values that ``heads`` projects from x [B, L or a
+        part, H] -> [B, Z, L or a part, A]; by default they are made whole, for :meth:`causal_attention`. A
+        strategy that makes them in parts overrides this; it is asked unless one around it has a
+        ``causal_attention`` of its own."""
+        if self.within is None or type(self).causal_attention is not AttentionHooks.causal_attention:
+            return heads.attend_whole(x)
+        return self.within.projected_attention(x, heads)
+
+    @left_within
+    def attended_pairs(self, attended: Attended, length: int) -> int:
+        """Queries of this rank and keys of any that meet in causal attention, in each of its heads, of a
+        sequence of ``length`` positions."""
+        return attended.pairs([(0, length)])
 
     @left_within
     def whole_attention(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
+from spbench.impls.kernels.cross_entropy import CrossEntropy, cross_entropy_of
 from spbench.impls.kernels.projection import project
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grouped_query import GroupedQueryLinear
@@ -160,11 +160,11 @@ class LayerHooks:
         return project(x, weight, bias)
 
     @left_within
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str | CrossEntropy) -> Tensor:
         """Per-token loss [B, L] in at least float32 from :meth:`vocabulary_logits`, which nothing else may
-        read, and labels [B, L]. ``way`` is "plain", torch's own, or a key of :data:`CROSS_ENTROPIES`."""
+        read, and labels [B, L]. ``way`` is "plain", torch's own, or as :func:`cross_entropy_of` has it."""
         if way != "plain":
-            return CROSS_ENTROPIES[way](logits, labels, None)
+            return cross_entropy_of(way)(logits, labels, None)
         return F.cross_entropy(
             full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none"
         ).view_as(labels)

@@ -33,6 +33,7 @@ from spbench.impls.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from spbench.impls.kernels.cross_entropy import CrossEntropy
 from spbench.impls.kernels.projection import (
     bias_gradient,
     input_gradient,
@@ -205,7 +206,7 @@ class MegatronSP(GridChunks, TensorParallel):
             return GatheredProjection.apply(x, weight, bias, 1, self.group, self.buffer)
         return Strategy.vocabulary_logits(self, x, weight, bias)
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str | CrossEntropy) -> Tensor:
         if not self._splits_vocabulary:
             return Strategy.cross_entropy(self, logits, labels, way=way)
         loss = TensorParallel.cross_entropy(self, logits, whole_ids(labels, self.group), way=way)

@@ -49,6 +49,8 @@ class Nesting:
         splitting = [cls.name for cls in self.classes[1:] if cls.splits_features]
         if splitting:
             raise ValueError(f"{splitting[0]} splits weights, which only the outermost strategy can")
+        if not frozenset.intersection(*(cls.meets for cls in self.classes)):
+            raise ValueError(f"{self.name}: there is no kind of attention that all of these have")
         for cls, within in zip(self.classes, self.classes[1:], strict=False):
             if not cls.can_enclose:
                 mend = f"; write {within.name}{PLUS}{cls.name}" if within.can_enclose else ""

@@ -21,7 +21,7 @@ import heapq
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -148,6 +148,13 @@ def _met(
     return mine, theirs, found
 
 
+@lru_cache(maxsize=64)
+def _numbered(placement: str, attended: Attended, rank: int, size: int, length: int) -> Sequence[int]:
+    numbers: dict[Hashable, int] = {}
+    met = (_met(placement, attended, rank, owner, size, length) for owner in range(size))
+    return [numbers.setdefault(each, len(numbers)) for each in met]
+
+
 @dataclass(frozen=True)
 class Meetings:
     """Which queries of a rank see which keys of each rank.
@@ -193,10 +200,13 @@ class Meetings:
 
     def depends_on(self, owner: int) -> Hashable:
         """What the work on an owner's block depends on, beside whether the owner is a lower rank."""
-        if self.regular:
-            return None
+        return None if self.regular else self._alike[owner]
+
+    @cached_property
+    def _alike(self) -> Sequence[int]:
+        """A number for each owner, the same for those whose keys meet the queries alike."""
         assert self.placement is not None
-        return _met(self.placement, self.attended, self.rank, owner, self.size, self.length)
+        return _numbered(self.placement, self.attended, self.rank, self.size, self.length)
 
 
 @dataclass(frozen=True)
@@ -299,6 +309,12 @@ class PlacedChunks(GridChunks):
         if self.size == 1:
             return super().causal_attention(q, k, v, attended)
         return self.attend(q, k, v, self.meetings(q, self.options.placement, attended))
+
+    def attended_pairs(self, attended: Attended, length: int) -> int:
+        if self.size == 1 or self.options.placement == "striped":  # whose stripes are almost even
+            return super().attended_pairs(attended, length) // self.size
+        held = intervals(self.options.placement, self.size, length // self.size, attended)
+        return attended.pairs(held[self.rank])
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.size == 1:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_from_group, reduce_from_group
-from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
+from spbench.impls.kernels.cross_entropy import CrossEntropy, cross_entropy_of
 from spbench.impls.kernels.projection import project
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.options import Options, Saving, check_choices
@@ -282,9 +282,9 @@ class TensorParallel(Strategy):
         """Whether the loss is computed from logits that are gathered for it."""
         return self.options.loss == "gathered" and self.size > 1
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str) -> Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str | CrossEntropy) -> Tensor:
         if self.gathers_logits:
             whole = gather_from_group(logits, logits.ndim - 1, self.group)
             return Strategy.cross_entropy(self, whole, labels, way=way)
         # torch's own loss does not take logits that are split over the vocabulary
-        return CROSS_ENTROPIES["fused" if way == "plain" else way](logits, labels, self.group)
+        return cross_entropy_of("fused" if way == "plain" else way)(logits, labels, self.group)

@@ -123,6 +123,20 @@ class Ulysses(SwappedHeads, GridChunks):
         """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], those that were added gone."""
         return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
 
+    def keys_to_heads(self, k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, L/N, A], each head sent ``repeats`` times, as :meth:`to_heads`."""
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
+        return self.to_heads(k), self.to_heads(v)
+
+    def key_gradients(self, d_k: Tensor, d_v: Tensor, heads: int, repeats: int) -> tuple[Tensor, Tensor]:
+        """The gradients [B, G, L/N, A] of what :meth:`keys_to_heads` sent as ``heads`` heads, from those of
+        what this rank received, for strategies with a backward of their own."""
+        d_k, d_v = self.to_positions(d_k, heads), self.to_positions(d_v, heads)
+        if repeats > 1:
+            d_k, d_v = (x.unflatten(HEADS, (-1, repeats)).sum(HEADS + 1) for x in (d_k, d_v))
+        return d_k, d_v
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
     ) -> Tensor:

@@ -134,6 +134,17 @@ class Training:
 
         Returns this rank's share of the loss, detached; on a pipeline, of the last stage.
         """
+        loss = self.gradients(inputs, phase)
+        with phase("optimizer"):
+            self.backend.step()
+        return loss
+
+    def gradients(
+        self,
+        inputs: Mapping[str, Tensor],
+        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+    ) -> Tensor:
+        """A step without the optimizer; returns as :meth:`step` does."""
         self.strategy.random.begin_step(self.steps)
         self.steps += 1
         self.backend.zero()
@@ -141,8 +152,6 @@ class Training:
         loss = self.pipeline.run(self._split(inputs), self.optimizer.scaled, phase)
         with phase("gradient_sync"):
             self.backend.synchronize()
-        with phase("optimizer"):
-            self.backend.step()
         return loss
 
     def _split(self, inputs: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:

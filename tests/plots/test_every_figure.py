@@ -25,8 +25,8 @@ from tests.slow import slow
 
 Row = dict[str, Any]
 GIB = 2**30
-#: lines of these are numbers of GPUs, or backends, and bars of these are mesh axes
-NO_METHODS = ("lasp_scalability", "lasp2_scalability", "lasp_convergence")
+#: lines of these are numbers of GPUs, or backends, and bars of these are mesh axes or placements
+NO_METHODS = ("lasp_scalability", "lasp2_scalability", "lasp_convergence", "placement_imbalance")
 SCENARIOS = {
     path.stem: found.group(1)
     for path in sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
@@ -46,6 +46,7 @@ def rows_of(scenario: str) -> list[Row]:
         measurement = {
             "peak_memory_bytes": (4 + number % 7) * GIB,
             "usable_memory_bytes": 12 * GIB,
+            "imbalance": 1.0 + number % 4,
             "step_time_s": 1.5 + number % 5,
             "tokens_per_s": 1000.0 * (1 + number % 9) * length / 512,
             "samples_per_s": 1.0 + number % 9,

@@ -107,14 +107,16 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         """What mixes the tokens in a layer."""
 
+    def has_mlp(self, layer: int) -> bool:
+        """Whether an MLP follows the mixer of a layer."""
+        return True
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = [name for name in ("kv_heads", "qk_norm", "head_dim") if getattr(self, name)]
+        asked = [name for name in ("kv_heads", "qk_norm") if getattr(self, name)]
         softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]
         if asked and not any(softmax):
             raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")
-        if self.head_dim is not None and not all(softmax):
-            raise ValueError("head_dim is of softmax attention, which not all layers of this model have")
 
     @property
     def loss_tiling(self) -> Tiling:
@@ -180,10 +182,11 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
                 # what drops the output's elements keeps a mask, which the last product runs again for; tiles
                 # are one function, which runs whole
                 spared = layer == run[-1] and self.recompute_early_stop and not self.dropout and not tiles
-                for dims, once, ends in (
-                    ({"F": mixer.width(self)}, mixer.gathers_once(self), False),
-                    ({"F": self.inner} | tiles, self.separate_projections, spared),
-                ):
+                last = spared and not self.has_mlp(layer)
+                projections = [({"F": mixer.width(self)}, mixer.gathers_once(self), last)]
+                if self.has_mlp(layer):
+                    projections.append(({"F": self.inner} | tiles, self.separate_projections, spared))
+                for dims, once, ends in projections:
                     letters = tuple((hidden | dims).items())
                     gathered = {"gathered_once": 1} if once else {}
                     alike["linear_in", (*letters, *gathered.items()), again] += 1
@@ -208,16 +211,17 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         for i in layers:
             mixers.update(self.mixing(i).parameters(self))
         of_norm = h * (2 if self.norm == "layer" else 1) if self.weighted_norms else 0
-        whole = of_norm * (2 * len(layers) + stage.last)
+        mlps = sum(map(self.has_mlp, layers))
+        whole = of_norm * (len(layers) + mlps + stage.last)
         of_mlp = (self.mlp_projections + 1) * h * self.inner
         if self.biases:
-            whole += 2 * h * len(layers)  # of the projections that close a mixer and an MLP
+            whole += h * (len(layers) + mlps)  # of the projections that close a mixer and an MLP
             of_mlp += self.mlp_projections * self.inner
         if stage.first:
             whole += (self.learned_positions or 0) * h
         tables = stage.first or stage.last if self.tied else stage.first + stage.last
         vocabulary = tables * rows * h
-        split = mixers["split"] + len(layers) * of_mlp + vocabulary
+        split = mixers["split"] + mlps * of_mlp + vocabulary
         counts = {"elements": split + mixers["whole"] + whole, "split": split, "vocabulary": vocabulary}
         if self.kv_heads is not None and mixers["key_value"]:
             counts |= {"key_value": mixers["key_value"], "kv_heads": self.kv_heads}

@@ -120,21 +120,25 @@ class AddToHidden(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """x [B, L, H] -> [B, L, H]: the mixer, and then the MLP, or both of the same x."""
+    """x [B, L, H] -> [B, L, H]: the mixer, and then the MLP, or both of the same x; or the mixer alone."""
 
     def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
         super().__init__()
         self.mixer_norm = make_norm(model)
         self.mixer = model.mixing(layer).build(model, strategy)
         self.mixer_end = AddToHidden(model, strategy)
-        self.mlp_norm = make_norm(model)
-        self.mlp = DecoderMlp(model, strategy)
-        self.mlp_end = AddToHidden(model, strategy)
+        self.mlp = None
+        if model.has_mlp(layer):
+            self.mlp_norm = make_norm(model)
+            self.mlp = DecoderMlp(model, strategy)
+            self.mlp_end = AddToHidden(model, strategy)
         self.parallel = model.parallel_residual
         mark_library(self, model.library)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
+        if self.mlp is None:
+            return mixed
         return self.mlp_end(self.mlp(self.mlp_norm(x if self.parallel else mixed)), mixed)
 
 

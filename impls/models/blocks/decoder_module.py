@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
+from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.places import Places, places_in_documents
@@ -46,6 +48,10 @@ class Decoder(nn.Module):
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
         self.on_host = HostCheckpoints() if model.checkpoints == "host" else None
         self._places: Places | None = None
+        self._way: str | CrossEntropy = model.cross_entropy
+        if model.autotune_flush_kib:
+            tuning = Autotuning(model.autotune_flush_kib * 2**10, model.autotune_copies)
+            self._way = partial(compiled_cross_entropy, tuning=tuning)
 
     @property
     def tied(self) -> Tensor | None:
@@ -111,7 +117,8 @@ class Decoder(nn.Module):
 
     def _token_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = self.strategy.vocabulary_logits(x, weight, None)
-        return self.strategy.cross_entropy(logits, labels, way=self.model.cross_entropy)
+        way, self._way = self._way, self.model.cross_entropy  # the first call is over
+        return self.strategy.cross_entropy(logits, labels, way=way)
 
 
 def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:

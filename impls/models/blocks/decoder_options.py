@@ -37,7 +37,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     Attributes:
         kv_heads: heads of keys and values in softmax attention, each for ``heads / kv_heads`` of queries
             (grouped-query attention, arXiv 2305.13245); None: as many as ``heads``.
-        head_dim: features of a head of softmax attention, A, where they are not ``hidden / heads`` (Qwen3).
+        head_dim: features of a head of attention, A, where they are not ``hidden / heads`` (Qwen3).
         qk_norm: queries and keys of softmax attention are normalised head by head, with a weight of one
             head's size each, before RoPE (Qwen3, arXiv 2505.09388); with a bias where the model's norms have
             one.
@@ -51,6 +51,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
             makes none, as TransformerEngine's (--cross-entropy-fusion-impl te).
+        autotune_flush_kib, autotune_copies: of cross_entropy "native" where the compiler times its kernels
+            in the first call; see :class:`Autotuning`. 0 KiB: it did so before.
         separate_projections: queries, keys, values, and the two projections that open the MLP, have a weight
             and a matrix product each, as Hugging Face's and torchtitan's models have; else those of the same
             input are one product.
@@ -90,6 +92,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
     cross_entropy: str = "plain"
+    autotune_flush_kib: int = 0
+    autotune_copies: int = 0
     separate_projections: bool = False
     library: str = "torch"
     unfused: Sequence[str] = ()
@@ -130,6 +134,12 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError("checkpoints: host is of recompute: full; set that, or leave it out")
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections is of library: torch, not of {self.library}")
+        if min(self.autotune_flush_kib, self.autotune_copies) < 0:
+            raise ValueError("autotune_flush_kib and autotune_copies are at least 0")
+        if self.cross_entropy != "native" and self.autotune_flush_kib:
+            raise ValueError("autotune_flush_kib is of cross_entropy: native; set that, or leave it out")
+        if self.autotune_copies and not self.autotune_flush_kib:
+            raise ValueError("autotune_copies are made beside autotune_flush_kib; set that too")
         if self.mlp_tile and self.keeps_operators:
             raise ValueError("recompute: operators keeps products, and mlp_tile keeps none; leave one out")
         if self.recompute_layers < 1:

@@ -66,3 +66,22 @@ class Places:
             angle = theta * self.positions.unsqueeze(-1)
             self._angles = torch.cat((angle, angle), -1)
         return self._angles
+
+    def part(self, positions: slice, *, back: bool = False) -> Places:
+        """The angles of some of these positions; with ``back`` RoPE turns the other way, as its gradient."""
+        return _PartOfPlaces(self, positions, back)
+
+
+class _PartOfPlaces(Places):
+    """Angles of some positions of ``whole``, which holds them."""
+
+    def __init__(self, whole: Places, part: slice, back: bool):
+        self.whole, self.part_of_whole, self.back = whole, part, back
+
+    def rotary(self, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+        cos, sin = (x[self.part_of_whole] for x in self.whole.rotary(head_size, base))
+        return cos, -sin if self.back else sin
+
+    def angles(self, head_size: int, base: float) -> Tensor:
+        angles = self.whole.angles(head_size, base)[self.part_of_whole]
+        return -angles if self.back else angles

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from spbench.impls.kernels.dropout import DropoutRandom
-from spbench.impls.kernels.kept_results import KeptResults
+from spbench.impls.kernels.kept_results import KeptResults, keeping
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 
 Output = TypeVar("Output")
@@ -57,7 +57,8 @@ def _keeping() -> tuple[Any, Any]:
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         nonlocal products
-        if operator is torch.ops.aten.mm.default:
+        # none of those within a result that is kept, which are not run again
+        if operator is torch.ops.aten.mm.default and keeping():
             products += 1
             if products % 2:
                 return CheckpointPolicy.MUST_SAVE

@@ -19,9 +19,12 @@ from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angle
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
+from spbench.impls.models.blocks.projected_heads import ProjectedHeads
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.grouped_query import GroupedQueryLinear
+from spbench.impls.strategies.layers import GroupedLinear, SeparateLinear
 
 #: kernels that take and return [B, L, Z, A]; they are alike but for their rates on a card
 _FLASH = (
@@ -49,6 +52,8 @@ class SoftmaxAttention:
         kernel: "flash" or one of its kinds, by whose rates it is timed, "cudnn" (flash attention too, which
             takes positions before the batch, so that libraries that lay out hidden states so make no second
             copy of its output), or "unfused", which makes all scores.
+        gated: each head's output is multiplied by the sigmoid of a gate, which the input is projected to
+            (Qwen3-Next, whose code makes one product of queries and gates).
     """
 
     rotary_base: float | None = 10_000.0
@@ -56,6 +61,7 @@ class SoftmaxAttention:
     dropout: float = 0.0
     kernel: str = "flash"
     rotary_share: float = 1.0
+    gated: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self, {"kernel": KERNELS})
@@ -92,7 +98,7 @@ class SoftmaxAttention:
         columns = model.hidden + (1 if self.bias else 0)
         key_value = 2 * (model.kv_heads or model.heads) * model.head_size * columns
         return {
-            "split": model.attention_width * (columns + model.hidden) + key_value,
+            "split": model.attention_width * (columns + (1 + self.gated) * model.hidden) + key_value,
             "key_value": key_value if model.grouped else 0,
             "whole": model.head_size * self.norm_weights(model),
         }
@@ -109,6 +115,9 @@ class SoftmaxAttention:
             sites.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
         if model.qk_norm:
             sites.append(Site("shared_by_heads", self.norm_weights(model), {"A": model.head_size}, again))
+        if self.gated:
+            gate = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.attention_width}
+            sites.append(Site("linear_in", 1, gate, again))
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         kept = {"kept": 1} if model.keeps_operators else {}
@@ -123,7 +132,7 @@ class SoftmaxAttentionMixer(nn.Module):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
         hidden, kv_heads = model.hidden, model.kv_heads or model.heads
-        self.project: nn.Module
+        self.project: SeparateLinear | GroupedQueryLinear | GroupedLinear
         if model.separate_projections:
             width = kv_heads * model.head_size
             outputs = model.attention_width, width, width
@@ -138,25 +147,29 @@ class SoftmaxAttentionMixer(nn.Module):
             self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
         if model.qk_norm and model.norm == "layer":
             self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(model.head_size)) for _ in "qk")
+        self.gate = strategy.grouped_linear_in(hidden, model.attention_width, 1) if kind.gated else None
         self.out = strategy.linear_out(model.attention_width, hidden)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        q, k, v = self._projected(x)
-        q, k = self._turned(q, k, places)
-        q = q.flatten(1, -3)
-        if self._made_contiguous:
-            q, k, v = (x.contiguous() for x in (q, k, v))
-        if self.model.recompute == "selective":
-            o = recomputed(self._attend, self.strategy.random, q, k, v, places.attended)
-        else:
-            o = self._attend(q, k, v, places.attended)
-        del q, k, v
+        o = self.strategy.projected_attention(x, ProjectedHeads(self, places))
         y = o.transpose(1, 2)
         del o
         if self.model.fused and self.kind.kernel in _FLASH and len(y) > 1:
             # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
             y = y.clone(memory_format=torch.contiguous_format)
-        return self.out.project(y.flatten(2))
+        y = y.flatten(2)
+        return self.out.project(y if self.gate is None else y * self.gate(x)[0].sigmoid())
+
+    def attend_whole(self, x: Tensor, places: Places) -> Tensor:
+        """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""
+        q, k, v = self._projected(x)
+        q, k = self.turned(q, places), self.turned(k, places)
+        q = q.flatten(1, -3)
+        if self._made_contiguous:
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        if self.model.recompute == "selective":
+            return recomputed(self._attend, self.strategy.random, q, k, v, places.attended)
+        return self._attend(q, k, v, places.attended)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
         if not self.kind.needs_all_positions:
@@ -195,15 +208,15 @@ class SoftmaxAttentionMixer(nn.Module):
         apart = self.kind.rotary_base is not None or self.model.qk_norm or self.model.grouped
         return self.model.library == TRANSFORMER_ENGINE and apart
 
-    def _turned(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def turned(self, x: Tensor, places: Places) -> Tensor:
+        """Queries or keys [..., L, A] turned by RoPE's angles, if the layer has it."""
         if self.kind.rotary_base is None:
-            return q, k
+            return x
         size = int(self.model.head_size * self.kind.rotary_share)
         # Megatron-Core's own RoPE joins what was turned and what was not, also where that is nothing
         if size == self.model.head_size and (self.model.fuses("rope") or not self.model.fused):
-            return self._rotated(q, places), self._rotated(k, places)
-        q, k = (torch.cat((self._rotated(x[..., :size], places), x[..., size:]), -1) for x in (q, k))
-        return q, k
+            return self._rotated(x, places)
+        return torch.cat((self._rotated(x[..., :size], places), x[..., size:]), -1)
 
     def _rotated(self, x: Tensor, places: Places) -> Tensor:
         """[..., L, features that turn] -> the same."""
@@ -226,16 +239,22 @@ class SoftmaxAttentionMixer(nn.Module):
         else:
             q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
         if self.model.qk_norm:
-            q, k = self._normalised(q, "q_norm"), self._normalised(k, "k_norm")
+            q, k = (self.normalised(y, *self.norm_of(name)) for y, name in ((q, "q"), (k, "k")))
         q, k, v = (y.movedim(1, -2) for y in (q, k, v))
         return q, k, v
 
-    def _normalised(self, x: Tensor, name: str) -> Tensor:
-        """[..., A] -> [..., A], by the kind of norm that the model has."""
-        shared, epsilon = self.strategy.shared_by_heads, self.model.norm_epsilon
+    def norm_of(self, name: str) -> list[Tensor]:
+        """The weight of the norm of "q" or "k", and its bias where it has one; none without a norm."""
+        if not self.model.qk_norm:
+            return []
+        names = [f"{name}_norm", f"{name}_norm_bias"][: 2 if self.model.norm == "layer" else 1]
         # no get_parameter: under a flat backend a weight is a view of the flat parameter
-        weight = shared(getattr(self, name))
+        return [self.strategy.shared_by_heads(getattr(self, each)) for each in names]
+
+    def normalised(self, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        """[..., A] -> [..., A], by the kind of norm that the model has."""
+        epsilon = self.model.norm_epsilon
         if self.model.norm != "layer":
             return rms_norm(x, weight, epsilon, way=self.model.rms_norm)
         # libraries' kernels take no views: what is kept is a copy of the projection's part
-        return layer_norm(x.contiguous(), weight, shared(getattr(self, f"{name}_bias")), epsilon)
+        return layer_norm(x.contiguous(), weight, bias[0], epsilon)

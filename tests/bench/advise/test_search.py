@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from spbench.bench.advise.looks import Look, Looks, outcomes
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.search import BEST, Search
 from spbench.bench.cell import Cell
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Outcome
 from tests.bench.advise.questions import asked
@@ -250,3 +252,24 @@ def test_an_executor_takes_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.cell.key, outcome.status) == (cell.key, "ok")
     assert given == [found.key]
     assert not made.crew.workers
+
+
+def test_an_update_on_the_host_has_its_price() -> None:
+    """On 16 GPUs of two nodes: half of each parameter's 28 bytes on each node's cores, and of the copies a
+    rank's part."""
+    ours = Estimates(question().cell, question().gpus, REFERENCES, BACKENDS)
+    host = {name: replace(each, host_bytes=16.0) for name, each in BACKENDS.items()}
+    theirs = Estimates(question().cell, question().gpus, REFERENCES, host)
+    text = '{"backend": "zero3"}'
+    candidate = next(c for c in every() if (c.strategy, c.layout.dp) == ("single", 16))
+    way = ours.figures(candidate.layout.way, candidate.options)
+    place = list(BACKENDS).index(text)
+    seconds = [each.times(candidate.layout, way)[place, 0] for each in (ours, theirs)]
+    elements = way.elements.ends + way.elements.layer * 8
+    memory = load_cluster(question().cell.cluster).host_memory
+    cores, link = memory.update_bytes_per_s.value, memory.bytes_per_s
+    assert cores is not None
+    assert link is not None
+    nodes = 16 // load_cluster(question().cell.cluster).devices_per_node
+    expected = 28 * elements / nodes / cores + 8 * elements / 16 / link
+    assert seconds[1] - seconds[0] == pytest.approx(expected)

@@ -104,7 +104,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("defaults.model", "bert-bse", "unknown model 'bert-bse'; did you mean 'bert-base'?"),
     ("groups[0].strategy", "tensor_paralel", "unknown strategy 'tensor_paralel'; did you mean 'tensor_"),
     ("defaults.cluster", "piz-daint", "unknown cluster 'piz-daint'; did you mean"),
-    ("defaults.engine", "real", "unknown engine 'real' (known: distributed, emulated, virtual)"),
+    ("defaults.engine", "real", "unknown engine 'real' (known: distributed, emulated, lockstep, virtual)"),
     ("defaults.precision", "fp8", "must be"),
     ("defaults.search.quantity", "length", "unknown quantity 'length'"),
     ("groups[1].seq_len", 512, "is what the search is to find"),

@@ -10,8 +10,10 @@ import pytest
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.engines import virtual
 from spbench.bench.engines.host_memory import host_peaks, limit_by_host
+from spbench.bench.engines.plan import model_parameters
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.measurement import Measurement, run_cell
+from spbench.bench.meters.memory import PAGEABLE
 from spbench.bench.meters.memory_log import MemoryLog
 
 KIB = 2**10
@@ -155,3 +157,70 @@ def test_a_search_is_bounded_by_the_host(tmp_path: Path) -> None:
     assert found.answer == 2**17 // (3 * 96) // 8 * 8
     assert len(found.proof) < 20
     assert "host" in next(probe["reason"] for probe in found.proof if probe["status"] == "oom")
+
+
+def states_on_host(cluster: str, **training: object) -> Cell:
+    return cell(
+        cluster,
+        strategy="single",
+        sizes={"dp": 2},
+        batch=2,
+        model_options={"layers": LAYERS},
+        training={"optimizer": "host", **training},
+    )
+
+
+def elements_of_a_rank(asked: Cell) -> int:
+    """Of its part of the weights, which is the larger one where they do not halve."""
+    return max(virtual.trace(asked).host_memory.sizes) // 4
+
+
+def test_states_on_the_host_by_program() -> None:
+    """Bytes a parameter of a rank's part: DeepSpeed's ZeRO-3 has a pinned buffer of gradients beside float32
+    masters, gradients and moments; torch's CPUOffloadPolicy has these alone, a tensor each."""
+    part = elements_of_a_rank(states_on_host("dgx-h100", backend="zero3"))
+    deepspeed, torch_s = (
+        virtual.trace(states_on_host("dgx-h100", backend="zero3", **options)).host_memory
+        for options in ({}, {"parameters": "host"})
+    )
+    for log, pinned, pageable in ((deepspeed, 4 + 2, 4 + 8), (torch_s, 4 + 4, 8)):
+        events = log.events[: log.step_ends[-1]]
+        alive = {event for event in events if event > 0} - {-event for event in events if event < 0}
+        sizes = [0, 0]
+        for event in alive:
+            sizes[log.tags.get(event - 1) == PAGEABLE] += log.sizes[event - 1]
+        assert sizes == pytest.approx([pinned * part, pageable * part], rel=0.02)
+
+
+def test_the_cores_of_a_host_are_shared_by_the_ranks_of_its_node(tmp_path: Path) -> None:
+    """On cores as slow as these a step takes as long as its update: of float32 masters, gradients and moments
+    28 bytes, and 6 to round them; over all ranks, for these update at once."""
+    slow = with_host(tmp_path, update_bytes_per_s=1000)
+    asked = states_on_host(slow, backend="zero3")
+    found = VirtualEngine().measure(asked)
+    assert found.step_time_s == pytest.approx((28 + 6) * 2 * elements_of_a_rank(asked) / 1000, rel=0.01)
+
+
+def test_a_host_whose_cores_are_not_known_gives_no_time_and_says_so(tmp_path: Path) -> None:
+    unknown = with_host(tmp_path, update_bytes_per_s=None)
+    found = VirtualEngine().measure(states_on_host(unknown, backend="zero3"))
+    assert (found.status, found.step_time_s) == ("ok", None)
+    assert found.reason == (
+        "no time: host: host_memory.update_bytes_per_s is unknown, at which the host's cores update weights"
+    )
+    assert found.peak_host_memory_bytes
+
+
+def test_copies_beside_updates_take_less_time(tmp_path: Path) -> None:
+    """Of Megatron-Core's optimizer on the host, where its option asks for it."""
+    figures = {"update_bytes_per_s": 28_000, "link_bandwidth_bytes_per_s": 8_000}
+    slow = with_host(tmp_path, **figures)
+    options = {"backend": "megatron", "distributed_optimizer": True}
+    apart, beside = (
+        VirtualEngine().measure(states_on_host(slow, **options, overlap_cpu_optimizer_d2h_h2d=overlapped))
+        for overlapped in (False, True)
+    )
+    part = model_parameters(states_on_host(slow)) / 2
+    assert apart.step_time_s == pytest.approx(part * (2 * 28 / 28_000 + 8 / 8_000), rel=0.05)
+    assert beside.step_time_s == pytest.approx(part * 2 * 28 / 28_000, rel=0.2)
+    assert apart.peak_host_memory_bytes == beside.peak_host_memory_bytes

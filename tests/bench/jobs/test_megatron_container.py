@@ -40,6 +40,27 @@ def test_the_workspace_of_cublas_on_blackwell(cluster: str, container: str, conf
     assert found.get("training.cublas_workspace") == config
 
 
+@pytest.mark.parametrize(
+    ("container", "cluster", "arguments", "flush_kib", "copies"),
+    [
+        ("24.01", "dgx-a100", "", 250_000, 2),
+        ("24.10", "dgx-h100", "", 250_000, 1),
+        ("24.12", "dgx-h100", "", 250_000, None),
+        ("25.09", "dgx-h100", "", 50 * 2**10, None),
+        ("25.09", "dgx-b200", "", 126 * 2**10, None),
+        ("24.01", "dgx-a100", "--deterministic-mode", None, None),  # nothing is timed
+        ("25.09", "piz-daint-p100", "", None, None),  # whose cache no file has
+    ],
+)
+def test_what_the_compiler_takes_in_the_first_step(
+    container: str, cluster: str, arguments: str, flush_kib: int | None, copies: int | None
+) -> None:
+    before = f"export NVIDIA_PYTORCH_VERSION={container}"
+    found = settings(f"--cross-entropy-loss-fusion {arguments}", before=before, cluster=cluster)
+    options = ("autotune_flush_kib", "autotune_copies")
+    assert [found.get(f"model_options.{name}") for name in options] == [flush_kib, copies]
+
+
 def test_a_container_that_is_no_release() -> None:
     with pytest.raises(UserError, match="NVIDIA_PYTORCH_VERSION=new is no release of NVIDIA's container"):
         job("", before="export NVIDIA_PYTORCH_VERSION=new").scenario_text()

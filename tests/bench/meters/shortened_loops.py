@@ -14,8 +14,8 @@ from spbench.impls import rings
 from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.models.blocks import tiles
 from spbench.impls.models.model import model_preset
-from spbench.impls.registries import strategies
-from spbench.impls.strategies import all_gather_kv
+from spbench.impls.strategies import all_gather_kv, fpdt, upipe
+from spbench.impls.strategies.nesting import nesting
 from tests.bench.meters.same_traces import differences
 
 N = 16
@@ -34,7 +34,7 @@ def cell(strategy: str, model: str, options: dict[str, Any] | None = None, **cha
         "model": model,
         "model_options": wider | (options or {}),
         "strategy": strategy,
-        "sizes": strategies()[strategy].sizes_for(N) if strategies()[strategy].axes else {},
+        "sizes": nesting(strategy).sizes_for(N) if nesting(strategy).axes else {},
         "batch": 4,
         "seq_len": SEQ_LEN,
         "precision": "bf16",
@@ -49,7 +49,7 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked = self.run = 0
         self.whole = False
-        for module in (rings, all_gather_kv, tiles):
+        for module in (rings, all_gather_kv, fpdt, tiles, upipe):
             monkeypatch.setattr(module, "keyed_steps", self)
 
     def __call__(self, size: int, key: Key, **how: Any) -> Iterator[int]:

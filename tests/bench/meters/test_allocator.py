@@ -154,6 +154,15 @@ def test_a_replay_gives_the_block_of_each_storage_and_what_was_reserved_by_then(
     assert (found.peak_allocated, found.peak_reserved) == (53 * MIB, 70 * MIB)
 
 
+def test_a_stream_takes_nothing_of_another_ones_segments() -> None:
+    # 6 MiB are made and freed on the first stream: the second has a segment of its own, the first the old one
+    sizes, events = [6 * MIB, 6 * MIB, 6 * MIB], [1, -1, 2, 3]
+    assert replay(sizes, events, None, streams=[0, 1, 0]).peak_reserved == 40 * MIB
+    assert replay(sizes, events, None).peak_reserved == 20 * MIB
+    # where the card is full, what is free goes back to it, whichever stream had it
+    assert replay(sizes[:2], events[:3], 20 * MIB, streams=[0, 1]).out_of_memory is None
+
+
 def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
     sizes = [30 * MIB, 0, 16 * MIB, 40 * MIB, 8 * MIB]
     events = [1, 2, 3, -1, -2, 4, 5, -5, -3, -4]
@@ -170,12 +179,12 @@ def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
 
 
 class Naive:
-    """The same rules with nothing but lists: a segment is [small, [size, handle or None], ...] in order of
-    addresses, and everything is found by looking at all of them."""
+    """The same rules with nothing but lists: a segment is [(stream, small), [size, handle or None], ...] in
+    order of addresses, and everything is found by looking at all of them."""
 
     def __init__(self, capacity: int | None):
         self.capacity = capacity
-        self.segments: list[tuple[bool, list[list]]] = []
+        self.segments: list[tuple[tuple[int, bool], list[list]]] = []
 
     @property
     def reserved(self) -> int:
@@ -185,17 +194,18 @@ class Naive:
     def allocated(self) -> int:
         return sum(size for _, blocks in self.segments for size, handle in blocks if handle is not None)
 
-    def malloc(self, nbytes: int, handle: int) -> None:
+    def malloc(self, nbytes: int, stream: int, handle: int) -> None:
         size = (nbytes + 511) // 512 * 512
         small = size <= MIB
-        if self._smallest(size, small) is None:
+        pool = (stream, small)
+        if self._smallest(size, pool) is None:
             segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
             if self.capacity is not None and self.reserved + segment > self.capacity:
                 self.segments = [s for s in self.segments if len(s[1]) > 1 or s[1][0][1] is not None]
             if self.capacity is not None and self.reserved + segment > self.capacity:
                 raise OutOfMemory(size, self.allocated, self.reserved)
-            self.segments.append((small, [[segment, None]]))
-        found = self._smallest(size, small)
+            self.segments.append((pool, [[segment, None]]))
+        found = self._smallest(size, pool)
         assert found is not None
         blocks, index = found
         remains = blocks[index][0] - size
@@ -213,12 +223,12 @@ class Naive:
                 if blocks[left][1] is None and blocks[left + 1][1] is None:
                     blocks[left][0] += blocks.pop(left + 1)[0]
 
-    def _smallest(self, size: int, small: bool) -> tuple[list[list], int] | None:
+    def _smallest(self, size: int, pool: tuple[int, bool]) -> tuple[list[list], int] | None:
         free = [
             (block[0], s, i)
             for s, (kind, blocks) in enumerate(self.segments)
             for i, block in enumerate(blocks)
-            if kind == small and block[1] is None and block[0] >= size
+            if kind == pool and block[1] is None and block[0] >= size
         ]
         return (self.segments[min(free)[1]][1], min(free)[2]) if free else None
 
@@ -234,20 +244,23 @@ SIZES = st.one_of(
         st.sampled_from([-512, -1, 0, 1, 512]),
     ).filter(lambda n: n > 0),
 )
-#: a size to ask for, or a number that chooses which live block to free
+#: a size to ask for and a stream, or a number that chooses which live block to free
 STEPS = st.lists(
-    st.one_of(st.tuples(st.just("malloc"), SIZES), st.tuples(st.just("free"), st.integers(0, 99))),
+    st.one_of(
+        st.tuples(st.just("malloc"), SIZES, st.integers(0, 1)),
+        st.tuples(st.just("free"), st.integers(0, 99), st.just(0)),
+    ),
     max_size=60,
 )
 
 
 @given(STEPS, st.one_of(st.none(), st.integers(20, 90).map(lambda n: n * MIB)))
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-def test_any_program_as_the_naive_allocator(steps: list[tuple[str, int]], capacity: int | None) -> None:
+def test_any_program_as_the_naive_allocator(steps: list[tuple[str, int, int]], capacity: int | None) -> None:
     allocator, naive = CachingAllocator(capacity), Naive(capacity)
     live: dict[int, int] = {}  # address to the size of the block, in order of birth
     peak_allocated = peak_reserved = 0
-    for kind, value in steps:
+    for kind, value, stream in steps:
         if kind == "free" and live:
             address = list(live)[value % len(live)]
             before = allocator.allocated
@@ -259,11 +272,11 @@ def test_any_program_as_the_naive_allocator(steps: list[tuple[str, int]], capaci
             errors: list[tuple[int, int, int]] = []
             address = -1
             try:
-                address = allocator.malloc(value)
+                address = allocator.malloc(value, stream)
             except OutOfMemory as error:
                 errors.append((error.requested, error.allocated, error.reserved))
             try:
-                naive.malloc(value, address)
+                naive.malloc(value, stream, address)
             except OutOfMemory as error:
                 errors.append((error.requested, error.allocated, error.reserved))
             if errors:

@@ -273,3 +273,20 @@ def test_more_bytes_than_64_bits_count(monkeypatch: pytest.MonkeyPatch, plain: s
     for long, what in zip(longs[1:], ("what is alive at once", f"a tensor of shape {shape}"), strict=True):
         with pytest.raises(Unsupported, match=f"{what} has more bytes than 64 bits count; choose a smaller"):
             VirtualEngine().measure(long)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_buffers_of_fully_shard_are_of_its_streams(events: bool) -> None:
+    settings = {"model": "causal-transformer-tiny", "strategy": "single", "sizes": {"dp": 2}, "batch": 2}
+    cell = Cell.model_validate({**settings, "seq_len": 16, "training": {"backend": "zero3"}})
+    log = virtual.trace(cell, 0, events=events).memory
+    buffers = {number for number, tag in log.tags.items() if tag == "communication_buffers"}
+    died = {-event - 1 for event in log.events if event < 0}
+    # weights are made on the stream that copies in, gradients outlive the step
+    gathered, reduced = (
+        {log.streams[number] for number in each} for each in (buffers & died, buffers - died)
+    )
+    assert len(gathered) == len(reduced) == 1
+    assert 0 not in gathered | reduced
+    assert gathered != reduced
+    assert {log.streams[number] for number in range(len(log.sizes)) if number not in buffers} == {0}

@@ -89,6 +89,41 @@ RINGS = {
 }
 
 
+#: loops over rounds of heads and chunks of positions, also around rings
+LOOPS = {
+    "rounds": cell("upipe", "causal-transformer-tiny", sizes={"sp": 2}),
+    "rounds of groups": cell("upipe", "causal-transformer-tiny-gqa", {"kv_heads": 2}, sizes={"sp": 2}),
+    "rounds of rings": cell("upipe+ring_attention", "causal-transformer-tiny", sizes={"sp": 2, "cp": N}),
+    "chunks": cell("fpdt", "causal-transformer-tiny", sizes={"sp": 4}, strategy_options={"chunk": 4}),
+    "chunks of layers that run again": cell(
+        "fpdt",
+        "causal-transformer-tiny-gqa",
+        {"kv_heads": 2, "recompute": "full"},
+        sizes={"sp": 4},
+        strategy_options={"chunk": 4},
+    ),
+    "chunks on the device": cell(
+        "fpdt",
+        "causal-transformer-tiny",
+        sizes={"sp": 4},
+        strategy_options={"chunk": 4, "offload": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*LOOPS][:4])
+def test_rounds_and_chunks_leave_the_traces_of_whole_loops(name: str, steps: Steps) -> None:
+    check_ranks(LOOPS[name], steps, [0])
+    assert steps.asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LOOPS][4:])
+def test_more_chunks_leave_the_traces_of_whole_loops(name: str, steps: Steps) -> None:
+    check_ranks(LOOPS[name], steps, [0])
+    assert steps.asked
+
+
 @of_ranks
 @pytest.mark.parametrize("name", RINGS)
 def test_rings_leave_the_traces_of_whole_ones(name: str, steps: Steps, ranks: Sequence[int]) -> None:

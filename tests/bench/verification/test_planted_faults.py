@@ -22,6 +22,7 @@ from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
+from tests.bench.verification import chunk_faults as chunks
 from tests.bench.verification import faults
 from tests.bench.verification import grid_faults as grid
 from tests.bench.verification import grouped_query_faults as grouped
@@ -39,6 +40,7 @@ IN_PLACE = {"library": "transformer-engine", "cross_entropy": "in_place", "recom
 LOCAL = {"library": "megatron-local", "attention": "unfused", "recompute": "full"}
 #: two heads of keys and values, each of which two of four ranks hold
 REPLICATED = model_preset("causal-transformer-tiny-gqa", {"kv_heads": 2})
+GROUPED, CHUNKS = AttentionModel(kv_heads=4), {"chunk": 8}
 ZIGZAG, STRIPED, SPLIT = {"placement": "zigzag"}, {"placement": "striped"}, {"vocabulary": "split"}
 
 QKV = ("gradient of layer.qkv", "gradient of input x")
@@ -93,6 +95,17 @@ FAULTS: list[tuple[Case, tuple[str, ...]]] = [
     (Case(grouped.KeysInAnotherOrder, AttentionModel(kv_heads=2), "attention"), ANY),
     (Case(grouped.FirstQueryOfEachGroup, AttentionModel(kv_heads=4), "attention"), ("gradient of input",)),
     (Case(grouped.KeyNormAfterAllToAll, grouped.KeyNormModel(), "attention"), ANY),
+    (Case(chunks.KeysOfTheFirstRounds, CAUSAL, "attention"), ANY),
+    (Case(chunks.OneBufferForAllMessages, CAUSAL, "attention"), ANY),
+    (Case(chunks.OddRanksBeginWithTheLastRound, CAUSAL, "attention"), ANY),
+    (
+        Case(chunks.KeyGradientsOfOneRound, GROUPED, "attention"),
+        ("gradient of input k", "gradient of input v"),
+    ),
+    (Case(chunks.OneBufferOnTheHost, CAUSAL, "attention", options=CHUNKS), ANY),
+    (Case(chunks.KeysOneChunkLate, CAUSAL, "attention", options=CHUNKS), ANY),
+    (Case(chunks.QueryGradientsOfOneChunk, CAUSAL, "attention", options=CHUNKS), ("gradient of input q",)),
+    (Case(chunks.PositionsOfOneChunk, ROTARY, "attention", options=CHUNKS), ("positions", *ANY)),
     (of_grid(grid.PartsInWrongOrder, 8), ("output", "gradient of")),
     (of_grid(grid.PaddingAttendedTo, 6), ("output", "gradient of")),
     (of_grid(grid.PaddingInTheLoss, 6), ("output loss", "output noise_loss", "positions", "gradient of")),

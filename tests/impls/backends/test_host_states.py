@@ -47,8 +47,9 @@ def cases() -> Iterator[Any]:
         *((name, OPTIMIZER) for name in ("zero3", "zero2", "zero1", "ddp", "legacy_ddp", "fsdp_flat")),
         *((name, PARAMETERS) for name in ("zero3", "zero2")),
         ("megatron", SHARED_OUT),
+        ("megatron", {**OVERLAPPED, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     ]:
-        often = name == "zero3" or name == "megatron"
+        often = name == "zero3" or options is SHARED_OUT
         yield pytest.param(
             name, options, id=f"{name}-{[*options][-1]}", marks=() if often else pytest.mark.slow
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
+from spbench.bench.meters.allocator import MIB, rounded
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.oracle import Case
 from spbench.impls.models.model import model_preset
@@ -95,6 +97,9 @@ def test_transformer_engine_gives_up_the_joint_projection_where_it_must_copy() -
     [
         ({"unfused": ["softmax"]}, "unfused has words of masked_softmax, bias_gelu, .*, not 'softmax'"),
         ({"unfused": ["rope"], "library": "torch"}, "library torch does not"),
+        ({"autotune_flush_kib": 1}, "is of cross_entropy: native"),
+        ({"cross_entropy": "native", "autotune_copies": 1}, "made beside autotune_flush_kib"),
+        ({"cross_entropy": "native", "autotune_flush_kib": -1}, "at least 0"),
     ],
 )
 def test_what_cannot_be_left_out_is_refused(options: dict[str, Any], message: str) -> None:
@@ -102,26 +107,44 @@ def test_what_cannot_be_left_out_is_refused(options: dict[str, Any], message: st
         model_preset("gpt3-tiny", LOCAL | options)
 
 
+def peaks_of_steps(**options: Any) -> list[int]:
+    """Of two steps, with two micro-batches whose logits have 16 MiB."""
+    cell = Cell(
+        model="gpt3-tiny",
+        strategy="single",
+        batch=4,
+        seq_len=64,
+        precision="bf16",
+        model_options={"layers": 1, "vocabulary": 65536, **options},
+        training={"micro_batches": 2, "steps": 2},
+    )
+    log = virtual.trace(cell).memory
+    found = log.peaks(rounded(np.asarray(log.sizes)))
+    assert all(peak.phase == "backward" for peak in found if options["cross_entropy"] == "native")
+    return [peak.nbytes for peak in found]
+
+
 def test_the_native_cross_entropy_has_a_second_copy_in_backward() -> None:
     """In forward there are logits of 2 bytes and a copy of 4; in backward two copies and a gradient of 2."""
-    vocabulary = 65536
+    native, fused = peaks_of_steps(cross_entropy="native"), peaks_of_steps(cross_entropy="fused")
+    assert native[1] - fused[1] == pytest.approx(32 * MIB, rel=0.05)
 
-    def peak(way: str) -> tuple[int, str]:
-        options = {"layers": 1, "vocabulary": vocabulary, "cross_entropy": way}
-        cell = Cell(
-            model="gpt3-tiny",
-            strategy="single",
-            batch=2,
-            seq_len=64,
-            precision="bf16",
-            model_options=options,
-        )
-        found = seen(virtual.trace(cell))
-        return found.peak, found.phase
 
-    fused, native = peak("fused"), peak("native")
-    assert native[1] == "backward"
-    assert native[0] - fused[0] == pytest.approx(2 * 64 * vocabulary * 4, rel=0.05)
+@pytest.mark.parametrize(
+    ("flush_mib", "copies", "more_mib"),
+    [
+        (4, 0, 4),  # the copies of 32 MiB are made on the host
+        (4, 1, 4 + 32),
+        (4, 2, 4 + 64),
+        (40, 0, 40 + 32),  # as much was taken before, when the kernel that scatters was timed
+    ],
+)
+def test_the_compiler_times_the_kernels_of_the_first_step(flush_mib: int, copies: int, more_mib: int) -> None:
+    native = peaks_of_steps(cross_entropy="native")
+    tuning = {"autotune_flush_kib": flush_mib * 1024, "autotune_copies": copies}
+    first, later = peaks_of_steps(cross_entropy="native", **tuning)
+    assert first - native[0] == pytest.approx(more_mib * MIB, abs=4096)  # a sum more, a sum less
+    assert later == native[1]
 
 
 def test_bert_without_a_binary_head(pool: RankPool) -> None:

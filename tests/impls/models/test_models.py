@@ -114,7 +114,6 @@ def test_padding_is_never_attended_and_all_else_is(name: str, options: dict[str,
         (TINY, {"rotary_share": 0.25}, "RoPE turns pairs, but rotary_share 0.25 of a head's 4 features"),
         (TINY, {"rotary_share": 1.5}, "rotary_share is above 0 and at most 1, not 1.5"),
         (TINY, {"head_dim": 0}, "head_dim is at least 1, not 0"),
-        ("linear-llama3-tiny-hybrid", {"head_dim": 8}, "head_dim is of softmax attention"),
     ],
 )
 def test_impossible_options(name: str, options: dict[str, Any], message: str) -> None:

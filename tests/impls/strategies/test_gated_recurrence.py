@@ -53,7 +53,7 @@ def test_other_sizes(
 
 
 def test_states_are_gathered_or_keys_and_values(pool: RankPool) -> None:
-    for name in ("gated-deltanet-tiny-hybrid", "linear-llama3-tiny-hybrid"):
+    for name in ("hybrid-tiny", "linear-llama3-tiny-hybrid"):
         assert_green(pool, Case(Lasp2H, model_preset(name), "model"), 3)
 
 
@@ -99,7 +99,7 @@ def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy]) -> None:
         (Lasp, 4, "mamba2-tiny", 8, "chunks of 2 positions lack .* 3 rows .* at least 12"),
         (TensorParallel, 3, "mamba2-tiny", 24, "3 ranks do not divide 4 heads of keys of a recurrence"),
         (Ulysses, 5, "mamba2-tiny", 25, "12 attention heads cannot be split over 5 ranks"),
-        (Lasp2H, 4, "gated-deltanet-tiny-hybrid", 24, "a recurrence has no zigzag placement"),
+        (Lasp2H, 4, "hybrid-tiny", 24, "a recurrence has no zigzag placement"),
         (Lasp2H, 4, "gated-deltanet-tiny", 24, "lasp2h is for hybrids, which this model is not; use lasp2"),
         (Lasp2H, 4, "causal-transformer-tiny", 24, "is for hybrids, .* use all_gather_kv"),
     ],

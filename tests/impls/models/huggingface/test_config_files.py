@@ -23,6 +23,7 @@ PUBLISHED = {
     "qwen2-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
     "qwen3-0.6b": 596_049_920,
+    "nemotron-h-8b": 8_100_852_736,
     "gpt2": 124_439_808,
     "gpt-neox-20b": 20_554_567_680,
     "bert-base-uncased": 110_106_428,
@@ -67,6 +68,17 @@ def test_there_is_a_published_model_of_each_family() -> None:
         ("llama3-8b", {"model_type": None}, "field model_type = null is not covered: the families"),
         ("mistral-7b-v0.2", {"sliding_window": 4096}, "field sliding_window = 4096 is not covered"),
         ("qwen3-8b", {"use_sliding_window": True}, "field use_sliding_window = true is not covered"),
+        (
+            "nemotron-h-8b",
+            {"hybrid_override_pattern": "MEM*" * 13},
+            '*" is not covered: E is a layer of experts',
+        ),
+        (
+            "nemotron-h-8b",
+            {"num_hidden_layers": 50},
+            "num_hidden_layers = 50 is not covered: the pattern has",
+        ),
+        ("nemotron-h-8b", {"n_routed_experts": 128}, "field n_routed_experts = 128 is not covered"),
         (
             "qwen3-8b",
             {"layer_types": ["full_attention", "sliding_attention"]},

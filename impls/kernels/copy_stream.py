@@ -1,0 +1,85 @@
+"""Copies between a device and its host on a stream beside the one that computes.
+
+No memory is given back while a copy reads or writes it: the computing stream waits for the stream of copies
+before a tensor that was copied is freed or used, and the stream of copies waits for the computing stream
+before it reads what that has made, or writes where that may still read. All waits are for whole streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from spbench.impls.kernels.host_copies import host_empty_like, to_device_, to_host_
+
+
+class CopyStream:
+    """A stream of copies of one device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream()
+        #: which are being copied to the host
+        self._leaving: list[Tensor] = []
+
+    def room(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host for a tensor of the device."""
+        return host_empty_like(torch.empty((), dtype=dtype, device=self.device).expand(*shape))
+
+    def to_host(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """Begin to copy x to the host, into ``into`` or memory of its own. x must not be written to until
+        :meth:`wait`, and stays until then."""
+        host = host_empty_like(x) if into is None else into
+        with self._behind():
+            to_host_(host, x)
+        self._leaving.append(x)
+        return host
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """Begin to copy back what has begun to be copied to the host; it is there after :meth:`wait`."""
+        x = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+        with self._behind():
+            to_device_(x, host)
+        return x
+
+    def changed(self, x: Tensor, host: Tensor) -> None:
+        """Begin to copy to the host what came from there and was written to."""
+        self.to_host(x, host)
+
+    def wait(self) -> None:
+        """What has begun is done before the computing stream goes on."""
+        self._module.current_stream().wait_stream(self._stream)
+        self._leaving.clear()
+
+    @contextmanager
+    def _behind(self) -> Iterator[None]:
+        """On this stream, after all that the computing stream has been given."""
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            yield
+
+
+class NoCopies(CopyStream):
+    """In place of copies: tensors stay on the device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def room(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def to_host(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        return x if into is None else into.copy_(x)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        return host
+
+    def changed(self, x: Tensor, host: Tensor) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass

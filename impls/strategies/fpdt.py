@@ -1,0 +1,254 @@
+"""Fully Pipelined Distributed Transformer (FPDT, arXiv 2408.16978, section 4; DeepSpeed's "Ulysses-Offload",
+deepspeed/sequence/fpdt_layer.py): Ulysses' all-to-alls and attention by chunks of the sequence, with keys and
+values on the host.
+
+A rank has a part of each chunk of every sequence. Chunk after chunk it projects queries, keys and values,
+swaps them for whole positions of some heads as in :mod:`spbench.impls.strategies.ulysses`, attends with the
+chunk's queries to the keys of the chunks so far, and swaps the output back. Queries, keys, values, outputs
+and hidden states wait in pinned memory of the host. Keys and values of earlier chunks come back one after
+another, each while those before it are attended to (section 4.2, a double buffer), and their attention is
+merged by the logarithms of the denominators.
+
+Backward, the outer loop goes over chunks of keys, whose gradients stay on the device, and the inner one over
+the chunks of queries from there on, whose own gradients, in float32, wait on the host between (figure 7).
+After each chunk of keys the gradients of its queries, keys and values are whole; they are swapped back, and
+those of the weights and of the chunk's hidden states follow.
+
+Bytes are those of Ulysses, in as many messages more as there are chunks. FPDT cuts MLP and loss in chunks
+too: that is an option of models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.kernels.copy_stream import CopyStream, NoCopies
+from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.flash_attention import flash_attention_backward
+from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.strategies.base import Site, Unsupported
+from spbench.impls.strategies.blockwise import Block, attend_blocks
+from spbench.impls.strategies.head_sources import ALL, GivenHeads, HeadPart, HeadSource
+from spbench.impls.strategies.sequence_chunks import chunk_of
+from spbench.impls.strategies.ulysses import POSITIONS, Ulysses, UlyssesOptions
+from spbench.impls.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class FPDTOptions(UlyssesOptions):
+    """What may be chosen about :class:`FPDT`.
+
+    Attributes:
+        chunk: positions of a sequence, of all ranks, in a chunk (DeepSpeed:
+            ds_sequence_parallel_fpdt_chunk_size, 65536); the last chunk may be shorter. None: half of them.
+        offload: what waits for other chunks, and for backward, waits on the host; else on the device.
+    """
+
+    chunk: int | None = None
+    offload: bool = True
+
+    @classmethod
+    def searched(cls) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`."""
+        yield {"chunk": 65536}
+
+
+def in_turn(copies: CopyStream, rows: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
+    """(number, tensors on the device) of each row of tensors of the host, the next row under way while one is
+    used."""
+    last = len(rows) - 1
+
+    def key(step: int) -> tuple[Any, ...]:
+        return step == 0, step == last, rows[step][0].shape, rows[min(step + 1, last)][0].shape
+
+    coming = [copies.to_device(x) for x in rows[0]] if rows else []
+    for step in keyed_steps(len(rows), key):
+        copies.wait()
+        here, coming = coming, [copies.to_device(x) for x in rows[step + 1]] if step < last else []
+        yield step, here
+        del here
+
+
+class _InChunks(torch.autograd.Function):
+    """Of the tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
+
+    @staticmethod
+    def forward(ctx: Any, fpdt: FPDT, source: HeadSource, length: int, *tensors: Tensor) -> Tensor:
+        repeats = fpdt.sent(source.heads, source.groups) // source.groups
+        attending, waiting = fpdt.copies(tensors[0].device)
+        keys: list[Sequence[Tensor]] = []
+        of_chunks: list[Tensor] = []
+        output = []
+        for positions in fpdt.local_chunks(length):
+            here, part = source.at(tensors, positions), HeadPart(positions=positions)
+            q = fpdt.to_heads(source.queries(here, part))
+            k, v = fpdt.keys_to_heads(*source.keys_values(here, part), repeats)
+            q_on_host, *own = (attending.to_host(x) for x in (q, k, v))
+
+            def blocks(k: Tensor = k, v: Tensor = v) -> Iterator[Block]:
+                for _, (earlier_k, earlier_v) in in_turn(attending, keys):
+                    yield ALL, earlier_k, earlier_v, False
+                    del earlier_k, earlier_v
+                yield ALL, k, v, True
+
+            o, lse = attend_blocks(q, blocks())
+            attending.wait()
+            del q, k, v, blocks
+            keys.append(own)
+            waiting.wait()
+            of_chunks += (q_on_host, *(waiting.to_host(x) for x in (o, lse, *here[: source.needed])))
+            output.append(fpdt.to_positions(o, source.heads).transpose(1, 2))
+            del o, lse, here
+        waiting.wait()
+        weights = tensors[source.with_positions :]
+        ctx.save_for_backward(*weights, *(x for both in keys for x in both), *of_chunks)
+        ctx.fpdt, ctx.source, ctx.weights = fpdt, source, len(weights)
+        ctx.shapes = [x.shape for x in tensors[: source.with_positions]]
+        return torch.cat(output, 1).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        fpdt, source = ctx.fpdt, ctx.source
+        saved = ctx.saved_tensors
+        weights, saved = saved[: ctx.weights], saved[ctx.weights :]
+        chunks, sent = fpdt.local_chunks(d_o.shape[POSITIONS]), fpdt.sent(source.heads, source.groups)
+        keys = [saved[2 * i : 2 * i + 2] for i in range(len(chunks))]
+        # of each chunk q, o, lse and what the gradients of projections need
+        rest, each = saved[2 * len(chunks) :], 3 + source.needed
+        rows = [rest[start : start + each] for start in range(0, len(rest), each)]
+        precise, scale = state_dtype(d_o.dtype), source.head_size**-0.5
+        attending, waiting = fpdt.copies(d_o.device)
+        gradients = [d_o.new_zeros(shape) for shape in ctx.shapes]
+        gradients += (torch.zeros_like(x, dtype=precise) for x in weights)
+        # between two chunks of keys: the gradients of each chunk's output, and so far of its queries
+        d_outputs, d_queries = ([attending.room(q.shape, t) for q, *_ in rows] for t in (d_o.dtype, precise))
+        coming = [attending.to_device(x) for x in keys[0]]
+        for j, positions in enumerate(chunks):
+            needed = [waiting.to_device(x) for x in rows[j][3:]]
+            k, v = coming
+            further = zip(rows[j:], d_outputs[j:], d_queries[j:], strict=True)
+            of_queries = [(*row[:3], *(() if j == 0 else sums)) for row, *sums in further]
+            for step, (q, o, lse, *sums) in in_turn(attending, of_queries):
+                i = j + step
+                d_of_chunk = sums[0] if sums else fpdt.to_heads(d_o[:, :, chunks[i]])
+                d_q, d_keys, d_values = flash_attention_backward(
+                    d_of_chunk, q, k, v, o, lse, scale, step == 0
+                )
+                d_q = sums[1].add_(d_q) if sums else d_q.to(precise)
+                if step == 0:
+                    own, d_k, d_v = d_q, d_keys.to(precise), d_values.to(precise)
+                else:
+                    d_k.add_(d_keys)
+                    d_v.add_(d_values)
+                    if sums:
+                        attending.changed(d_q, d_queries[i])
+                    else:
+                        attending.to_host(d_of_chunk, d_outputs[i])
+                        attending.to_host(d_q, d_queries[i])
+                del q, o, lse, sums, d_of_chunk
+                del d_q, d_keys, d_values
+            del k, v
+            if j + 1 < len(chunks):
+                coming = [attending.to_device(x) for x in keys[j + 1]]
+            own, d_k, d_v = (x.to(d_o.dtype) for x in (own, d_k, d_v))
+            d_k, d_v = fpdt.key_gradients(d_k, d_v, sent, sent // source.groups)
+            waiting.wait()
+            here, sums = [*needed, *weights], source.at(gradients, positions)
+            part = HeadPart(positions=positions)
+            source.add_queries(here, sums, part, fpdt.to_positions(own, source.heads))
+            source.add_keys_values(here, sums, part, d_k, d_v)
+            del own, d_k, d_v, needed, here, sums
+        attending.wait()
+        d_weights = (d.to(x.dtype) for d, x in zip(gradients[len(ctx.shapes) :], weights, strict=True))
+        return None, None, None, *gradients[: len(ctx.shapes)], *d_weights
+
+
+class FPDT(Ulysses):
+    """Ulysses by chunks of the sequence, with keys and values of other chunks on the host."""
+
+    name = "fpdt"
+    summary = "Ulysses by chunks of the sequence, which wait on the host (FPDT, Ulysses-Offload)"
+    source = "arXiv 2408.16978, section 4"
+    can_enclose = False
+    meets = frozenset({"causal_attention"})
+    options_type = FPDTOptions
+    options: FPDTOptions
+    _copies: tuple[CopyStream, CopyStream] | None = None
+
+    @property
+    def length_multiple(self) -> int:
+        return math.lcm(super().length_multiple, 1 if self.options.chunk else 2 * self.size)
+
+    def chunk_length(self, length: int) -> int:
+        """Positions in a chunk of a sequence of that length, of all ranks."""
+        return self.options.chunk or max(1, length // 2)
+
+    def local_chunks(self, length: int) -> list[slice]:
+        """The positions of each chunk among the ``length`` that a rank has."""
+        chunk = self.chunk_length(length * self.size) // self.size
+        return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        chunks = x.split(self.chunk_length(x.shape[dim]), dim)
+        return torch.cat([chunk_of(chunk, dim, self.rank, self.size) for chunk in chunks], dim)
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        super().check_sizes(sites)
+        chunk = self.options.chunk
+        for site in sites:
+            if chunk and site.dims.get("L", 0) > chunk and chunk % self.size:
+                below = chunk - chunk % self.size
+                can = " or ".join(str(n) for n in (below, below + self.size) if n)
+                raise Unsupported(
+                    f"chunks of {chunk} positions cannot be split over {self.size} ranks", f"use chunk {can}"
+                )
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for site in sites:
+            if site.kind not in self.meets:
+                continue
+            d = site.dims
+            chunk = min(d["L"], self.chunk_length(d["L"]))
+            whole, rest = divmod(d["L"], chunk)
+            for length, count in ((chunk, whole), (rest, 1)):
+                head = d["B"] * (length // self.size) * d["A"] * element_bytes
+                both = [
+                    ("q and the output", self.padded(d["Z"])),
+                    ("k and v", self.padded(self.sent(d["Z"], d.get("G", d["Z"])))),
+                ]
+                for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
+                    for purpose, heads in both if length else ():
+                        yield Traffic(phase, purpose, "all_to_all", 2 * count * site.count, head * heads)
+
+    def copies(self, device: torch.device) -> tuple[CopyStream, CopyStream]:
+        """What brings tensors to where they wait and back: those that are attended to, and the others."""
+        if self._copies is None:
+            kind = CopyStream if self.options.offload else NoCopies
+            self._copies = kind(device), kind(device)
+        return self._copies
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        return x if self.size == 1 else super().to_heads(x)
+
+    def to_positions(self, x: Tensor, heads: int) -> Tensor:
+        return x if self.size == 1 else super().to_positions(x, heads)
+
+    def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
+        if not (heads.in_parts and heads.attended.plain):
+            return super().projected_attention(x, heads)
+        o: Tensor = _InChunks.apply(self, heads, x.shape[1], *heads.tensors(x))
+        return o
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+        if not attended.plain:
+            assert self.size == 1, "refused before"
+            return super(Ulysses, self).causal_attention(q, k, v, attended)
+        o: Tensor = _InChunks.apply(self, GivenHeads(q, k), q.shape[POSITIONS], q, k, v)
+        return o

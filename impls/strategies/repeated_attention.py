@@ -1,0 +1,95 @@
+"""An attention that is called many times inside a strategy's own autograd function, on heads that are not
+kept: its backward is given them again.
+
+What attends may be a single device or any strategy, so its backward is what autograd recorded. Of all calls
+that is the same, but for the tensors that they saved. So one call's graph is kept, without tensors, and is
+run backward with those of each call: queries, keys, values and outputs, which the caller makes again or has
+kept elsewhere, and the others, such as the logarithms of softmax's denominators, which each call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+#: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _Opened(torch.autograd.Function):
+    """Tensors at which a graph begins; their gradients are put into a list. No tensor is held, as a leaf of
+    the graph would be."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, gradients: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.gradients[:] = gradients
+        return (None,) * (2 + len(gradients))
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether x is y, or an alias of all of it."""
+    return (
+        x.untyped_storage()._cdata == y.untyped_storage()._cdata
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.storage_offset() == y.storage_offset()
+    )
+
+
+class RepeatedAttention:
+    """See the module. All calls are of the same shapes."""
+
+    def __init__(self, attend: Attend):
+        self.attend = attend
+        self._edge: GradientEdge | None = None
+        #: of each tensor that the graph saved: which of (q, k, v, o), or which of the others after these
+        self._places: list[int] = []
+        self._filled: Sequence[Tensor] = ()
+        self._gradients: list[Tensor] = []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The attention, and what its backward needs beside q, k, v and the attention itself."""
+        saved: list[Tensor] = []
+
+        def pack(x: Tensor) -> int:
+            saved.append(x)
+            return len(saved) - 1
+
+        token = torch.empty(0, device=q.device, requires_grad=True)
+        with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
+            o = self.attend(*_Opened.apply(token, self._gradients, q, k, v))
+        known = q, k, v, o
+        places: list[int] = []
+        others: list[Tensor] = []
+        for x in saved:
+            place = next((i for i, y in enumerate(known) if _same(x, y)), None)
+            places.append(len(known) + len(others) if place is None else place)
+            if place is None:
+                others.append(x.detach())
+        saved.clear()  # the graph holds the list
+        self._edge, self._places = get_gradient_edge(o), places
+        return o.detach(), others
+
+    def _unpack(self, number: int) -> Tensor:
+        return self._filled[self._places[number]]
+
+    def backward(
+        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, from what a call was given and returned."""
+        assert self._edge is not None, "there was no forward"
+        self._filled = q, k, v, o, *others
+        torch.autograd.backward([self._edge], [d_o], retain_graph=True)
+        d_q, d_k, d_v = self._gradients
+        self._filled = ()
+        self._gradients.clear()
+        return d_q, d_k, d_v

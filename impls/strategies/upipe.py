@@ -1,0 +1,250 @@
+"""Untied Ulysses, or UPipe (arXiv 2602.21196): the heads go through Ulysses' all-to-alls in rounds.
+
+As in :mod:`spbench.impls.strategies.ulysses`, but of U heads at a time: a round projects their queries, sends
+them, attends, and sends the output back, so that the buffers for queries, keys, values and outputs are those
+of one round, U/Z of Ulysses'. U is N at least, one head a rank.
+
+Of grouped queries a round takes one query (or more) of each of N groups. The rounds of the same groups follow
+one another and use the same keys and values, which are projected and sent once, and whose gradients are
+summed before they are sent back.
+
+Kept for backward are hidden states and outputs of this rank's positions, and the logarithms of the softmax's
+denominators. So a round backward projects and sends queries, keys and values again, and sends the outputs
+too. In forward the bytes are Ulysses', in more messages; in backward twice those.
+
+Where a rank's projections are not whole (tensor parallelism around it), or attention alone is recomputed,
+queries, keys and values are made all at once, and sent and attended to in rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.kernels.kept_results import kept
+from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.layout import HEEDS_ALL, runs_again
+from spbench.impls.strategies.base import Site, Unsupported
+from spbench.impls.strategies.divisors import nearest, nearest_divisors
+from spbench.impls.strategies.head_sources import GivenHeads, HeadPart, HeadSource
+from spbench.impls.strategies.repeated_attention import RepeatedAttention
+from spbench.impls.strategies.sequence_chunks import GridOptions
+from spbench.impls.strategies.ulysses import Ulysses
+from spbench.impls.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class UPipeOptions(GridOptions):
+    """What may be chosen about :class:`UPipe`.
+
+    Attributes:
+        heads_a_round: heads of queries on each rank; more make fewer and larger messages.
+    """
+
+    heads_a_round: int = 1
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of ``heads`` heads of queries and ``groups`` of keys and values over ``size`` ranks. For
+    each set of ``sets`` of keys and values there are ``each`` rounds.
+
+    Attributes:
+        keys: heads of keys and values of a rank in a round.
+        queries: heads of queries of each of these in a round.
+        runs: how many ranks, one after another, a head of keys and values is repeated for.
+    """
+
+    size: int
+    groups: int
+    sets: int
+    each: int
+    keys: int
+    queries: int
+    runs: int
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries of a rank in a round."""
+        return self.keys * self.queries
+
+    @property
+    def count(self) -> int:
+        return self.sets * self.each
+
+    def part(self, number: int, member: int = 0) -> HeadPart:
+        """The heads of a round: that ``member`` of the rounds of the set of that ``number``."""
+        groups = self.keys * self.size // self.runs
+        return HeadPart(
+            slice(number * groups, (number + 1) * groups),
+            slice(member * self.queries, (member + 1) * self.queries),
+            self.runs,
+        )
+
+
+def rounds_of(heads: int, groups: int, size: int, a_round: int) -> Rounds | None:
+    """The rounds with ``a_round`` heads of queries a rank; None where a group would end within one."""
+    repeated = math.lcm(groups, size)
+    of_group, of_rank = heads // repeated, repeated // size
+    keys, queries = max(1, a_round // of_group), min(a_round, of_group)
+    if keys * queries != a_round or of_group % queries or of_rank % keys:
+        return None
+    return Rounds(size, groups, of_rank // keys, of_group // queries, keys, queries, repeated // groups)
+
+
+class _InRounds(torch.autograd.Function):
+    """Of the tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, upipe: UPipe, source: HeadSource, sizes: tuple[int, int], *tensors: Tensor
+    ) -> Tensor:
+        rounds = upipe.rounds(source.heads, source.groups)
+        attention = upipe.repeated_attention(rounds, source.attended)
+
+        def in_rounds() -> tuple[Tensor, ...]:
+            o = tensors[0].new_empty(*sizes, source.heads, source.head_size).transpose(1, 2)
+            others: list[Tensor] = []
+            for number in keyed_steps(rounds.sets, lambda number: number == 0):
+                k, v = upipe.keys_to_heads(*source.keys_values(tensors, rounds.part(number)), rounds.runs)
+                for member in keyed_steps(rounds.each, lambda member: member == 0):
+                    part = rounds.part(number, member)
+                    q = upipe.to_heads(source.queries(tensors, part))
+                    attended, saved = attention.forward(q, k, v)
+                    del q
+                    if not others:
+                        others = [x.new_empty(rounds.count, *x.shape) for x in saved]
+                    for whole, x in zip(others, saved, strict=True):
+                        whole[number * rounds.each + member].copy_(x)
+                    del saved
+                    into = part.of_queries(o, source.groups, 1)
+                    into.copy_(upipe.to_positions(attended, rounds.heads * upipe.size).view(into.shape))
+                    del attended, into
+                del k, v
+            return o, *others
+
+        o, *others = kept(in_rounds)
+        ctx.save_for_backward(*tensors, o, *others)
+        ctx.upipe, ctx.source, ctx.attention, ctx.count = upipe, source, attention, len(tensors)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        upipe, source, attention = ctx.upipe, ctx.source, ctx.attention
+        saved = ctx.saved_tensors
+        tensors, (o, *others) = saved[: ctx.count], saved[ctx.count :]
+        rounds = upipe.rounds(source.heads, source.groups)
+        gradients = [torch.zeros_like(x) for x in tensors]
+        for number in keyed_steps(rounds.sets, lambda number: number == 0):
+            k, v = upipe.keys_to_heads(*source.keys_values(tensors, rounds.part(number)), rounds.runs)
+            d_keys: Sequence[Tensor] = ()
+            for member in keyed_steps(rounds.each, lambda member: member == 0):
+                part = rounds.part(number, member)
+                q = upipe.to_heads(source.queries(tensors, part))
+                of_round, d_of_round = (
+                    upipe.to_heads(part.of_queries(x, source.groups, 1).flatten(1, 3)) for x in (o, d_o)
+                )
+                mine = [x[number * rounds.each + member] for x in others]
+                d_q, *d_kv = attention.backward(d_of_round, q, k, v, of_round, mine)
+                del q, of_round, d_of_round, mine
+                if member == 0:
+                    d_keys = d_kv
+                else:
+                    for total, x in zip(d_keys, d_kv, strict=True):
+                        total.add_(x)
+                del d_kv
+                d_q = upipe.to_positions(d_q, rounds.heads * upipe.size)
+                source.add_queries(tensors, gradients, part, d_q)
+                del d_q
+            del k, v
+            d_k, d_v = upipe.key_gradients(*d_keys, rounds.keys * upipe.size, rounds.runs)
+            del d_keys
+            source.add_keys_values(tensors, gradients, rounds.part(number), d_k, d_v)
+            del d_k, d_v
+        return None, None, None, *gradients
+
+
+class UPipe(Ulysses):
+    """Ulysses' all-to-alls and attention in rounds, of some heads each."""
+
+    name = "upipe"
+    summary = "Ulysses in rounds of some heads, which project, send and attend (UPipe, Untied Ulysses)"
+    source = "arXiv 2602.21196; around ring_attention its ring"
+    meets = frozenset({"causal_attention"})
+    heeds = HEEDS_ALL
+    options_type = UPipeOptions  # type: ignore[assignment]  # it pads no heads
+    options: UPipeOptions  # type: ignore[assignment]
+
+    def rounds(self, heads: int, groups: int) -> Rounds:
+        """The rounds of that many heads of queries, and of keys and values, of all ranks."""
+        rounds = rounds_of(heads, groups, self.size, self.options.heads_a_round)
+        assert rounds is not None, "checked before"
+        return rounds
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        for site in sites:
+            heads, groups = site.dims.get("Z", self.size), site.dims.get("G", site.dims.get("Z", self.size))
+            if heads % self.size:
+                raise Unsupported(
+                    f"{heads} attention heads cannot be split over {self.size} ranks",
+                    f"use {nearest_divisors(heads, self.size)}, or ulysses with its option pad_heads",
+                )
+            asked = self.options.heads_a_round
+            if site.kind in self.meets and rounds_of(heads, groups, self.size, asked) is None:
+                can = [n for n in range(1, heads + 1) if rounds_of(heads, groups, self.size, n)]
+                raise Unsupported(
+                    f"{asked} heads a round of {heads} in {groups} groups on {self.size} ranks end in one",
+                    f"use heads_a_round {nearest(can, asked)}",
+                )
+
+    def inside(self, site: Site) -> Site:
+        if site.kind not in self.meets:
+            return super().inside(site)
+        d = site.dims
+        rounds = self.rounds(d["Z"], d.get("G", d["Z"]))
+        own = {"Z": rounds.heads, "G": rounds.keys}
+        return replace(site, count=site.count * rounds.count, dims={**d, **own})
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for site in sites:
+            if site.kind not in self.meets:
+                continue
+            d = site.dims
+            rounds = self.rounds(d["Z"], d.get("G", d["Z"]))
+            head = self.size * d["B"] * (d["L"] // self.size) * d["A"] * element_bytes
+            of_queries = site.count * rounds.count, head * rounds.heads
+            of_keys = site.count * rounds.sets, head * rounds.keys
+            for phase in ["forward", *(["backward"] if runs_again(site) else [])]:
+                for purpose, (count, payload) in (("q and the output", of_queries), ("k and v", of_keys)):
+                    yield Traffic(phase, purpose, "all_to_all", 2 * count, payload)
+            for purpose, (count, payload) in (
+                ("q, the output and their gradients", of_queries),
+                ("k, v and their gradients", of_keys),
+            ):
+                yield Traffic("backward", purpose, "all_to_all", 4 * count, payload)
+
+    def repeated_attention(self, rounds: Rounds, attended: Attended) -> RepeatedAttention:
+        """Attention of the heads of any round to whole sequences, by what this strategy is around."""
+        # Ulysses' own would send them again
+        within = super(Ulysses, self).causal_attention
+        return RepeatedAttention(within if attended.plain else partial(within, attended=attended))
+
+    def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
+        if self.size == 1 or not heads.in_parts:
+            return super().projected_attention(x, heads)
+        o: Tensor = _InRounds.apply(self, heads, x.shape[:2], *heads.tensors(x))
+        return o
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+        if self.size == 1:
+            return super(Ulysses, self).causal_attention(q, k, v, attended)
+        source = GivenHeads(q, k, attended)
+        o: Tensor = _InRounds.apply(self, source, (q.shape[0], q.shape[2]), q, k, v)
+        return o

@@ -1,0 +1,62 @@
+"""Hybrids: patterns of layers, their presets, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
+from spbench.impls.models.blocks.linear_mixer import LinearAttention
+from spbench.impls.models.blocks.mamba2 import Mamba2
+from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
+from spbench.impls.models.hybrid import HybridModel
+from spbench.impls.models.model import model_preset
+
+KINDS = {GatedDeltaNet: "G", LinearAttention: "L", Mamba2: "M", SoftmaxAttention: "S"}
+
+
+def spelled(model: HybridModel) -> str:
+    layers = range(model.layers)
+    return "".join(KINDS[type(model.mixing(i))] + "-" * model.has_mlp(i) for i in layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("qwen3-next-dense", "G-G-G-S-" * 12),
+        ("minimax-01-dense", "L-L-L-L-L-L-L-S-" * 10),
+        ("nemotron-h-8b", "M-M-M-MS-" + "M-M-M-M-MS-" * 3 + "M-M-M-M-M-"),
+    ],
+)
+def test_the_layers_of_presets(name: str, pattern: str) -> None:
+    model = model_preset(name)
+    assert isinstance(model, HybridModel)
+    assert spelled(model) == pattern
+    small = model.shrunk()
+    assert {*spelled(small)} - {"-"} == {*pattern} - {"-"}
+
+
+def test_softmax_layers_alone_have_a_gate() -> None:
+    model = model_preset("qwen3-next-dense")
+    assert isinstance(model, HybridModel)
+    (softmax,) = {model.mixing(i) for i in range(3, 48, 4)}
+    assert isinstance(softmax, SoftmaxAttention)
+    assert softmax.gated
+    assert model_preset("qwen3-next-dense", {"output_gate": False}) != model
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pattern": ""}, "pattern has letters of S"),
+        ({"pattern": "GX"}, r"G \(Gated DeltaNet\), M \(Mamba-2\), each with - or not, not 'GX'"),
+        ({"pattern": "G--S"}, "not 'G--S'"),
+        ({"pattern": "-G"}, "not '-G'"),
+        ({"recurrence": "fast"}, "recurrence is one of chunked, sequential, not 'fast'"),
+        ({"state_key_heads": 5}, "key_heads 5 does not divide heads 12 of a recurrence"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_preset("gated-deltanet-tiny", options)
