@@ -36,7 +36,9 @@ def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
         for (cluster, count), some in machines.items()
     ]
     lost = [row for row in rows if _answer(row) is None]
-    return PanelGrid(title(rows, "The longest sequence, switch by switch"), lost=lost).add(facets, abreast=1)
+    # the switches' names leave no room for bars in a column
+    grid = PanelGrid(title(rows, "The longest sequence, switch by switch"), lost=lost, page_only=True)
+    return grid.add(facets, abreast=1)
 
 
 def switches(row: Row) -> str:
