@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame
 
-from spbench.plots.axes import set_ticks
+from spbench.plots.axes import set_ticks, set_ticks_within
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import measured, published_of
 from spbench.plots.marks import marker_line, status_mark
@@ -36,7 +37,9 @@ def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
         for (cluster, count), some in machines.items()
     ]
     lost = [row for row in rows if _answer(row) is None]
-    return PanelGrid(title(rows, "The longest sequence, switch by switch"), lost=lost).add(facets, abreast=1)
+    # the switches' names leave no room for bars in a column
+    grid = PanelGrid(title(rows, "The longest sequence, switch by switch"), lost=lost, page_only=True)
+    return grid.add(facets, abreast=1)
 
 
 def switches(row: Row) -> str:
@@ -91,6 +94,7 @@ def _draw_ladder(ax: Axes, rows: Sequence[Row], published: Mapping[str, float]) 
             color=INK if answer else GREY,
         )
     ax.set_xlim(0, 1.25 * reach or 1)
+    set_ticks_within(ax.xaxis, MaxNLocator(5), 0, reach or 1)
     ax.set_ylim(len(rows) - 0.5, -0.5)
     set_ticks(ax.yaxis, range(len(rows)), names)
     ax.grid(axis="y", visible=False)

@@ -119,7 +119,8 @@ class RecordedStream(torch.cpu.Stream):
         self._streams.wait(self, event.number)
 
     def wait_stream(self, stream: RecordedStream) -> None:
-        if stream is not self:
+        # what outlives its log, as a strategy's stream of copies, may meet one of torch's own
+        if stream is not self and isinstance(stream, RecordedStream):
             self.wait_event(stream.record_event())
 
 

@@ -55,7 +55,7 @@ WRONG = [
     (("verify", "--strategy-option", "placement=zigzag"), "add --strategy"),
     (
         ("verify", "--strategy", "ring_attention", "--strategy-option", "placement=zigzg"),
-        "placement is one of contiguous, striped, zigzag, not 'zigzg'",
+        "placement is one of contiguous, striped, zigzag, zigzag_by_document, by_work, not 'zigzg'",
     ),
     (("verify", "--strategy", "ulysses", "--strategy-option", "pad_head=1"), "did you mean 'pad_heads'?"),
 ]

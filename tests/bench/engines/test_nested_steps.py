@@ -15,6 +15,7 @@ from spbench.impls.axes import ALONE
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting, pairs
+from spbench.impls.strategies.upipe import UPipe
 from tests.bench.engines.real_ranks import ATTEMPTS, on_real_ranks, seen
 
 ZIGZAG: dict[str, Any] = {"strategy_options": {"placement": "zigzag"}}
@@ -122,6 +123,8 @@ def test_pairs_are_all_that_can_be() -> None:
     assert found == {
         *(f"{outer}+{name}" for outer in ("tensor_parallel", "megatron_sp") for name in inner),
         *(f"ulysses+{name}" for name in inner - {"ulysses"}),
+        # all that positions of causal attention meet by
+        *(f"upipe+{name}" for name in inner - {"upipe"} if UPipe.meets & strategies()[name].meets),
     }
 
 
@@ -133,7 +136,7 @@ def test_options_of_all_are_given_by_name() -> None:
     assert (outer.axes, outer.within.axes) == (("sp",), ("cp",))
     with pytest.raises(KeyError, match=r"strategy ulysses\+ring_attention has no option 'barrier'; it has: "):
         found.configured(ALONE, {"barrier": True})
-    with pytest.raises(ValueError, match="placement is one of contiguous, striped, zigzag, not 'spiral'"):
+    with pytest.raises(ValueError, match=r"placement is one of contiguous, .*, by_work, not 'spiral'"):
         found.configured(ALONE, {"placement": "spiral"})
 
 

@@ -49,7 +49,8 @@ def can_run(strategy: type[Strategy], model: str) -> bool:
 
 def refused(strategy: str, model: str) -> set[int]:
     """The refused numbers of ranks: 3 neither divide 4 heads of keys and values nor are a multiple."""
-    return {3} if strategies()[strategy].splits_features and model.endswith("-gqa") else set()
+    of_keys = model.endswith("-gqa") or model in ("mamba2-tiny", "hybrid-tiny")
+    return {3} if strategies()[strategy].splits_features and of_keys else set()
 
 
 CAN_RUN = [(strategy, model) for strategy in PARALLEL for model in TINY if can_run(strategy, model)]

@@ -17,7 +17,7 @@ from tests.slow import slow
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")
 LINEAR = model_preset("tnl-tiny", {"attention_norm": "head"})
 #: of these models each pair is tried on the first that it can run
-MODELS = ("bert-tiny", "causal-transformer-tiny", "linear-llama3-tiny", "st-dit-tiny")
+MODELS = ("bert-tiny", "causal-transformer-tiny", "linear-llama3-tiny", "st-dit-tiny", "hybrid-tiny")
 
 PAIRS = [pair.name for pair in pairs()]
 

@@ -69,7 +69,32 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5, False),
         "masked_softmax_backward_": (scores.clone(), scores, 0.5),
         **_library_arguments(x, y, q, k, lse),
+        **_packed_arguments(q, k, scores, v, rates, before),
         **recurrence_arguments(tensor),
+    }
+
+
+def _packed_arguments(
+    q: Tensor, k: Tensor, scores: Tensor, v: Tensor, rates: Tensor, before: Tensor
+) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the operators of documents, here of 1 and 3 positions; q, k, scores [2, 2, 4, 8], v
+    [2, 2, 4, 5], before [2, 2, 8, 5]."""
+    ranges = [0, 1, 0, 1, -3, 0, 1, 3, 1, 3, -3, 0]  # each causal
+    o, lse = OPS.ranged_flash_attention(q, k, k, 0.5, ranges)
+    how = rates, 3, [1, 3], False
+    states = OPS.packed_linear_attention_states(scores, v, *how)
+    d_states = OPS.packed_linear_attention_state_gradients(scores, v, *how)
+    inputs = scores, scores, v
+    return {
+        "ranged_flash_attention": (q, k, k, 0.5, ranges),
+        "ranged_flash_attention_backward": (o, q, k, k, o, lse, 0.5, ranges),
+        "packed_linear_attention_states": (scores, v, *how),
+        "packed_linear_attention_output": (*inputs, rates, states, before, *how[1:]),
+        "packed_linear_attention_state_gradients": (scores, v, *how),
+        "packed_linear_attention_input_gradients": (
+            *(*inputs, v, rates, states, None, d_states, before),
+            *how[1:],
+        ),
     }
 
 

@@ -45,8 +45,8 @@ def test_a_share_of_rope_turns_the_first_features_alone(library: str) -> None:
     module, _, places = block(model)
     mixer = module.mixer
     assert isinstance(mixer, SoftmaxAttentionMixer)
-    q, k = torch.randn(2, 2, 12, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    turned, _ = mixer._turned(q, k, places)
+    q = torch.randn(2, 12, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    turned = mixer.turned(q, places)
     assert torch.equal(turned[..., 4:], q[..., 4:])
     # of 4 features as a head of 4 has them; position 0 is not turned
     torch.testing.assert_close(turned[..., 0, :], q[..., 0, :])

@@ -24,7 +24,7 @@ from spbench.impls.models.blocks.text import SEP, causal_language_batches, corpu
 from spbench.impls.models.linear_llama import LinearLlamaModel
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.models.tnl import decay_rates, slopes
-from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 from tests.slow import slow
@@ -92,8 +92,9 @@ def test_closed_form_of_the_size(name: str, stages: int, tied: bool) -> None:
             part = model.build(TensorParallel.planned(4), 64, stage)
         size = counted(model, stage)
         assert sum(p.numel() for p in whole.parameters()) == size["elements"]
-        held, padded = sum(p.numel() for p in part.parameters()), counted(model, stage, 4)
-        assert held == padded["elements"] - padded["split"] + padded["split"] // 4
+        # two heads of keys and values are split over two of four ranks, and held twice
+        held = TensorParallel.planned(4).held_elements(Site("parameters", 1, counted(model, stage, 4)))
+        assert sum(p.numel() for p in part.parameters()) == held
         tables = [p.numel() for n, p in whole.named_parameters() if n.split(".")[0] in ("embedding", "head")]
         assert sum(tables) == size["vocabulary"]
 
