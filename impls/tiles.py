@@ -21,8 +21,8 @@ _TILE, _SHARE, _AT_ONCE = "tile", "tile_share", "backward_at_once"
 
 @dataclass(frozen=True)
 class Tiling:
-    """How many tokens a tile has. Of ``longest`` and ``share`` at most one is not 0; where both are, there is
-    one tile.
+    """How many tokens a tile has. Of ``longest`` and ``share`` at most one is not 0; where both are 0, there
+    is one tile.
 
     Attributes:
         longest: tokens of the longest tile. There are as few tiles as that allows, all of the same length but

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.meters.event_log import Streams
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.module_calls import ModuleCalls
+from spbench.bench.meters.recorded_streams import Streams
 from spbench.bench.meters.torch_internals import (
     in_backward,
     is_traceable_wrapper_subclass,

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.meters.communication import CommunicationMeter, communication_of
-from spbench.bench.meters.event_log import EventLog, Streams, recorded_streams
+from spbench.bench.meters.event_log import EventLog
 from spbench.bench.meters.memory import HostMemoryMeter, MemoryMeter
 from spbench.bench.meters.meter import Call, Meter
+from spbench.bench.meters.recorded_streams import Streams, recorded_streams
 from spbench.bench.meters.torch_internals import FakeTensor, TorchDispatchMode, no_dispatch, replaced
 from spbench.impls.axes import MESH_AXES
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.flat import FlatShard, padded
-from spbench.impls.backends.host_optimizer import HostAdam
+from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.collectives import all_gather_flat, reduce_scatter_flat

@@ -26,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
-from spbench.impls.backends.host_optimizer import DEEPSPEED_STAGE_3, HostAdam, HostOptimizer
+from spbench.impls.backends.host_adam import HostAdam
+from spbench.impls.backends.host_layout import DEEPSPEED_STAGE_3
+from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.meta_device import materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision

@@ -1,25 +1,21 @@
-"""AdamW on the host: masters and moments in its memory, updated by its cores (ZeRO-Offload, Ren et al., arXiv
-2101.06840, section 4).
+"""AdamW on the host for weights that are on the device (:mod:`spbench.impls.backends.host_adam`).
 
-Gradients cross to the host as wide as the masters, into pinned memory, and updated weights come back. What
-else a program holds there, and when what is rounded, is its :class:`HostLayout`. Moments are what torch's and
-DeepSpeed's optimizers make on the CPU: pageable.
+Gradients are copied to the host, and updated weights come back. What else a program holds there, and when
+what is rounded, is its :class:`HostLayout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
 
-from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.collectives import all_reduce
+from spbench.impls.backends.host_adam import HostAdam
+from spbench.impls.backends.host_layout import HostLayout
+from spbench.impls.backends.optimizer import Precision
 from spbench.impls.kernels.host_copies import (
     host_empty_like,
     host_zeros,
@@ -27,152 +23,8 @@ from spbench.impls.kernels.host_copies import (
     to_device_,
     to_host_,
 )
-from spbench.impls.kernels.host_updates import host_adamw_, host_copy_, host_unscale_
+from spbench.impls.kernels.host_updates import host_copy_
 from spbench.impls.rings import wait_for_device
-
-
-class HostAdam(Optimizer):
-    """AdamW on tensors of the host, whose gradients are there too when a step begins.
-
-    Args:
-        masters: what is updated.
-        device: any tensor of the device that makes the gradients.
-    """
-
-    def __init__(
-        self,
-        masters: Sequence[Tensor],
-        precision: Precision,
-        device: Tensor,
-        *,
-        with_moments: bool,
-        overflow_groups: Sequence[dist.ProcessGroup | None] = (),
-        lr: float,
-    ):
-        super().__init__(
-            masters,
-            replace(precision, master=False),
-            with_moments=False,
-            overflow_groups=overflow_groups,
-            lr=lr,
-            device=device.device,
-        )
-        self.device = device.new_empty(0)
-        if precision.loss_scale:
-            self._found_inf, self._scale = (host_zeros(device, [], torch.float32) for _ in range(2))
-        if with_moments:
-            self._make_moments()
-
-    def _make_moments(self) -> None:
-        for master in self.masters:
-            if master not in self.adam.state:
-                moments = {
-                    name: pageable_zeros(self.device, master.shape, master.dtype)
-                    for name in ("exp_avg", "exp_avg_sq")
-                }
-                self.adam.state[master] = {
-                    "step": pageable_zeros(self.device, [], torch.float32),
-                    **moments,
-                }
-
-    def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
-        """Copy a gradient to the host, on the current stream.
-
-        Args:
-            number: of the weight.
-            gradient: of a micro-batch, or of several: then of the ``last`` one alone.
-        """
-        raise NotImplementedError
-
-    def gradient(self, number: int) -> Tensor:
-        """What the host has of the gradient of the weight of that number."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update the masters, and the weights that follow from them."""
-        if not self.masters:
-            return
-        if self.precision.loss_scale:
-            to_host_(self._scale, self.scale)
-        self.wait()
-        if self.precision.loss_scale:
-            self._unscale()
-        self._make_moments()
-        for number, master in enumerate(self.masters):
-            state, (group,) = self.adam.state[master], self.adam.param_groups
-            assert master.grad is not None
-            self.arrived(number)
-            host_adamw_(
-                [master],
-                [master.grad],
-                [state["exp_avg"]],
-                [state["exp_avg_sq"]],
-                [state["step"]],
-                group["lr"],
-                group["weight_decay"],
-                self._found_inf if self.precision.loss_scale else None,
-            )
-            self.updated(number)
-
-    def wait(self) -> None:
-        """Before the first update: for what is copied to the host."""
-        wait_for_device(self.device)
-
-    def arrived(self, number: int) -> None:
-        """Before the update of the master of that number."""
-
-    def updated(self, number: int) -> None:
-        """After it."""
-
-    def tensors(self) -> list[Tensor]:
-        gradients = [master.grad for master in self.masters if master.grad is not None]
-        return [*self.masters, *super().tensors(), *gradients]
-
-    def _unscale(self) -> None:
-        gradients = [master.grad for master in self.masters if master.grad is not None]
-        host_unscale_(gradients, self._found_inf, self._scale)
-        overflow = torch.empty_like(self.scale)
-        to_device_(overflow, self._found_inf)
-        for group in self.overflow_groups:
-            all_reduce(overflow, group, ReduceOp.MAX)
-        to_host_(self._found_inf, overflow)
-        torch._amp_update_scale_(self.scale, self.since_growth, overflow, 2.0, 0.5, 1000)
-        wait_for_device(self.device)
-
-
-@dataclass(frozen=True)
-class HostLayout:
-    """How a program holds on the host what its optimizer needs of weights on the device.
-
-    Attributes:
-        run: elements from which on weights that lie in one tensor, and are updated at once, are enough; None:
-            each weight has tensors of its own.
-        pinned_masters: masters are in pinned memory.
-        sums: gradients of micro-batches are summed in a pinned buffer of the weights' dtype.
-        rounds: where updated weights are rounded to their own dtype: on the "device", a weight at a time; on
-            the host into a pinned buffer ("pinned"), or into pageable memory that is then freed ("pageable").
-        overlaps: copies have streams of their own, so that the host updates what has arrived while other
-            weights are copied.
-    """
-
-    run: int | None
-    pinned_masters: bool
-    sums: bool = False
-    rounds: str = "device"
-    overlaps: bool = False
-
-
-#: offload_optimizer of DeepSpeed's ZeRO-3 (runtime/zero/stage3.py, commit edaa722): in sub-groups of
-#: sub_group_size elements; partition_grads sums in grad_partitions_flat_buffer, on the device, and sends
-#: that up again for the last micro-batch, wide; copy_ that waits rounds on the host
-DEEPSPEED_STAGE_3 = HostLayout(10**9, pinned_masters=False, sums=True, rounds="pageable")
-#: that of its ZeRO-1 and 2 (runtime/zero/stage_1_and_2.py): all at once, rounded into
-#: param_buffer_of_bit16_for_cpu_offload_groups
-DEEPSPEED_STAGE_1 = HostLayout(2**62, pinned_masters=True, rounds="pinned", overlaps=True)
-#: HybridDeviceOptimizer of Megatron-Core (core/optimizer/cpu_offloading, commit d98e8a64), which is one for
-#: any weights; with its overlap_cpu_optimizer_d2h_h2d
-EACH_WEIGHT = HostLayout(None, pinned_masters=True, overlaps=True)
 
 
 class _Run:

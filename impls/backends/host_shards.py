@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.backends.host_optimizer import HostAdam
+from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.kernels.host_copies import host_empty_like, host_zeros, to_device_, to_host_
 from spbench.impls.kernels.host_updates import host_add_
 from spbench.impls.rings import wait_for_device

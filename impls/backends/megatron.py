@@ -46,7 +46,8 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.buffer_layout import laid_out
-from spbench.impls.backends.host_optimizer import EACH_WEIGHT, HostLayout, HostOptimizer
+from spbench.impls.backends.host_layout import EACH_WEIGHT, HostLayout
+from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import Optimizer, Precision

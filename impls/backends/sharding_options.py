@@ -29,7 +29,6 @@ class ShardingOptions(OptimizerOptions):
         forward_prefetch, backward_prefetch: of how many further blocks, when a block begins its forward or
             backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
             ``FSDPModule``). 0: as torch does by itself.
-
         parameters: where the shards are between their all-gathers. "host", with ``optimizer: host``: as
             CPUOffloadPolicy of ``fully_shard`` has them; they are the masters. With the optimizer alone on
             the host it is as DeepSpeed's offload_optimizer of ZeRO-3 has it, see DEEPSPEED_STAGE_3: the

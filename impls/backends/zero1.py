@@ -20,7 +20,8 @@ from spbench.impls.backends.backend import PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.flat import FlatShard, padded
-from spbench.impls.backends.host_optimizer import DEEPSPEED_STAGE_1, HostOptimizer
+from spbench.impls.backends.host_layout import DEEPSPEED_STAGE_1
+from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place
 from spbench.impls.kernels.host_copies import to_host_

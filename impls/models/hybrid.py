@@ -34,9 +34,8 @@ class HybridModel(CausalTransformerModel):
     """The options of a hybrid.
 
     Attributes:
-        pattern: a letter of :data:`LETTERS` for each layer, again and again. Each layer has an MLP, or, where
-        there
-            are dashes, those with one behind their letter, as in Nemotron-H's patterns.
+        pattern: a letter of :data:`LETTERS` for each layer, again and again. Each layer has an MLP, or,
+            where there are dashes, those with one behind their letter, as in Nemotron-H's patterns.
         output_gate: whether the output of softmax attention has a gate, as Qwen3-Next's.
         state_heads: Z of layers of Gated DeltaNet or Mamba-2.
         state_key_heads: G of these.

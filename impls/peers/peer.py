@@ -14,7 +14,8 @@ from spbench.impls.layout import Site, Unsupported
 from spbench.impls.peers import flash_attn_stand_in
 from spbench.impls.registries import INSTALL, absent
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.placements import Meetings, PlacementOptions
+from spbench.impls.strategies.meetings import Meetings
+from spbench.impls.strategies.placed_chunks import PlacementOptions
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import HEADS, POSITIONS, Ulysses
 

@@ -21,7 +21,8 @@ from spbench.impls.layout import Site
 from spbench.impls.options import check_choices
 from spbench.impls.peers.peer import Peer
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.placements import Meetings, PlacedChunks, PlacementOptions
+from spbench.impls.strategies.meetings import Meetings
+from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOptions
 from spbench.impls.traffic import Traffic
 
 RINGS = "torch.distributed.tensor.experimental._attention"

@@ -11,8 +11,9 @@ from spbench.impls.axes import Place
 from spbench.impls.layout import Site, Unsupported
 from spbench.impls.peers.peer import Peer, RingPeer, UlyssesPeer, imported
 from spbench.impls.strategies.divisors import nearest_divisors
+from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.nesting import Nesting
-from spbench.impls.strategies.placements import Meetings, PlacedChunks
+from spbench.impls.strategies.placed_chunks import PlacedChunks
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.sequence_chunks import chunk_of
 from spbench.impls.strategies.ulysses import Ulysses

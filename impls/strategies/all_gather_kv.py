@@ -36,7 +36,8 @@ from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.placements import ALL, DocumentPlacementOptions, Meetings, PlacedChunks
+from spbench.impls.strategies.meetings import ALL, Meetings
+from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.strategies.ring_attention import attention_gradients_round
 from spbench.impls.traffic import Traffic
 

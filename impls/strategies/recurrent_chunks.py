@@ -4,11 +4,9 @@ What a chunk does to the state is S -> M S + U (:mod:`spbench.impls.kernels.recu
 attention has a decay that every rank knows in place of M. Two ways to the state before a chunk:
 
 - along the ranks, as LASP (arXiv 2404.02882): a rank works out the map of its chunk, receives the state
-before it,
-  and sends on M S + U, so that what ranks do in turn is one product; one state is sent;
-- all maps gathered, as LASP-2 (arXiv 2502.07563), of which each rank puts together those before its own: M is
-sent
-  too. This is fla's context parallelism (ops/cp of flash-linear-attention).
+  before it, and sends on M S + U, so that what ranks do in turn is one product; one state is sent;
+- all maps gathered, as LASP-2 (arXiv 2502.07563), of which each rank puts together those before its own: M
+  is sent too. This is fla's context parallelism (ops/cp of flash-linear-attention).
 
 Backward likewise, with gradients of the states and the ranks in reverse. The convolution before the
 recurrence needs the last W - 1 rows of the chunk before, which the neighbour sends, or which are gathered

@@ -32,7 +32,8 @@ from spbench.impls.rings import OwnerKey
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.placements import ALL, DocumentPlacementOptions, Meetings, PlacedChunks
+from spbench.impls.strategies.meetings import ALL, Meetings
+from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.traffic import Traffic
 
 #: gradients of an owner's keys and values, and the index of the part of both that they belong to

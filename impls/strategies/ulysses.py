@@ -98,7 +98,8 @@ class Ulysses(SwappedHeads, GridChunks):
         for site in as_sequences(sites, self.grid_dim):
             if site.kind == "gated_recurrence":
                 yield from self.recurrence_traffic(site, element_bytes)
-            if site.kind not in self.meets or site.kind == "gated_recurrence":
+                continue
+            if site.kind not in self.meets:
                 continue
             d = site.dims
             # q and k have D features a head in linear attention, v and the output A

@@ -11,7 +11,7 @@ from torch import nn
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.meters import step_records
-from spbench.bench.meters.event_log import RecordedEvent, Streams
+from spbench.bench.meters.recorded_streams import RecordedEvent, Streams
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.keyed_steps import Key, keyed_steps

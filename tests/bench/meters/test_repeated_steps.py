@@ -16,7 +16,9 @@ from spbench.bench.meters import step_records
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.registries import strategies
-from spbench.impls.strategies.placements import PLACEMENTS, Meetings, PlacedChunks
+from spbench.impls.strategies.meetings import Meetings
+from spbench.impls.strategies.placed_chunks import PlacedChunks
+from spbench.impls.strategies.placements import PLACEMENTS
 from tests.bench.engines.cells import supported
 from tests.bench.meters.same_traces import differences
 from tests.bench.meters.shortened_loops import N, Steps, cell, differences_of_loops

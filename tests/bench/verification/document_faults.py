@@ -13,7 +13,7 @@ from spbench.impls.kernels.packed_linear_attention import Chunk
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import SequenceDim
 from spbench.impls.strategies.lasp import Lasp
-from spbench.impls.strategies.placements import Meeting, Meetings
+from spbench.impls.strategies.meetings import Meeting, Meetings
 from spbench.impls.strategies.ring_attention import RingAttention
 
 

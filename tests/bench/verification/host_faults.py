@@ -9,7 +9,8 @@ from torch import Tensor
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.fsdp_flat import FlatFullySharded
 from spbench.impls.backends.fully_shard import FullySharded
-from spbench.impls.backends.host_optimizer import HostAdam, HostOptimizer
+from spbench.impls.backends.host_adam import HostAdam
+from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards
 from spbench.impls.backends.megatron import Megatron
 from spbench.impls.backends.optimizer import Optimizer

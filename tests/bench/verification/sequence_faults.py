@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from spbench.impls.strategies import all_gather_kv, blockwise, ring_attention
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
+from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.megatron_sp import MegatronSP
-from spbench.impls.strategies.placements import Meetings
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import HEADS, Ulysses
 from tests.bench.verification.attention_model import rotated

@@ -16,7 +16,9 @@ from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
-from spbench.impls.strategies.placements import BALANCED, Meetings, PlacedChunks
+from spbench.impls.strategies.meetings import Meetings
+from spbench.impls.strategies.placed_chunks import PlacedChunks
+from spbench.impls.strategies.placements import BALANCED
 from spbench.impls.strategies.ring_attention import RingAttention
 from tests.slow import slow
 

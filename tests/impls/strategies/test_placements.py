@@ -10,7 +10,9 @@ from torch import Tensor
 
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
 from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.placements import PLACEMENTS, Meetings, PlacedChunks, PlacementOptions, meeting
+from spbench.impls.strategies.meetings import Meetings, meeting
+from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOptions
+from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.sequence_chunks import chunk_of
 from tests.bench.verification.attention_model import AttentionModel

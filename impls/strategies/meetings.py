@@ -1,0 +1,121 @@
+"""Which queries of a rank see which keys of each rank, by the placement of positions.
+
+Without packed documents and windows this follows from the places of two ranks (:func:`meeting`); else from
+the runs of positions that each rank has and from what these attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from spbench.impls.attended import CAUSAL, Attended, Interval, Range
+from spbench.impls.kernels.ranged_attention import Seen
+from spbench.impls.strategies.placements import BALANCED, intervals
+
+ALL = slice(None)
+
+#: (queries, keys, seen): which of a rank's queries see which of an owner's keys, and what of these
+Meeting = tuple[slice, slice, Seen]
+
+
+def meeting(placement: str | None, rank: int, owner: int, length: int) -> tuple[slice, slice, bool] | None:
+    """Which of a rank's ``length`` queries see which of an owner's ``length`` keys: (queries, keys, causal).
+    All of these queries see all of these keys or, if causal, query i of these sees keys j <= i of these.
+    None: no query sees any. ``placement`` None: there is no mask.
+
+    All owners of lower rank are met alike, and all of higher rank.
+    """
+    if placement is None:
+        return ALL, ALL, False
+    if owner == rank:
+        return ALL, ALL, True
+    if placement == "contiguous":
+        return (ALL, ALL, False) if owner < rank else None
+    if placement == "striped":
+        if owner < rank:
+            return ALL, ALL, True
+        # place i of an owner to the right comes after place i of the rank's, so i sees the places before i
+        return (slice(1, None), slice(-1), True) if length > 1 else None
+    half = length // 2
+    # the owner's first chunk lies before both of the rank's, or both of the owner's between the rank's two
+    return (ALL, slice(half), False) if owner < rank else (slice(half, None), ALL, False)
+
+
+@lru_cache(maxsize=128)
+def _met(
+    placement: str, attended: Attended, rank: int, owner: int, size: int, length: int
+) -> tuple[Interval, Interval, Seen] | None:
+    """As :meth:`Meetings.of`, from what each rank has of the sequence."""
+    held = intervals(placement, size, length, attended)
+    found = attended.ranges(held[rank], held[owner])
+    if not found:
+        return None
+    mine = min(r.first_query for r in found), max(r.first_query + r.queries for r in found)
+    theirs = min(r.first_key for r in found), max(r.first_key + r.keys for r in found)
+    found = tuple(r.moved(mine[0], theirs[0]) for r in found)
+    if len(found) == 1 and (found[0].whole or found[0].causal):
+        return mine, theirs, not found[0].whole
+    return mine, theirs, found
+
+
+@lru_cache(maxsize=64)
+def _numbered(placement: str, attended: Attended, rank: int, size: int, length: int) -> Sequence[int]:
+    numbers: dict[Hashable, int] = {}
+    met = (_met(placement, attended, rank, owner, size, length) for owner in range(size))
+    return [numbers.setdefault(each, len(numbers)) for each in met]
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """Which queries of a rank see which keys of each rank.
+
+    Attributes:
+        placement: of the positions; None: there is no mask, and each query sees each key.
+        rank, size: of the ranks.
+        length: positions that each of them has.
+        attended: what positions attend to, beside the causal mask.
+    """
+
+    placement: str | None
+    rank: int
+    size: int
+    length: int
+    attended: Attended = CAUSAL
+
+    @property
+    def regular(self) -> bool:
+        """Whether they follow from the places of two ranks alone: :func:`meeting`."""
+        return self.placement is None or (self.attended.plain and self.placement not in BALANCED)
+
+    def of(self, owner: int) -> Meeting | None:
+        """Of the keys of one rank; None: no query sees any."""
+        if self.regular:
+            return meeting(self.placement, self.rank, owner, self.length)
+        assert self.placement is not None
+        found = _met(self.placement, self.attended, self.rank, owner, self.size, self.length)
+        if found is None:
+            return None
+        mine, theirs, seen = found
+        return slice(*mine), slice(*theirs), seen
+
+    def of_all(self) -> tuple[Interval, tuple[Range, ...]]:
+        """What the rank's queries see of the keys of several ranks, one after another from the first rank of
+        which they see any to the last: (these ranks, ranges)."""
+        assert self.placement is not None
+        held = intervals(self.placement, self.size, self.length, self.attended)
+        ranges = self.attended.ranges(held[self.rank], [run for runs in held for run in runs])
+        first = min(r.first_key for r in ranges) // self.length
+        last = max(r.first_key + r.keys - 1 for r in ranges) // self.length
+        return (first, last + 1), tuple(r.moved(0, first * self.length) for r in ranges)
+
+    def depends_on(self, owner: int) -> Hashable:
+        """What the work on an owner's block depends on, beside whether the owner is a lower rank."""
+        return None if self.regular else self._alike[owner]
+
+    @cached_property
+    def _alike(self) -> Sequence[int]:
+        """A number for each owner, the same for those whose keys meet the queries alike."""
+        assert self.placement is not None
+        return _numbered(self.placement, self.attended, self.rank, self.size, self.length)

@@ -1,0 +1,131 @@
+"""Sequence chunks that a placement lays on the ranks, and whose queries meet the keys of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.options import check_choices
+from spbench.impls.strategies.base import Site, Unsupported
+from spbench.impls.strategies.meetings import Meetings
+from spbench.impls.strategies.placements import BALANCED, PLACEMENTS, intervals
+from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, chunk_of
+
+
+@dataclass(frozen=True)
+class PlacementOptions(GridOptions):
+    """Which positions of a sequence, and which part of a grid, a rank has; attention along other dims of a
+    grid than ``grid_dim`` needs no message.
+
+    Attributes:
+        placement: of positions on ranks, one of ``placements``; linear attention, recurrences and grids take
+            contiguous chunks only.
+    """
+
+    placement: str = "contiguous"
+
+    #: what ``placement`` may be
+    placements: ClassVar[tuple[str, ...]] = PLACEMENTS
+
+    @classmethod
+    def searched(cls) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`; without a causal mask the placement changes nothing."""
+        for placement in ("zigzag", "contiguous", "striped"):
+            yield {"placement": placement}
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"placement": self.placements})
+
+
+@dataclass(frozen=True)
+class DocumentPlacementOptions(PlacementOptions):
+    """As :class:`PlacementOptions`, with the placements of BALANCED."""
+
+    placements = (*PLACEMENTS, *BALANCED)
+
+
+class PlacedChunks(GridChunks):
+    """Sequence chunks of a placement, whose softmax attention to the keys of all ranks a derived class makes
+    in :meth:`attend`."""
+
+    options_type = PlacementOptions
+    options: PlacementOptions
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+        """Softmax attention of this rank's queries to the keys of all ranks, of which there are two or more:
+        q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A], scores scaled by A**-0.5; what is seen of the keys of each
+        rank is that of ``meetings``."""
+        raise NotImplementedError
+
+    def meetings(self, q: Tensor, placement: str | None, attended: Attended = CAUSAL) -> Meetings:
+        """Of this rank's queries [B, Z, L/N, A] with the keys of all."""
+        return Meetings(placement, self.rank, self.size, q.shape[2], attended)
+
+    @classmethod
+    def roles(cls, axis: str, size: int) -> list[list[int]]:
+        # With a causal mask the ranks' programs differ, but all send the same, and none attends to more keys
+        # than the last rank. So all ranks are one set, and the last rank stands for it.
+        return [[size - 1, *range(size - 1)]]
+
+    @property
+    def length_multiple(self) -> int:
+        zigzag = self.options.placement in ("zigzag", "zigzag_by_document")
+        chunks = 2 * self.size if zigzag and self.size > 1 else 1
+        return math.lcm(super().length_multiple, chunks)
+
+    def check_sizes(self, sites: Sequence[Site]) -> None:
+        placement = self.options.placement
+        for site in sites:
+            if site.kind == "attention" and "mask_rows" in site.dims:
+                raise Unsupported(f"{self.name} has no masks but the causal one", "use ring_self_attention")
+            what = {"linear_attention": "linear attention", "gated_recurrence": "a recurrence"}.get(site.kind)
+            if (what or site.kind == "full_attention") and placement != "contiguous":
+                what = what or "a grid"
+                raise Unsupported(f"{what} has no {placement} placement", "use placement contiguous")
+            if placement == "striped" and ("documents" in site.dims or "window" in site.dims):
+                raise Unsupported(
+                    "packed documents and windows have no striped placement",
+                    f"use placement {' or '.join(p for p in self.options.placements if p != placement)}",
+                )
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        if self.options.placement == "contiguous":
+            return super().own(x, dim)
+        if self.options.placement in BALANCED and self.size > 1:
+            held = intervals(self.options.placement, self.size, x.shape[dim] // self.size, self.packed)
+            return torch.cat([x.narrow(dim, start, end - start) for start, end in held[self.rank]], dim)
+        if self.options.placement == "striped":
+            return x.unflatten(dim, (-1, self.size)).select(dim + 1, self.rank)
+        places, parts = (self.rank, 2 * self.size - 1 - self.rank), 2 * self.size
+        return torch.cat([chunk_of(x, dim, place, parts) for place in places], dim)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        if self.size == 1:
+            return super().attention(q, k, v, mask, dropout=dropout, softmax=softmax)
+        if mask is not None or dropout:
+            raise Unsupported(f"{self.name} has no masks and no dropout of attention", "use ulysses")
+        return self.attend(q, k, v, self.meetings(q, None))
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+        if self.size == 1:
+            return super().causal_attention(q, k, v, attended)
+        return self.attend(q, k, v, self.meetings(q, self.options.placement, attended))
+
+    def attended_pairs(self, attended: Attended, length: int) -> int:
+        if self.size == 1 or self.options.placement == "striped":  # whose stripes are almost even
+            return super().attended_pairs(attended, length) // self.size
+        held = intervals(self.options.placement, self.size, length // self.size, attended)
+        return attended.pairs(held[self.rank])
+
+    def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.size == 1:
+            return super().full_attention(q, k, v)
+        return self.attend(q, k, v, self.meetings(q, None))
