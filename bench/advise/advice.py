@@ -136,7 +136,7 @@ class Advice:
     def in_words(self) -> str:
         """The question."""
         cell = self.question.cell
-        sequences = f"{cell.batch} sequences of {cell.seq_len}"
+        sequences = f"{cell.batch} sequence{'s' if cell.batch > 1 else ''} of {cell.seq_len}"
         return f"{cell.model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
 
     def why(self) -> str:
@@ -147,6 +147,8 @@ class Advice:
             return ""
         others = [s for s in self.found.of_strategies if s.cell.strategy != winner.cell.strategy]
         if not others:
+            if self.question.strategies == [winner.cell.strategy]:
+                return "no other strategy was asked about"
             return f"no other strategy fits than {winner.cell.strategy}"
         other = others[0]
         mine, theirs = (_parts(seen) for seen in (winner, other))

@@ -78,9 +78,17 @@ class Question:
         """Whether a backend may be among the answers."""
         return self._wanted("backend", backend) and backend not in self.without
 
-    def _wanted(self, kind: str, name: str) -> bool:
+    @property
+    def strategies(self) -> list[str]:
+        """Those that alone may be among the answers; none: all may."""
+        return self._only("strategy")
+
+    def _only(self, kind: str) -> list[str]:
         known = names(kind)
-        wanted = [each for each in self.only if each.split(PLUS)[0] in known]
+        return [each for each in self.only if each.split(PLUS)[0] in known]
+
+    def _wanted(self, kind: str, name: str) -> bool:
+        wanted = self._only(kind)
         return not wanted or name in wanted
 
 

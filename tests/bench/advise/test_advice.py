@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,7 +81,10 @@ def test_a_tie_is_said_to_be_one() -> None:
 
 
 def test_a_winner_alone() -> None:
-    assert advice(FAST).why() == "no other strategy fits than ulysses+ring_attention"
+    answer = advice(FAST)
+    assert answer.why() == "no other strategy fits than ulysses+ring_attention"
+    alone = replace(answer.question, only=("ulysses+ring_attention", "zero3"))
+    assert replace(answer, question=alone).why() == "no other strategy was asked about"
     assert advice().why() == ""
     assert advice().winner is None
     assert advice().records() == []
