@@ -136,7 +136,7 @@ class Advice:
     def in_words(self) -> str:
         """The question."""
         cell = self.question.cell
-        sequences = f"{cell.batch} sequence{'s' if cell.batch > 1 else ''} of {cell.seq_len}"
+        sequences = f"{cell.batch} sequence{'s' if cell.batch != 1 else ''} of {cell.seq_len}"
         return f"{cell.model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
 
     def why(self) -> str:
