@@ -25,6 +25,7 @@ def points(gpus: list[int], lengths: list[int]) -> list[dict[str, Any]]:
             {
                 "model": "llama3-8b",
                 "cluster": "dgx-h100",
+                "figures": "",
                 "gpus": n,
                 "seq_len": length,
                 "strategy": strategy,
