@@ -21,8 +21,8 @@ Interval = tuple[int, int]
 
 class Range(NamedTuple):
     """Of ``queries`` queries from ``first_query`` on and ``keys`` keys from ``first_key`` on, both counted in
-    the memory of whoever holds them: query i of these sees key j of these where low <= j - i <= high. Each of
-    the queries sees a key."""
+    the memory of the ranks that hold them: query i of these sees key j of these where low <= j - i <= high.
+    Each of the queries sees a key."""
 
     first_query: int
     queries: int

@@ -214,14 +214,16 @@ class Estimates:
     def _host_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
         """Seconds of an update on the host and of its copies, for each backend; all ranks of a node update at
         once."""
-        cluster = load_cluster(self.cell.cluster)
-        host, of_parameter = cluster.host_memory, [each.host_bytes for each in self.backends.values()]
         sharing = layout.dp * ranks_along(way.alike, layout.sizes)
-        held = np.array(of_parameter, dtype=float) * self._elements(layout, way) / sharing
-        if not held.any():
-            return held
-        on_node = held * min(self.gpus, cluster.devices_per_node)
-        updated = _UPDATED * on_node / (host.update_bytes_per_s.value or float("inf"))
+        return self._host_s_of_parameter * (self._elements(layout, way) / sharing)
+
+    @cached_property
+    def _host_s_of_parameter(self) -> np.ndarray:
+        """Seconds of each parameter of a rank's part on the host and on its link, for each backend."""
+        cluster = load_cluster(self.cell.cluster)
+        host, ranks = cluster.host_memory, min(self.gpus, cluster.devices_per_node)
+        held = np.array([each.host_bytes for each in self.backends.values()], dtype=float)
+        updated = _UPDATED * ranks * held / (host.update_bytes_per_s.value or float("inf"))
         seconds: np.ndarray = updated + _COPIED * held / (host.bytes_per_s or float("inf"))
         return seconds
 

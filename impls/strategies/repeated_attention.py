@@ -46,7 +46,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 class RepeatedAttention:
-    """See the module. All calls are of the same shapes."""
+    """An attention called several times on tensors of the same shapes, of which one graph is kept."""
 
     def __init__(self, attend: Attend):
         self.attend = attend
