@@ -3,8 +3,8 @@
 Every rank is a thread with process groups of its own, and runs the code that a process would run. One lock is
 held by the rank that computes, and released where it waits for a message. So a job has the same result in
 every run, and what is global to the process, such as torch's default dtype, is one rank's at a time. Where
-all wait for each other, nobody will ever answer, and the job fails at once. It is for values, not for times: 64 ranks need
-no processes and no ports, and nothing is measured on it that a clock says.
+all wait for each other, nobody will ever answer, and the job fails at once. It is for values, not for
+times: 64 ranks need no processes and no ports, and nothing is measured on it that a clock says.
 
 A sum over ranks adds their tensors one after another, in their order, and rounds to the tensors' dtype each
 time, as a ring of NCCL or Gloo does from hop to hop (there each chunk begins at another rank).
