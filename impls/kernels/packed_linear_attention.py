@@ -93,8 +93,8 @@ def _input_gradients(run: Any, lengths: Sequence[int], *given: Any) -> tuple[Ten
 
 
 def _operator(of_documents: Callable[..., Any], name: str) -> Any:
-    """An operator that takes what the one of a document takes, the documents' lengths, and whether it runs that
-    one's plain form."""
+    """An operator that takes what the one of a document takes, the lengths of the documents, and whether it
+    runs that one's plain form."""
     fused, plain_form = (getattr(each, f"{form}_{name}") for form in ("linear_attention", "plain"))
 
     def run(*given: Any) -> Any:
