@@ -183,8 +183,7 @@ def _(q: Tensor, d_o: Tensor, sums: Tensor, *_: Any) -> Tensor:
 
 @_carry.register_fake
 def _(states: Tensor, *_: Any) -> Tensor:
-    batch, heads, _, d, a = states.shape
-    return states.new_empty(batch, heads, d * a + 1)
+    return states.new_empty(*states.shape[:2], states.shape[-2] * states.shape[-1] + 1)
 
 
 @_passed.register_fake

@@ -18,8 +18,8 @@ from tests.bench.verification import document_faults as faults
 from tests.bench.verification.assertions import assert_green, assert_red
 from tests.slow import slow
 
-#: on 4 ranks of 6 positions: one begins right before an edge, one at it, one is longer than a rank; on 2 ranks
-#: of 12 several lie within one
+#: on 4 ranks of 6 positions: one begins right before an edge, one at it, one is longer than a rank; on 2
+#: ranks of 12 several lie within one
 DOCUMENTS = (5, 1, 11, 7)
 MIXERS = ["gated-deltanet-tiny", "mamba2-tiny"]
 
