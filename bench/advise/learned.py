@@ -21,14 +21,16 @@ _MARGIN, _MARGIN_OF_STEP = 1.03, 1.08
 UNKNOWN = 1.6
 #: until one was traced, estimated bytes may be too many by so much
 _MARGIN_OF_UNKNOWN = 1.25
+#: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
+_BENEFIT = 0.1
 #: weights of the pull of factors to 1
 _PULL_OF_WAY, _PULL = 1e-3, 0.3
 
 
 class Excess(NamedTuple):
-    """How many bytes more a traced candidate took than was estimated: states that are the same whatever a
-    rank computes, buffers of its part of the samples, activations, or those of them that each rank along an
-    axis has whole."""
+    """How many bytes more a traced candidate took than was estimated: what is the same whatever a rank
+    computes, a share of all, buffers of its part of the samples, activations, or those of them that each rank
+    along an axis has whole."""
 
     more: float
     of: Candidate
@@ -49,6 +51,7 @@ class Excess(NamedTuple):
         of_axes = ((1 - 1 / n) / (1 - 1 / there.way.axes[axis]) for axis, n in here.way.axes.items())
         return (
             1.0,
+            candidate.estimated_bytes / self.of.estimated_bytes,
             here.micro_batch / there.micro_batch / ranks,
             activations,
             activations * ranks * math.prod(of_axes),
@@ -154,11 +157,12 @@ class Learned:
 
     def _relatives(self, strategy: str) -> float:
         """The factor of a strategy that was not traced: the mean of those that share a part with it, or of
-        all."""
+        all, and no more than 1; with the benefit of the doubt, so that none is left to the end."""
         if strategy not in self._of_relatives:
             ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
             factors = [self._of_ways[way] for way in ways or self._of_ways]
-            self._of_relatives[strategy] = sum(factors) / len(factors) if factors else 0.0
+            mean = sum(factors) / len(factors) if factors else 0.0
+            self._of_relatives[strategy] = min(0.0, mean) - _BENEFIT
         return self._of_relatives[strategy]
 
 

@@ -9,7 +9,6 @@ many traces in a row have gained the best nothing.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -30,10 +29,11 @@ from spbench.bench.fit.answers import Answers
 from spbench.impls.models.model import model_preset
 
 #: layouts that are traced with few layers at once, a worker
-_AT_ONCE = 2
-#: so many of the best are wanted, and traced whole
-BEST = 5
-#: after so many traces of few layers by which the best together were not faster by so much, none is awaited
+_AT_ONCE = 3
+#: so many of the best are wanted, and so many of these traced whole, which takes several times as long
+BEST, _WHOLE = 5, 2
+#: after so many traces of few layers, of strategies that were traced before, by which the best together were
+#: not faster by so much, none is awaited
 _PATIENCE, _GAIN = 24, 1.005
 #: layouts whose estimated memory is so much more than a card has are not traced
 _TOO_LARGE = 1.25
@@ -114,9 +114,10 @@ class Search:
         while patience > 0 and (batch := self._next(waiting)):
             begun = {id(candidate) for candidate in batch}
             waiting[:] = [candidate for candidate in waiting if id(candidate) not in begun]
+            again = sum(self.learned.knows(candidate.strategy) for candidate in batch)
             self._look(batch)
             if best := self._best_layouts():
-                patience -= len(batch)
+                patience -= again
                 sum_s = sum(seen.step_s for seen in best[:BEST])
                 if len(best) < BEST or sum_s * _GAIN < best_s:
                     best_s, patience = sum_s, _PATIENCE
@@ -135,7 +136,7 @@ class Search:
         begun: set[str | Way] = set()
         for candidate in sorted(waiting, key=self.learned.expected_s):
             name, way = candidate.strategy, candidate.layout.way
-            if len(chosen) >= _AT_ONCE * self.answers.jobs:
+            if len(chosen) >= _AT_ONCE * max(2, self.answers.jobs):
                 break
             if name in begun or way in begun:
                 continue
@@ -202,11 +203,8 @@ class Search:
     # -- all layers ------------------------------------------------------------------------------------
 
     def _whole(self) -> None:
-        """Trace the best with all layers, until the best :data:`BEST` are; a worker that would have nothing
-        to do takes the next, which may yet come among them."""
-        while wanted := sum(s.depth != "all_layers" for s in self._best_layouts()[:BEST]):
-            waiting = [s.cell for s in self._best_layouts() if s.depth != "all_layers"]
-            chosen = waiting[: math.ceil(wanted / self.answers.jobs) * self.answers.jobs]
+        """Trace the best with all layers, until the first :data:`_WHOLE` of them are."""
+        while chosen := [s.cell for s in self._best_layouts()[:_WHOLE] if s.depth != "all_layers"]:
             self.say(f"tracing {len(chosen)} of the best with all layers")
             self._traced(chosen, "all_layers")
 
@@ -277,8 +275,7 @@ class Search:
     def _conclude(self) -> None:
         found, fitting = self.found, self.fitting()
         found.traced = [*self.seen.values()]
-        whole = [s for s in fitting if s.depth == "all_layers"]
-        found.best = [s for s in self._best_layouts() if s in whole]
+        found.best = self._best_layouts()[:BEST]
         found.of_strategies = self._best_of(lambda cell: cell.strategy)
         if not fitting and self.seen:
             found.nearest = min(self.seen.values(), key=lambda s: s.peak)
