@@ -148,6 +148,20 @@ class Advice:
             "tokens_per_s": winner.outcome.measurement["tokens_per_s"] if winner else None,
         }
 
+    def other_settings(self) -> dict[str, float]:
+        """The times of the fastest layout with other settings of its strategy or another order of the mesh,
+        over its own, by these settings; as far as they were looked at and fit, the fastest first."""
+        fastest = self.found.best[0]
+        searched = ("strategy_options", "mesh")
+        same = fastest.cell.model_dump(exclude={*searched})
+        own = {name: getattr(fastest.cell, name) for name in searched}
+        others = {}
+        for seen in sorted((s for s in self.found.traced if s.fits), key=lambda s: s.step_s):
+            if seen is not fastest and seen.cell.model_dump(exclude={*searched}) == same:
+                differs = {name: each for name in searched if (each := getattr(seen.cell, name)) != own[name]}
+                others[_differing(differs, own)] = seen.step_s / fastest.step_s
+        return others
+
     def in_words(self) -> str:
         """The question."""
         cell = self.question.cell
@@ -192,6 +206,13 @@ class Advice:
 
 def _named(cell: Cell) -> str:
     return f"{cell.strategy} {cell.mesh_text}"
+
+
+def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Settings that another layout has not, as people write them."""
+    options = settings.get("strategy_options", {})
+    told = {k: v for k, v in options.items() if v != own["strategy_options"].get(k)}
+    return written(told | ({"mesh": settings["mesh"] or "as it is"} if "mesh" in settings else {}))
 
 
 def _parts(seen: Seen) -> dict[str, float]:

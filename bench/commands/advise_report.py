@@ -133,6 +133,9 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
         yield Table(f"The best layouts: {asked}", [*_lines(answer)])
         yield _told_apart(answer)
         yield f"{winner.cell.strategy} {winner.cell.mesh_text}: {answer.why()}"
+        if changes := answer.other_settings():
+            told = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
+            yield f"the fastest with other settings: {told}"
         if others := [*_others(answer)]:
             yield f"other strategies, by traces of few layers: {', '.join(others)}"
         yield "\n".join(_as_jobs(winner.cell))
