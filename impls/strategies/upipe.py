@@ -178,7 +178,8 @@ class UPipe(Ulysses):
     summary = "Ulysses in rounds of some heads, which project, send and attend (UPipe, Untied Ulysses)"
     source = "arXiv 2602.21196; around ring_attention its ring"
     meets = frozenset({"causal_attention"})
-    heeds = HEEDS_ALL
+    # a sink's gradient would be a further one of each round
+    heeds = {**HEEDS_ALL, "causal_attention": frozenset({"documents", "window"})}
     options_type = UPipeOptions  # type: ignore[assignment]  # it pads no heads
     options: UPipeOptions  # type: ignore[assignment]
 
