@@ -57,12 +57,10 @@ class PlacedChunks(GridChunks):
     options_type = PlacementOptions
     options: PlacementOptions
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
         """Softmax attention of this rank's queries to the keys of all ranks, of which there are two or more:
         q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A], scores scaled by A**-0.5; what is seen of the keys of each
-        rank is that of ``meetings``. ``sinks`` are those of :meth:`causal_attention`."""
+        rank is that of ``meetings``. Classes that heed sinks have them as one more argument."""
         raise NotImplementedError
 
     def meetings(self, q: Tensor, placement: str | None, attended: Attended = CAUSAL) -> Meetings:
@@ -122,7 +120,6 @@ class PlacedChunks(GridChunks):
         if self.size == 1:
             return super().causal_attention(q, k, v, attended, sinks)
         meetings = self.meetings(q, self.options.placement, attended)
-        # strategies that know of no sinks need not name the argument
         return self.attend(q, k, v, meetings, *([] if sinks is None else [sinks]))
 
     def attended_pairs(self, attended: Attended, length: int) -> int:
