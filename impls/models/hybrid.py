@@ -114,9 +114,11 @@ class HybridModel(CausalTransformerModel):
     def variants(self) -> list[Mapping[str, Any]]:
         # 3 heads cannot be split over 2 or 4
         three = {"heads": 3, "kv_heads": None, "state_heads": 3, "state_key_heads": 1}
+        # a start right before, and one at, an edge of ranks; one document longer than a rank
+        documents = {"documents": (5, 1, 11, 7)}
         # windows in some layers alone, as gpt-oss; longer than documents, and shorter
         windows = {"pattern": "WS", "window": 5, "sinks": True, "documents": (17, 7)}
-        return [{"checkpointing": True}, three, *([windows] if "S" in self.pattern else [])]
+        return [{"checkpointing": True}, three, documents, *([windows] if "S" in self.pattern else [])]
 
     def shrunk(self) -> Self:
         # a layer of each kind, of which one of softmax attention, if any, comes first: its options need it

@@ -243,7 +243,9 @@ class UPipe(Ulysses):
         o: Tensor = _InRounds.apply(self, heads, x.shape[:2], *heads.tensors(x))
         return o
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(  # type: ignore[override]  # it heeds no sinks
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL
+    ) -> Tensor:
         if self.size == 1:
             return super(Ulysses, self).causal_attention(q, k, v, attended)
         source = GivenHeads(q, k, attended)

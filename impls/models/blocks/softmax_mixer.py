@@ -191,9 +191,9 @@ class SoftmaxAttentionMixer(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
         if not self.kind.needs_all_positions:
             # strategies that know of nothing but causal attention need not name further arguments
-            further = [] if attended.plain and self.sinks is None else [attended]
-            sinks = {} if self.sinks is None else {"sinks": self.sinks}
-            return self.strategy.causal_attention(q, k, v, *further, **sinks)
+            if self.sinks is not None:
+                return self.strategy.causal_attention(q, k, v, attended, self.sinks)
+            return self.strategy.causal_attention(q, k, v, *([] if attended.plain else [attended]))
         local = self.model.library == "megatron-local"
         if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
