@@ -193,7 +193,9 @@ class SoftmaxAttentionMixer(nn.Module):
             # strategies that know of nothing but causal attention need not name further arguments
             if self.sinks is not None:
                 return self.strategy.causal_attention(q, k, v, attended, self.sinks)
-            return self.strategy.causal_attention(q, k, v, *([] if attended.plain else [attended]))
+            if not attended.plain:
+                return self.strategy.causal_attention(q, k, v, attended)
+            return self.strategy.causal_attention(q, k, v)
         local = self.model.library == "megatron-local"
         if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
