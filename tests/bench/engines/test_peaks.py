@@ -111,6 +111,20 @@ def combinations() -> Iterator[Any]:
     by_layer = {"pre_norm": True, "library": "transformer-engine", "mask_shape": "by_layer"}
     cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, **ON_HOST, layers=4)
     yield pytest.param(cell, id="ulysses-checkpoints-on-host", marks=SLOW)
+    # of a rank's chunk a part, all of it, and of two chunks
+    for strategy, window, n in (
+        ("ring_attention", 9, 2),
+        ("all_gather_kv", 9, 2),
+        ("ring_attention", 20, 4),
+        ("all_gather_kv", 20, 4),
+        ("ulysses", 9, 2),
+        ("tensor_parallel", 9, 2),
+    ):
+        cell = combination(
+            strategy, "causal-transformer-tiny-gqa", "legacy_ddp", n, window=window, sinks=True
+        )
+        marks = [] if n == 2 and strategy in ("ring_attention", "all_gather_kv") else SLOW
+        yield pytest.param(cell, id=f"{strategy}-window-{n}", marks=marks)
     tiles = {"mlp_tile": 20, "loss_tile": 20}
     for strategy, backend in (
         ("ulysses", "zero3"),
