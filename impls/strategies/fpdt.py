@@ -246,7 +246,9 @@ class FPDT(Ulysses):
         o: Tensor = _InChunks.apply(self, heads, x.shape[1], *heads.tensors(x))
         return o
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(  # type: ignore[override]  # it heeds no sinks
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL
+    ) -> Tensor:
         if not attended.plain:
             assert self.size == 1, "refused before"
             return super(Ulysses, self).causal_attention(q, k, v, attended)

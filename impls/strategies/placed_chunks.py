@@ -64,12 +64,12 @@ class PlacedChunks(GridChunks):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
         """Softmax attention of this rank's queries to the keys of all ranks, of which there are two or more:
         q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A], scores scaled by A**-0.5; what is seen of the keys of each
-        rank is that of ``meetings``."""
+        rank is that of ``meetings``. Classes that heed sinks have them as one more argument."""
         raise NotImplementedError
 
     def meetings(self, q: Tensor, placement: str | None, attended: Attended = CAUSAL) -> Meetings:
         """Of this rank's queries [B, Z, L/N, A] with the keys of all."""
-        return Meetings(placement, self.rank, self.size, q.shape[2], attended)
+        return Meetings(placement, self.rank, self.size, q.shape[2], attended, self.packed)
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
@@ -118,10 +118,13 @@ class PlacedChunks(GridChunks):
             raise Unsupported(f"{self.name} has no masks and no dropout of attention", "use ulysses")
         return self.attend(q, k, v, self.meetings(q, None))
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
         if self.size == 1:
-            return super().causal_attention(q, k, v, attended)
-        return self.attend(q, k, v, self.meetings(q, self.options.placement, attended))
+            return super().causal_attention(q, k, v, attended, sinks)
+        meetings = self.meetings(q, self.options.placement, attended)
+        return self.attend(q, k, v, meetings, *([] if sinks is None else [sinks]))
 
     def attended_pairs(self, attended: Attended, length: int) -> int:
         if self.size == 1 or self.options.placement == "striped":  # whose stripes are almost even
