@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -132,7 +132,7 @@ def candidates(
     settings = [savings[text] for text in estimates.references]
     twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
     for way in ways(question):
-        made = _figures(estimates, way, refused)
+        made = _figures(estimates, way, question.heeded, refused)
         if made is None:
             continue
         figures, options = made
@@ -168,10 +168,12 @@ def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> li
     return [twin(at) for at in range(len(backends))]
 
 
-def _figures(estimates: Estimates, way: Way, refused: Refused) -> tuple[WayFigures, Mapping[str, Any]] | None:
+def _figures(
+    estimates: Estimates, way: Way, heeded: Collection[str], refused: Refused
+) -> tuple[WayFigures, Mapping[str, Any]] | None:
     """With the first of the strategy's settings that can be; None: none can."""
     reason = ""
-    for options in strategy_settings(way.strategy):
+    for options in strategy_settings(way.strategy, heeded):
         try:
             return estimates.figures(way, options), options
         except Unsupported as refusal:
