@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-#: of torch.distributed.fsdp._fully_shard._fsdp_param: cuts a tensor into a list of ``num_chunks`` pieces, empty
-#: ones behind those that ``torch.chunk`` gives
+#: of torch.distributed.fsdp._fully_shard._fsdp_param: cuts a tensor into a list of ``num_chunks`` pieces, the
+#: last of them empty where ``torch.chunk`` gives fewer
 CUT = "_chunk_with_empty"
 
 
