@@ -29,7 +29,7 @@ class Listed(spbench.Strategy):
 #: prints, after what each command line prints, whether torch was imported
 SEVERAL_COMMANDS = """
 import sys
-from spbench.bench.cli import main
+from spbench.bench.commands.cli import main
 for line in sys.argv[1:]:
     try:
         main(line.split())
@@ -64,6 +64,7 @@ class Commands:
         return done.stdout
 
 
+@pytest.mark.slow
 def test_only_the_first_listing_imports_torch(tmp_path: Path) -> None:
     commands = Commands(tmp_path)
     first, second = commands.run(*COMMANDS), commands.run(*COMMANDS)
