@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from spbench.bench.advise.candidates import Candidate, candidates
 from spbench.bench.advise.estimates import BackendFigures, Depths, Estimates, Reference
@@ -13,7 +17,7 @@ from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import as_text
 from tests.bench.advise.questions import asked
 
-SAVINGS = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
+SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
 REFERENCES = {
     "": Reference(Depths(0.09, 0.12), Depths(3.5e9, 5.0e9)),
     '{"recompute": "full"}': Reference(Depths(0.1, 0.14), Depths(2.1e9, 2.2e9)),
@@ -82,3 +86,20 @@ def test_bytes_are_within_the_bounds_whatever_is_traced() -> None:
             assert learned.least_bytes(c) <= true(c) <= learned.most_bytes(c), (seed, c)
         # and they are of use: without a trace both are farther off
         assert all(learned.least_bytes(c) > Learned().least_bytes(c) for c in known if share[c.strategy] > 1)
+
+
+def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inputs of layers that wait on the host cost nothing where their copies hide, and are of no use where
+    there is room."""
+    text = '{"recompute": "full", "checkpoints": "host"}'
+    as_fast = {text: replace(REFERENCES['{"recompute": "full"}'], activation_bytes=Depths(1e9, 1e9))}
+    monkeypatch.setitem(SAVINGS, text, {"recompute": "full", "checkpoints": "host"})
+    monkeypatch.setitem(REFERENCES, text, as_fast[text])
+    monkeypatch.delitem(REFERENCES, "")
+    question = asked(8, only=["ulysses", "zero3"], fixed=[("training.optimizer", "device")])
+    small, large = of(question, usable=1.0), of(question, usable=1e15)
+    assert len([c for c in small if "checkpoints" in c.saving]) == len(small) / 2
+    assert [c for c in large if "checkpoints" in c.saving] == []
+    assert len(large) == len(small) / 2
