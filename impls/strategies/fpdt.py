@@ -21,7 +21,7 @@ too: that is an option of models.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class FPDTOptions(UlyssesOptions):
     offload: bool = True
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """See :meth:`Options.searched`."""
         yield {"chunk": 65536}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,10 +34,14 @@ class PlacementOptions(GridOptions):
     placements: ClassVar[tuple[str, ...]] = PLACEMENTS
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`; without a causal mask the placement changes nothing."""
-        for placement in ("zigzag", "contiguous", "striped"):
-            yield {"placement": placement}
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`; without a causal mask the placement changes nothing. Those that know
+        the lengths of documents are for packed sequences alone, which have no striped one."""
+        of_one_text = ("zigzag", "contiguous", "striped")
+        of_documents = ("by_work", "zigzag_by_document", "zigzag", "contiguous")
+        for placement in of_documents if "documents" in heeded else of_one_text:
+            if placement in cls.placements:
+                yield {"placement": placement}
 
     def __post_init__(self) -> None:
         check_choices(self, {"placement": self.placements})
