@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ from spbench.bench.advise.layouts import (
     ways,
 )
 from spbench.bench.advise.question import Question, question
+from spbench.bench.advise.references import savings_of
 from spbench.bench.errors import UserError
 from spbench.bench.fit.subject import Asked
 from spbench.impls import registries
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.options import Options
+from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions
 from tests.bench.advise.questions import asked
 from tests.bench.jobs.job_inputs import INPUTS
 from tests.plugins.examples.gathered_attention import GatheredAttention
@@ -148,7 +150,7 @@ class Several(Options):
     pieces: int = 1
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         for pieces in (4, 2):
             yield {"pieces": pieces}
 
@@ -157,6 +159,12 @@ def test_options_say_themselves_what_is_searched(monkeypatch: pytest.MonkeyPatch
     assert strategy_settings("ring_attention")[0] == {"placement": "zigzag"}
     assert {"placement": "striped"} in strategy_settings("ring_attention")
     assert strategy_settings("ulysses") == [{}]
+    packed = asked(8, settings={"model_options.documents": [100, 28]})
+    assert (packed.heeded, asked(8).heeded) == ({"documents"}, frozenset())
+    of_documents = [each["placement"] for each in strategy_settings("ring_attention", packed.heeded)]
+    assert of_documents == ["by_work", "zigzag_by_document", "zigzag", "contiguous"]
+    # each is one that the strategy may have
+    assert {*of_documents, "striped"} == {*DocumentPlacementOptions.placements}
 
     class Pieces(DistributedDataParallel):
         name = "pieces"
@@ -197,3 +205,42 @@ def test_a_job_is_read_for_the_number_of_gpus() -> None:
 def test_what_cannot_be_asked(more: Mapping[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         asked(8, **more)
+
+
+def test_an_option_that_is_fixed_holds_in_every_backend() -> None:
+    every = backend_settings(asked(8))
+    assert {each.get("optimizer", "device") for each in every} == {"device", "host"}
+    for where in ("device", "host"):
+        kept = backend_settings(asked(8, fixed=[("training.optimizer", where)]))
+        assert kept == [each for each in every if each.get("optimizer", "device") == where]
+    # a backend without the option is as the others are by default
+    kept = backend_settings(asked(8, fixed=[("training.distributed_optimizer", "false")]))
+    assert {"ddp", "zero3"} < {each["backend"] for each in kept}
+    assert all("distributed_optimizer" not in each for each in kept)
+
+
+def test_an_option_of_the_model_that_is_fixed_is_not_searched() -> None:
+    text = '"checkpoints": "host"'
+    assert any(text in each for each in savings_of(asked(8)))
+    kept = savings_of(asked(8, fixed=[("model_options.checkpoints", "device")]))
+    assert kept
+    assert not any(text in each for each in kept)
+    given = asked(8, fixed=[("model_options.recompute", "full"), ("model_options.recompute_layers", "1")])
+    assert given.cell.model_options["recompute"] == "full"
+    assert not any("recompute" in each for each in savings_of(given))
+
+
+@pytest.mark.parametrize(
+    ("pair", "problem"),
+    [
+        (("training.optimiser", "host"), "training.optimiser: no backend .* did you mean 'optimizer'"),
+        (("training.optimizer", "disk"), "training.optimizer=disk: no backend .* they have device, host"),
+        (
+            ("sizes.tp", "2"),
+            "--fixed sizes.tp: give an option of training or model_options, as .*, or dp, pp",
+        ),
+    ],
+)
+def test_options_that_cannot_be_fixed(pair: tuple[str, str], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        backend_settings(asked(8, fixed=[pair]))

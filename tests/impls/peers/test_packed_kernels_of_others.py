@@ -258,8 +258,8 @@ def test_varied_lengths_of_ring_flash_attn(ranks: RankPool, name: str) -> None:
     outputs, d_q, *_ = zip(*in_float32, strict=True)
     assert max(outputs) < 1e-6
     if name.startswith("zigzag"):
-        # buffer.to(torch.float32) is no copy in float32: the next block overwrites the sum of gradients. Those
-        # of k and v are a race, and wrong in some runs
+        # buffer.to(torch.float32) is no copy in float32: the next block overwrites the sum of gradients;
+        # those of k and v are wrong in some runs
         assert max(d_q) > 0.1
     else:
         assert max(map(max, in_float32)) < 1e-6
