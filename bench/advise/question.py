@@ -13,6 +13,7 @@ from spbench.bench.config.changes import written
 from spbench.bench.config.choices import names, unknown
 from spbench.bench.counts import MOST_RANKS
 from spbench.bench.engines.step_times import can_time
+from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError
 from spbench.bench.fit.subject import Asked, kind_of, subject
 from spbench.impls.axes import MESH_AXES
@@ -22,7 +23,7 @@ from spbench.impls.strategies.nesting import PLUS
 BATCH_TOKENS = 4 * 2**20
 #: parts of a cell in which layouts differ, and what of them every layout has as it is asked for
 _SEARCHED = ("strategy", "strategy_options", "sizes", "mesh", "training")
-_OF_EVERY_LAYOUT = ("step", "cublas_workspace")
+_OF_EVERY_LAYOUT = ("step", *VARIABLES)
 
 
 @dataclass(frozen=True)

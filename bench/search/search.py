@@ -18,6 +18,7 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.host_memory import host_is_full
 from spbench.bench.engines.plan import rank_classes
+from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.measurement import Measurement
@@ -158,7 +159,8 @@ class Boundary:
             at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
             if self.programs.model(at) is model:
                 sizes = model.resized(log, at, units)
-                found = replay(sizes, log.events, self.capacity, streams=log.streams)
+                kind = allocator_of(self.candidates.cell)
+                found = replay(sizes, log.events, self.capacity, (), log.streams, kind)
                 return found.out_of_memory is None
         return model(units) <= self.capacity
 
