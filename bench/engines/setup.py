@@ -173,6 +173,7 @@ def record_step(
             with recorder.paused():
                 set_weights(module)
 
+    recorder.memory.attention = model_preset(*cell.model_arguments).attention_kernel
     training, inputs = set_up(cell, mesh, generator, set_unseen, turns)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)

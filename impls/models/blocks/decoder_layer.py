@@ -20,6 +20,7 @@ from spbench.impls.kernels.projection import mark_library
 from spbench.impls.kernels.rms_norm import RMSNorm
 from spbench.impls.kernels.squared_relu import squared_relu
 from spbench.impls.kernels.swiglu import swiglu
+from spbench.impls.kernels.swiglu_in_place import swiglu_in_place
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
@@ -83,6 +84,8 @@ class DecoderMlp(nn.Module):
             assert bias is not None  # else the MLP has one group
             return bias_gelu(project.project(x), bias, fused=True)
         x, *factors = self._opened(x)
+        if self.model.swiglu == "in_place":
+            return swiglu_in_place(x, factors[0])
         x = ACTIVATIONS[self.activation](x)
         return x * factors[0] if factors else x
 

@@ -24,6 +24,7 @@ _WAYS = {
     "rms_norm": ("fused", "plain"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
+    "swiglu": ("plain", "in_place"),
     "recompute": ("none", "selective", "operators", "full"),
     "recompute_method": ("uniform", "block", "interval"),
     "checkpoints": ("device", "host"),
@@ -51,6 +52,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
             makes none, as TransformerEngine's (--cross-entropy-fusion-impl te).
+        swiglu: "plain" keeps what torch's SiLU and product keep; "in_place" keeps the two projections that open
+            a gated MLP and makes their gradients in their memory, as Liger's kernel.
         autotune_flush_kib, autotune_copies: of cross_entropy "native" where the compiler times its kernels
             in the first call; see :class:`Autotuning`. 0 KiB: it did so before.
         separate_projections: queries, keys, values, and the two projections that open the MLP, have a weight
@@ -92,6 +95,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
     cross_entropy: str = "plain"
+    swiglu: str = "plain"
     autotune_flush_kib: int = 0
     autotune_copies: int = 0
     separate_projections: bool = False
@@ -140,6 +144,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError("autotune_flush_kib is of cross_entropy: native; set that, or leave it out")
         if self.autotune_copies and not self.autotune_flush_kib:
             raise ValueError("autotune_copies are made beside autotune_flush_kib; set that too")
+        if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
+            raise ValueError("swiglu: in_place is of library: torch, and not of recompute: operators")
         if self.mlp_tile and self.keeps_operators:
             raise ValueError("recompute: operators keeps products, and mlp_tile keeps none; leave one out")
         if self.recompute_layers < 1:

@@ -45,6 +45,8 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "flash_attention_backward": (o, q, k, v, o, lse, 0.5, True),
         "masked_scale": (x, kept, 1.25),
         "bias_dropout_add": (x, row, y, kept, 1.25),
+        "silu_times": (x, y),
+        "silu_times_backward_": (x, y.clone(), x.clone()),
         "bias_gelu": (x, row),
         "bias_gelu_backward": (y, x, row),
         "host_empty_like": (x,),
