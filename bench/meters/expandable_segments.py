@@ -91,9 +91,8 @@ class ExpandableSegments(CachingAllocator):
     def _grown(self, size: int, pool: tuple[int, bool]) -> Block | None:
         """A free block of at least that size, with pages mapped as needed; None: the card has too few. Those
         that were mapped stay."""
-        block: Block | None = self._lowest_room(size, pool)
-        if self._is_hole(block):
-            block = self._map(block, min(block.size, size))
+        first = self._lowest_room(size, pool)
+        block = self._map(first, min(first.size, size)) if self._is_hole(first) else first
         while block is not None and block.size < size:
             hole = block.next
             assert hole is not None

@@ -1,11 +1,11 @@
-"""What the backward of FlashAttention's kernels allocates inside, of torch's caching allocator, and frees
-before it returns.
+"""What the backward of FlashAttention's kernels allocates inside, by torch's caching allocator, and frees at
+its end.
 
-FlashAttention-2 (``mha_bwd`` of csrc/flash_attn/flash_api.cpp at 2.7, of which torch's
-``_flash_attention_backward`` is a copy): the gradient of queries in float32, into which blocks add; one number
-a query; and where heads of queries share those of keys, gradients of keys and values for each head of queries,
-which are added up at the end. FlashAttention-3 (``mha_bwd`` of hopper/flash_api.cpp): the first likewise, two
-numbers a query, and where heads are shared gradients of keys and values in float32.
+FlashAttention-2 (``mha_bwd`` of csrc/flash_attn/flash_api.cpp at 2.7, of which torch has a copy): the
+gradient of queries in float32, into which blocks add; one number a query; and where heads of queries share
+those of keys, gradients of keys and values for each head of queries, added up at the end. FlashAttention-3
+(``mha_bwd`` of hopper/flash_api.cpp): the first likewise, two numbers a query, and where heads are shared
+gradients of keys and values in float32.
 """
 
 from __future__ import annotations

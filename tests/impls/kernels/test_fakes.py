@@ -50,6 +50,7 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "bias_gelu": (x, row),
         "bias_gelu_backward": (y, x, row),
         "host_empty_like": (x,),
+        "pageable_empty_like": (x,),
         "host_zeros": (x, [2, 3], dtype),
         "pageable_zeros": (x, [2, 3], dtype),
         "host_adamw_": ([x], [y], [x.clone()], [y.abs()], [torch.zeros(())], 0.1, 0.01, torch.ones(())),
