@@ -101,8 +101,12 @@ class _OneDevice(Strategy):
     def vocabulary_parts(self) -> int:
         return self.parts
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
-        return super().causal_attention(q, k, v) if attended.plain else masked_attention(q, k, v, attended)
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
+        if attended.plain and sinks is None:
+            return super().causal_attention(q, k, v)
+        return masked_attention(q, k, v, attended, sinks)
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:

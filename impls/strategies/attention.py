@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import ReusedBuffer
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
@@ -21,6 +22,7 @@ from spbench.impls.kernels.linear_attention import BLOCK, linear_attention, quad
 from spbench.impls.kernels.packed_linear_attention import packed_linear_attention
 from spbench.impls.kernels.projection import strided_product
 from spbench.impls.kernels.ranged_attention import ranged_flash_attention
+from spbench.impls.kernels.sinks import attention_with_sinks
 from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.delegation import left_within, property_left_within
@@ -84,16 +86,20 @@ class AttentionHooks:
         return torch.matmul(probabilities, v)
 
     @left_within
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
         """Causal softmax attention, scores scaled by A**-0.5: q [B, Z, L or a part, A], k, v [B, G, L or a
         part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
         Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
-        ``attended`` says what of the earlier positions a position attends to; plain: to all.
+        ``attended`` says what of the earlier positions a position attends to; plain: to all. ``sinks`` [Z]
+        are logits of these heads that join the softmax's denominators (:mod:`spbench.impls.kernels.sinks`).
         """
-        if attended.plain:
-            return causal_flash_attention(q, k, v)
         whole = [(0, q.shape[2])]
-        return ranged_flash_attention(q, k, v, attended.ranges(whole, whole))
+        ranges = None if attended.plain else attended.ranges(whole, whole)
+        if sinks is not None:
+            return attention_with_sinks(q, k, v, sinks, True if ranges is None else ranges)
+        return causal_flash_attention(q, k, v) if ranges is None else ranged_flash_attention(q, k, v, ranges)
 
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
         """Causal softmax attention of the queries, keys and values that ``heads`` projects from x [B, L or a
@@ -148,31 +154,23 @@ class AttentionHooks:
         return strided_product(self.random.dropout(probabilities, dropout, axes), v)
 
     @left_within
-    def linear_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        *,
-        way: str = "chunked",
-        attended: Attended = CAUSAL,
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled:
         q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
 
-        ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
-        ``way`` is a key of LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are.
-        The state starts from zero in each document of ``attended``.
+        ``mask`` holds the rate s of every head of the layer, whichever this rank has, and ``way``, a key of
+        LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are. The state starts from zero
+        in each of the mask's documents.
         """
+        decay, way, lengths = mask.rates, mask.way, mask.attended.documents
         if way not in LINEAR_ATTENTION_WAYS:
             raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")
-        if not attended.documents:
+        if not lengths:
             return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
         if way != "quadratic":
             block = q.shape[2] if way == "left_product" else BLOCK
-            return packed_linear_attention(q, k, v, decay, attended.documents, block=block)
-        queries, keys, values = (x.split(attended.documents, 2) for x in (q, k, v))
+            return packed_linear_attention(q, k, v, decay, lengths, block=block)
+        queries, keys, values = (x.split(lengths, 2) for x in (q, k, v))
         documents = zip(queries, keys, values, strict=True)
         return torch.cat([quadratic_linear_attention(*document, decay) for document in documents], 2)
 

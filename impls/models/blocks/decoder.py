@@ -114,7 +114,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = [name for name in ("kv_heads", "qk_norm") if getattr(self, name)]
+        asked = [name for name in ("kv_heads", "qk_norm", "sinks") if getattr(self, name, None)]
         if self.swiglu == "in_place" and not (self.gated_mlp and self.activation == "silu"):
             raise ValueError("swiglu: in_place is of MLPs with a gate and SiLU, which this model has none of")
         softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]

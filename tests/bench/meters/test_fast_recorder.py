@@ -82,9 +82,8 @@ CELLS = {
 
 #: what differs in kind; the other cells are traced in the slow run
 _IN_EVERY_RUN = {
-    *("tensor_parallel", "ring_self_attention", "lasp", "dsp"),
-    *("lasp under ddp", "lasp under zero3", "dropout and checkpointing", "two steps"),
-    "checkpoints on the host",
+    *("tensor_parallel", "ring_self_attention", "dsp"),
+    *("lasp under ddp", "lasp under zero3", "dropout and checkpointing"),
 }
 
 

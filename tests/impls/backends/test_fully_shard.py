@@ -13,6 +13,7 @@ from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.backends.fully_shard import FullySharded
 from spbench.impls.layout import Unsupported
 from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
+from tests.slow import slow
 
 #: as torchtitan has them, if its training.dtype is bfloat16
 TORCHTITAN = {"wrap": "embedding", "reshard_rest": False, "reduce_dtype": "fp32", "state_dtype": "weights"}
@@ -24,7 +25,7 @@ def asked(options: dict[str, Any], **changes: Any) -> Cell:
     return cell("zero3", "ulysses", **settings, training=training)
 
 
-@pytest.mark.parametrize("options", [{"wrap": "whole"}, TORCHTITAN], ids=["whole", "torchtitan"])
+@pytest.mark.parametrize("options", [slow({"wrap": "whole"}), TORCHTITAN], ids=["whole", "torchtitan"])
 def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
     # in float64 sums in float32 are sums in float64
     assert_right(pool, asked(options), FullySharded)
