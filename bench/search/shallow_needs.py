@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import numpy as np
-
 from spbench.bench.cell import Cell
-from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.engines.host_memory import host_peaks
+from spbench.bench.engines.host_memory import host_peaks, part_of_host
 from spbench.bench.engines.traces import Trace
 from spbench.bench.search.extrapolate import DEPTHS, PeakModel
-from spbench.bench.simulator.costs import node_of
 
 
 class ShallowNeeds:
@@ -31,10 +27,7 @@ class ShallowNeeds:
     """
 
     def __init__(self, cell: Cell, trace: Callable[[int, int], Trace], layers: int, capacity: int):
-        self._trace, self._layers, self._capacity = cache(trace), layers, capacity
-        cluster = load_cluster(cell.cluster)
-        self._host = cluster.host_memory.total_bytes.value
-        self._ranks_a_node = int(np.bincount(node_of(np.arange(cell.sizes.world), cluster)).max())
+        self._cell, self._trace, self._layers, self._capacity = cell, cache(trace), layers, capacity
         self.part = cache(self._part)
 
     def _part(self, size: int) -> float:
@@ -42,8 +35,8 @@ class ShallowNeeds:
         model = PeakModel(lambda x, depth: self._trace(x, depth or 0).memory, [size], self._layers)
         of_card = model(size) / self._capacity
         low, high = (host_peaks(self._trace(size, depth).host_memory)[-1] for depth in DEPTHS)
-        of_host = (low + (high - low) * (self._layers - DEPTHS[0])) * self._ranks_a_node
-        return max(of_card, of_host / self._host if self._host else 0.0)
+        on_host = low + (high - low) * (self._layers - DEPTHS[0])
+        return max(of_card, part_of_host(self._cell, on_host))
 
     def last_that_fits(self, low: int, high: int) -> int:
         """The last size from ``low`` on, and below ``high``, of which the need is there; ``low`` if there is
