@@ -13,11 +13,13 @@ import torch
 
 from spbench.bench.disk_cache import CACHE_FOLDER, DiskCache
 from spbench.bench.engines import trace_cache
+from spbench.bench.ranks import processes
 from spbench.bench.ranks.rank_pool import RankPool
 from tests.slow import thin
 
 #: the environment may forbid it, as images of containers do; each worker would compile all tests again
 sys.dont_write_bytecode = False
+processes._PRELOADED = "tests.preloaded"  # or each rank would import pytest
 torch.set_num_threads(1)  # as the ranks have
 
 
