@@ -265,3 +265,7 @@ class KeptAfterForward(FullySharded):
     name = "zero2"
     shares_out = frozenset({"optimizer_state", "gradients"})
     reshard_after_forward = False
+
+    @classmethod
+    def kept_bytes(cls, precision: Precision) -> int:
+        return precision.parameters.itemsize
