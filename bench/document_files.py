@@ -1,20 +1,22 @@
 """Lengths of documents of the user's own: files with one length a line, or a NumPy array of them.
 
-What a cell keeps of a file are bins of lengths, so that its rows do not depend on where the file lies.
+What a cell keeps of a file are bins of lengths, so that its rows do not depend on where the file lies. NumPy is
+imported where there is such a file, as most cells have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
-
-import numpy as np
 
 from spbench.bench.errors import UserError
 from spbench.bench.yaml_files import read_file
 from spbench.impls.options import LARGEST
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SUFFIXES = (".csv", ".txt", ".npy")
 #: bins of a file with more lengths than that; each has as many documents as the others
@@ -42,6 +44,8 @@ def with_documents(content: Any, folder: Path = Path()) -> Any:
 def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
     """[shortest, longest, how many documents] of each bin: a length each, or MOST_BINS with as many documents
     each."""
+    import numpy as np
+
     values, counts = np.unique(lengths, return_counts=True)
     if len(values) <= MOST_BINS:
         return [[int(n), int(n), int(count)] for n, count in zip(values, counts, strict=True)]
@@ -51,6 +55,8 @@ def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
 
 def lengths_in(path: Path) -> np.ndarray[Any, Any]:
     """The lengths that a file holds [documents], each at least 1."""
+    import numpy as np
+
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: lengths of documents lie in files {', '.join(SUFFIXES)}")
     content = read_file(path)
@@ -65,6 +71,8 @@ def lengths_in(path: Path) -> np.ndarray[Any, Any]:
 
 def _array(path: Path) -> np.ndarray[Any, Any]:
     """What a .npy file holds."""
+    import numpy as np
+
     try:
         found = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError, BadZipFile) as error:
