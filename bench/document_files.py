@@ -1,7 +1,7 @@
 """Lengths of documents of the user's own: files with one length a line, or a NumPy array of them.
 
-What a cell keeps of a file are bins of lengths, so that its rows do not depend on where the file lies. NumPy is
-imported where there is such a file, as most cells have none.
+What a cell keeps of a file are bins of lengths, so that its rows do not depend on where the file lies. NumPy
+is imported where there is such a file, as most cells have none.
 """
 
 from __future__ import annotations
