@@ -14,6 +14,7 @@ from spbench.bench.config.changes import given, written
 from spbench.bench.config.choices import names, unknown
 from spbench.bench.counts import MOST_RANKS
 from spbench.bench.engines.step_times import can_time
+from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError
 from spbench.bench.fit.subject import Asked, kind_of, subject
 from spbench.impls.axes import MESH_AXES
@@ -25,7 +26,7 @@ from spbench.impls.strategies.nesting import PLUS
 BATCH_TOKENS = 4 * 2**20
 #: parts of a cell in which layouts differ, and what of them every layout has as it is asked for
 _SEARCHED = ("strategy", "strategy_options", "sizes", "mesh", "training")
-_OF_EVERY_LAYOUT = ("step", "cublas_workspace")
+_OF_EVERY_LAYOUT = ("step", *VARIABLES)
 #: what may be given of every layout: these, and options of these
 _FIXED, _WITH_OPTIONS = (*MESH_AXES, "micro_batch"), ("training", "model_options")
 
