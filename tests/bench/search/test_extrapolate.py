@@ -90,6 +90,7 @@ def test_sizes_of_two_programs_are_not_mixed() -> None:
         PeakModel(trace, [1984, 2048, 2112], 2)
 
 
+@pytest.mark.slow
 def test_programs_are_told_apart() -> None:
     trace = tracer("seq_len", "single", 1, batch=1, model_options={"softmax": "megatron"})
     programs = Programs(lambda units, layers: trace(64 * units, layers), [2, 3, 4], 3)
