@@ -142,23 +142,37 @@ def candidates(
             times, states = estimates.times(layout, figures), estimates.states(layout, figures)
             activations = estimates.activations(layout)
             memories = states[:, None] + activations
-            # of each backend the shortest time with which it surely fits, and that of simpler settings
             fitting = np.where(memories * SURELY <= usable, times, np.inf)
-            surely = fitting.min(axis=1, initial=np.inf)
-            simpler = np.full_like(times, np.inf)
-            simpler[:, 1:] = np.minimum.accumulate(fitting, axis=1)[:, :-1]
-            surely = np.minimum(surely, [np.inf if at is None else surely[at] for at in twins])
+            shortest = fitting.min(axis=1, initial=np.inf)
             for row, training in enumerate(backends):
                 if layout.pp > 1 and not pipelined[row]:
                     continue
                 twin = None if (other := twins[row]) is None else backends[other]
-                kept = np.flatnonzero((times[row] <= surely[row]) & (times[row] * _SAME < simpler[row]))
+                of_twin = np.inf if other is None else shortest[other]
+                kept = np.flatnonzero(promising(times[row], fitting[row], of_twin))
                 for at in kept.tolist():
                     seconds, nbytes = float(times[row, at]), float(memories[row, at])
                     own = float(activations[at])
                     yield Candidate(layout, options, training, settings[at], seconds, nbytes, own, twin)
                 if left_out is not None:
                     left_out[SLOWER] += len(settings) - len(kept)
+
+
+def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndarray:
+    """Which of the settings, the simplest first, may be the best: none that takes longer than another that
+    surely fits, and of those that take as long as the shortest of these the simplest, alone.
+
+    Args:
+        fitting: the times of those that surely fit; infinite for others.
+        of_twin: the shortest time of the twin with settings with which it surely fits.
+    """
+    shortest = fitting.min(initial=np.inf)
+    kept: np.ndarray = times <= min(shortest, of_twin)
+    if shortest <= of_twin and shortest < np.inf:
+        simplest = int(np.argmax(fitting <= shortest * _SAME))
+        kept[simplest + 1 :] &= times[simplest + 1 :] * _SAME < fitting[simplest]
+        kept[simplest] = True
+    return kept
 
 
 def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:

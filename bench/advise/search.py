@@ -1,5 +1,5 @@
-"""The search: layouts in the order of their estimates, the promising ones traced with few layers, the best of
-these with all.
+"""The search: layouts in the order of their estimates, the promising ones traced with few layers, the best
+two of these with all.
 
 What a trace of few layers finds also says how far the estimates of its strategy on these axes, of its backend
 and of its micro-batches are off, and the order is mended by it. The search ends where no layout is left that

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from spbench.bench.advise.candidates import Candidate, candidates
+from spbench.bench.advise.candidates import Candidate, candidates, promising
 from spbench.bench.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.advise.layouts import Refused, backend_settings
 from spbench.bench.advise.learned import Learned
@@ -103,3 +104,23 @@ def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(
     assert len([c for c in small if "checkpoints" in c.saving]) == len(small) / 2
     assert [c for c in large if "checkpoints" in c.saving] == []
     assert len(large) == len(small) / 2
+
+
+@pytest.mark.parametrize(
+    ("times", "room", "of_twin", "kept"),
+    [
+        ([1.0, 1.2, 0.9], [1, 1, 1], np.inf, [2]),
+        ([1.008, 1.004, 1.0, 1.0], [1, 1, 1, 1], np.inf, [1]),  # the simplest of those as fast
+        ([0.5, 1.0, 1.0, 1.3], [0, 1, 1, 1], np.inf, [0, 1]),  # the first may not fit
+        ([1.0, 0.8, 1.1], [1, 0, 0], np.inf, [0, 1]),
+        ([1.0, 1.1], [0, 0], np.inf, [0, 1]),
+        ([1.0, 1.1], [1, 1], 0.9, []),
+        ([0.8, 1.0, 1.1], [0, 1, 1], 0.9, [0]),
+    ],
+)
+def test_something_is_kept_of_the_settings_that_may_be_the_best(
+    times: list[float], room: list[int], of_twin: float, kept: list[int]
+) -> None:
+    given = np.array(times)
+    found = promising(given, np.where(room, given, np.inf), of_twin)
+    assert np.flatnonzero(found).tolist() == kept
