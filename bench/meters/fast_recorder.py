@@ -150,8 +150,8 @@ class FastRecorder(Recorder):
         """The results again, new storages noted by that meter."""
         if remembered.results is None:
             return None
-        if remembered.views is not None:
-            views = remembered.views
+        results: Sequence[Tensor]
+        if (views := remembered.views) is not None:
             results = fake_views(
                 argument_at(views.of, args, kwargs), views.dtype, views.places, views.attributes
             )
