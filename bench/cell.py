@@ -21,6 +21,7 @@ from pydantic import (
 
 from spbench.bench.counts import MOST_POSITIONS, MOST_RANKS, MOST_STEPS, Count, Ranks, Repeats
 from spbench.bench.declarations import declared
+from spbench.bench.document_files import with_documents
 from spbench.bench.environment_variables import VARIABLES, checked
 from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import StrictModel
@@ -222,8 +223,10 @@ class Cell(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_model(cls, content: Any) -> Any:
-        """Read the model's file, from the working directory, where that is not done."""
+    def _read_files(cls, content: Any) -> Any:
+        """Read the model's file and that of its documents, from the working directory, where that is not
+        done."""
+        content = with_documents(content)
         if isinstance(content, Mapping) and content.get("model_config_json") is None:
             model = content.get("model")
             if isinstance(model, str) and names_a_file(model):

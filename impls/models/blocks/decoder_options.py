@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import LIBRARIES
-from spbench.impls.models.blocks.packing import PackedSequences
+from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
@@ -110,7 +110,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     checkpointing: bool = False
     mlp_tile: int = 0
     loss_tile: int | Literal["liger"] = 0
-    documents: str | Sequence[int] = ()
+    documents: Documents = ()
     documents_seed: int = 0
 
     #: "rms" or "layer", which has a bias too
