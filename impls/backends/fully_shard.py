@@ -32,6 +32,7 @@ from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.meta_device import materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.backends.sharded_pieces import cut_when_asked
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.traffic import Traffic
@@ -100,6 +101,8 @@ class FullySharded(Backend):
         self.sharded: dict[str, DTensor] = {name: parameters[name] for name in names}  # type: ignore[misc]
         # the optimizer works element by element, so on each rank's own part without the rest of a DTensor
         self.weights = {name: p.to_local().detach() for name, p in self.sharded.items()}
+        if kib := self.options.gradient_buffer_kib:
+            self.gradient_buffer = torch.empty(kib * 2**10, dtype=torch.uint8, device=device)
         groups = [mesh.get_group() for mesh in self.meshes.values()]
         weights = list(self.weights.values())
         self.host = self._host_optimizer(weights, torch.empty(0, device=device), groups)
@@ -152,13 +155,14 @@ class FullySharded(Backend):
         )
         units = units_of(self.module, self.options)
         for unit in [*units, self.module]:
-            fully_shard(
-                unit,
-                mesh=next(iter(self.meshes.values())),
-                reshard_after_forward=self.reshards(unit is self.module, self.options),
-                mp_policy=policy,
-                shard_placement_fn=self._placement,
-            )
+            with cut_when_asked():
+                fully_shard(
+                    unit,
+                    mesh=next(iter(self.meshes.values())),
+                    reshard_after_forward=self.reshards(unit is self.module, self.options),
+                    mp_policy=policy,
+                    shard_placement_fn=self._placement,
+                )
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)
@@ -263,3 +267,7 @@ class KeptAfterForward(FullySharded):
     name = "zero2"
     shares_out = frozenset({"optimizer_state", "gradients"})
     reshard_after_forward = False
+
+    @classmethod
+    def kept_bytes(cls, precision: Precision) -> int:
+        return precision.parameters.itemsize
