@@ -131,12 +131,13 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
+        as_hugging_face = {"rms_norm": "rounded", "attention_views": True}
         return [
             {"checkpointing": True} | one,
             # 7 divides none of the 72 tokens that 1 to 4 ranks share
             {"recompute": "full", "checkpoints": "host", "mlp_tile": 7, "loss_tile": 7} | one,
             plain | {"heads": 3} | one,
-            {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"},
+            {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
             {"documents": (7, 1, 11, 5)} | one,
         ]
