@@ -26,7 +26,6 @@ NOT_MEASURING = frozenset(
         *("report", "reproduction", "sweep", "trust", "verification", "workers"),
         *(
             "atomic_write.py",
-            "cli.py",
             "csv_text.py",
             "disk_cache.py",
             "errors.py",

@@ -64,11 +64,13 @@ HEEDED: Mapping[str, str] = {"documents": "packed documents", "window": "sliding
 HEEDS_ALL: Mapping[str, frozenset[str]] = {
     "causal_attention": frozenset(HEEDED),
     "linear_attention": frozenset({"documents"}),
+    "gated_recurrence": frozenset({"documents"}),
 }
 #: the hooks by which a strategy says how positions meet, by the kind of site that asks for them
 HEEDING: Mapping[str, frozenset[str]] = {
     "causal_attention": frozenset({"causal_attention", "projected_attention", "attend"}),
     "linear_attention": frozenset({"linear_attention"}),
+    "gated_recurrence": frozenset({"mix_by_heads", "rows_before", "gated_recurrence"}),
 }
 
 

@@ -257,7 +257,7 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
     judged = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
     wrong = [each for each in judged if each.excess > 1]
     # wrong values tell more than the messages that go with them
-    worst = max(wrong or judged, key=lambda each: (each.finding.tells, each.excess))
+    worst = max(wrong or judged, key=lambda each: (each.finding.tells if wrong else 0, each.excess))
     row = replace(
         row,
         error=worst.finding.found.error,

@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
+
+from spbench.impls.attended import CAUSAL, Attended
+
+
+@dataclass(frozen=True)
+class DecayMask:
+    """M of linear attention, o = ((q k^T) * M) v: exp(-s (i - j)) where j <= i and both are of one document,
+    else 0 (RetNet, arXiv 2307.08621, equation 5, where the decay is gamma = exp(-s)).
+
+    Attributes:
+        rates: s >= 0 a position, of each head [Z]; None: 0.
+        attended: the documents.
+        way: how a single device works o out; :meth:`Strategy.linear_attention` says which ways there are.
+    """
+
+    rates: Tensor | None = None
+    attended: Attended = CAUSAL
+    way: str = "chunked"
+
+    def of_heads(self, chosen: Callable[[Tensor], Tensor]) -> DecayMask:
+        """That of other heads, whose rates are ``chosen`` from these."""
+        return self if self.rates is None else replace(self, rates=chosen(self.rates))
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,23 +19,24 @@ from torch import Tensor
 
 from spbench.impls.kernels import gated_delta_gradients as gradients
 from spbench.impls.kernels import gated_delta_operators as operators
-from spbench.impls.kernels.recurrence import Backward, Forward, InputGradients, Rule, block_sums
+from spbench.impls.kernels.recurrence import Backward, Forward, InputGradients, Rule
+from spbench.impls.kernels.recurrence_blocks import block_sums
 
 
 class _Forward(Forward):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor):
-        self.q, self.k = q, k
-        self.sums = block_sums(g, operators.block_of(g), False)
-        inverse = operators.inverse(k, self.sums, b)
-        self.w, self.u = operators.wy(k, v, self.sums, b, inverse)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, starts: list[int]):
+        self.q, self.k, self.starts = q, k, starts
+        self.sums = block_sums(g, operators.block_of(g), False, starts)
+        inverse = operators.inverse(k, self.sums, b, starts)
+        self.w, self.u = operators.wy(k, v, self.sums, b, inverse, starts)
         self.kept = self.sums, inverse
 
     def carry(self) -> Tensor:
-        return operators.carry(self.k, self.w, self.u, self.sums)
+        return operators.carry(self.k, self.w, self.u, self.sums, self.starts)
 
     def output(self, initial: Tensor | None) -> Tensor:
-        states, written = operators.states(self.k, self.w, self.u, self.sums, initial)
-        return operators.output(self.q, self.k, written, self.sums, states)
+        states, written = operators.states(self.k, self.w, self.u, self.sums, initial, self.starts)
+        return operators.output(self.q, self.k, written, self.sums, states, self.starts)
 
 
 class _Backward(Backward):
@@ -46,29 +47,37 @@ class _Backward(Backward):
         v: Tensor,
         g: Tensor,
         b: Tensor,
+        starts: list[int],
         initial: Tensor | None,
         d_o: Tensor,
         sums: Tensor,
         inverse: Tensor,
     ):
         self.q, self.k, self.v, self.b, self.d_o, self.sums, self.inverse = q, k, v, b, d_o, sums, inverse
-        self.w, u = operators.wy(k, v, sums, b, inverse)
-        self.states, self.written = operators.states(k, self.w, u, sums, initial)
-        self.d_written = gradients.own_gradients(q, k, d_o, sums)
+        self.starts = starts
+        self.w, u = operators.wy(k, v, sums, b, inverse, starts)
+        self.states, self.written = operators.states(k, self.w, u, sums, initial, starts)
+        self.d_written = gradients.own_gradients(q, k, d_o, sums, starts)
 
     def carry(self) -> Tensor:
-        return gradients.gradient_carry(self.q, self.k, self.w, self.sums, self.d_o, self.d_written)
+        return gradients.gradient_carry(
+            self.q, self.k, self.w, self.sums, self.d_o, self.d_written, self.starts
+        )
 
     def inputs(self, d_final: Tensor | None) -> InputGradients:
-        q, k, v, sums, b = self.q, self.k, self.v, self.sums, self.b
-        d_states, d_u = gradients.state_gradients(q, k, self.w, sums, self.d_o, self.d_written, d_final)
-        d_q, d_k, d_w, d_sums = gradients.read_gradients(
-            q, k, self.written, sums, self.states, self.d_o, d_u, d_states
+        q, k, v, sums, b, starts = self.q, self.k, self.v, self.sums, self.b, self.starts
+        d_states, d_u = gradients.state_gradients(
+            q, k, self.w, sums, self.d_o, self.d_written, d_final, starts
         )
-        d_k_of_wy, d_v, d_sums_of_wy, d_b = gradients.wy_gradients(k, v, sums, b, self.inverse, d_w, d_u)
+        d_q, d_k, d_w, d_sums = gradients.read_gradients(
+            q, k, self.written, sums, self.states, self.d_o, d_u, d_states, starts
+        )
+        d_k_of_wy, d_v, d_sums_of_wy, d_b = gradients.wy_gradients(
+            k, v, sums, b, self.inverse, d_w, d_u, starts
+        )
         d_sums.add_(d_sums_of_wy)
         d_q, d_k = (_of_groups(x, q.shape[2]) for x in (d_q, d_k.add_(d_k_of_wy)))
-        return d_q, d_k, d_v, block_sums(d_sums, operators.block_of(d_sums), True), d_b
+        return d_q, d_k, d_v, block_sums(d_sums, operators.block_of(d_sums), True, starts), d_b
 
 
 def _of_groups(x: Tensor, groups: int) -> Tensor:

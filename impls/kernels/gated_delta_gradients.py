@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from spbench.impls.kernels.gated_delta_operators import (
     OPS,
+    blocks_of,
     count_products,
-    decay_of,
     of_heads,
     room_for_carry,
     room_for_states,
     scale,
     split,
 )
-from spbench.impls.kernels.recurrence import from_blocks
+from spbench.impls.kernels.recurrence_blocks import BlockDecay
 
 
 @torch.library.custom_op("spbench::gated_delta_own_gradients", mutates_args=())
-def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor) -> Tensor:
+def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """What reaches V' from the outputs of its own block [B, L, Z, A]."""
-    queries, keys, d_outputs = split(d_o.shape[2], q, k, d_o)
-    products = scale(q.shape[-1]) * (queries @ keys.mT) * decay_of(sums).between()
-    return from_blocks(products.mT @ d_outputs, d_o)
+    blocks = blocks_of(q, starts)
+    queries, keys, d_outputs = split(blocks, d_o.shape[2], q, k, d_o)
+    products = scale(q.shape[-1]) * (queries @ keys.mT) * BlockDecay(sums, blocks).between()
+    return blocks.back(products.mT @ d_outputs, d_o)
 
 
 @torch.library.custom_op("spbench::gated_delta_state_gradients", mutates_args=())
 def state_gradients(
-    q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, d_written: Tensor, d_final: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    sums: Tensor,
+    d_o: Tensor,
+    d_written: Tensor,
+    d_final: Tensor | None,
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the state after each block [B, Z, C, D, A], in the dtype of q, and all of that of
     V'."""
-    (queries, keys, w, d_o, own), decay = split(d_o.shape[2], q, k, w, d_o, d_written), decay_of(sums)
+    blocks = blocks_of(q, starts)
+    queries, keys, w, d_o, own = split(blocks, d_o.shape[2], q, k, w, d_o, d_written)
+    decay = BlockDecay(sums, blocks)
     reads, writes = scale(q.shape[-1]) * decay.from_start * queries, decay.to_end * keys
     state = keys.new_zeros(*keys.shape[:2], keys.shape[-1], own.shape[-1]) if d_final is None else d_final
     after, whole = [], []
@@ -40,13 +53,17 @@ def state_gradients(
         after.append(state)
         whole.append(own[:, :, c] + writes[:, :, c] @ state)
         state = decay.across[:, :, c] * state + reads[:, :, c].mT @ d_o[:, :, c] - w[:, :, c].mT @ whole[-1]
-    return torch.stack(after[::-1], 2).to(q.dtype), from_blocks(torch.stack(whole[::-1], 2), d_written)
+    return torch.stack(after[::-1], 2).to(q.dtype), blocks.back(torch.stack(whole[::-1], 2), d_written)
 
 
 @torch.library.custom_op("spbench::gated_delta_gradient_carry", mutates_args=())
-def gradient_carry(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, d_written: Tensor) -> Tensor:
+def gradient_carry(
+    q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, d_written: Tensor, starts: Sequence[int]
+) -> Tensor:
     """The map of gradients past all blocks [B, Z, D (A + D)]."""
-    (queries, keys, w, d_o, own), decay = split(d_o.shape[2], q, k, w, d_o, d_written), decay_of(sums)
+    blocks = blocks_of(q, starts)
+    queries, keys, w, d_o, own = split(blocks, d_o.shape[2], q, k, w, d_o, d_written)
+    decay = BlockDecay(sums, blocks)
     reads, writes = scale(q.shape[-1]) * decay.from_start * queries, decay.to_end * keys
     m = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
     a = own.shape[-1]
@@ -69,12 +86,13 @@ def read_gradients(
     d_o: Tensor,
     d_written: Tensor,
     d_states: Tensor,
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, W and the sums, but for what reaches them by way of W and U; of each head of
     V'."""
-    heads = written.shape[2]
-    queries, keys, values, d_outputs, d_values = split(heads, q, k, written, d_o, d_written)
-    decay, factor = decay_of(sums), scale(q.shape[-1])
+    heads, blocks = written.shape[2], blocks_of(q, starts)
+    queries, keys, values, d_outputs, d_values = split(blocks, heads, q, k, written, d_o, d_written)
+    decay, factor = BlockDecay(sums, blocks), scale(q.shape[-1])
     between, before, d_after = decay.between(), states.to(keys.dtype), d_states.to(keys.dtype)
     d_products = factor * (d_outputs @ values.mT) * between
     d_read, d_kept = factor * decay.from_start * (d_outputs @ before.mT), decay.to_end * (values @ d_after.mT)
@@ -83,22 +101,28 @@ def read_gradients(
     decay.add_at_ends(d_sums, of_ends.sum(-1) + (decay.across * before * d_after).sum((-1, -2)))
     like = of_heads(k, written)
     return (
-        from_blocks(d_read + d_products @ keys, like),
-        from_blocks(d_kept + d_products.mT @ queries, like),
-        from_blocks(-d_values @ before.mT, like),
-        from_blocks(d_sums, sums),
+        blocks.back(d_read + d_products @ keys, like),
+        blocks.back(d_kept + d_products.mT @ queries, like),
+        blocks.back(-d_values @ before.mT, like),
+        blocks.back(d_sums, sums),
     )
 
 
 @torch.library.custom_op("spbench::gated_delta_wy_gradients", mutates_args=())
 def wy_gradients(
-    k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor, d_w: Tensor, d_u: Tensor
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    b: Tensor,
+    inverse: Tensor,
+    d_w: Tensor,
+    d_u: Tensor,
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of k (of each head of v), v, the sums and b by way of W and U."""
-    (keys, values, strength, t, d_w, d_u), decay = (
-        split(v.shape[2], k, v, b, inverse, d_w, d_u),
-        decay_of(sums),
-    )
+    blocks = blocks_of(k, starts)
+    keys, values, strength, t, d_w, d_u = split(blocks, v.shape[2], k, v, b, inverse, d_w, d_u)
+    decay = BlockDecay(sums, blocks)
     strong, started = strength.unsqueeze(-1), decay.from_start * keys
     d_t = d_w @ (strong * started).mT + d_u @ (strong * values).mT
     d_started, d_values = t.mT @ d_w, t.mT @ d_u  # but for b
@@ -111,35 +135,35 @@ def wy_gradients(
     d_keys = strong * d_overlaps * decay.between()
     d_k = strong * decay.from_start * d_started + d_keys @ keys + d_keys.mT @ keys
     return (
-        from_blocks(d_k, of_heads(k, v)),
-        from_blocks(strong * d_values, v),
-        from_blocks(d_sums, sums),
-        from_blocks(d_b, b),
+        blocks.back(d_k, of_heads(k, v)),
+        blocks.back(strong * d_values, v),
+        blocks.back(d_sums, sums),
+        blocks.back(d_b, b),
     )
 
 
 @own_gradients.register_fake
-def _(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor) -> Tensor:
+def _(q: Tensor, k: Tensor, d_o: Tensor, *_: Any) -> Tensor:
     return d_o.new_empty(d_o.shape)
 
 
 @state_gradients.register_fake
-def _(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    return room_for_states(q, d_o), d_o.new_empty(d_o.shape)
+def _(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return room_for_states(q, d_o, rest[-1]), d_o.new_empty(d_o.shape)
 
 
 @gradient_carry.register_fake
-def _(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, *_: Tensor) -> Tensor:
+def _(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, *_: Any) -> Tensor:
     return room_for_carry(k, d_o, sums)
 
 
 @read_gradients.register_fake
-def _(q: Tensor, k: Tensor, written: Tensor, sums: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+def _(q: Tensor, k: Tensor, written: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return *(of_heads(k, written) for _ in range(3)), sums.new_empty(sums.shape)
 
 
 @wy_gradients.register_fake
-def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return of_heads(k, v), v.new_empty(v.shape), sums.new_empty(sums.shape), b.new_empty(b.shape)
 
 

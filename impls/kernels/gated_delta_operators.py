@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from spbench.impls.kernels.recurrence import BlockDecay, from_blocks, in_blocks
+from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks
 
 #: positions in a block, as in fla
 BLOCK = 64
@@ -18,16 +18,17 @@ BLOCK = 64
 OPS = torch.ops.spbench
 
 
-def split(heads: int, *tensors: Tensor) -> list[Tensor]:
-    return [in_blocks(x, block_of(x), heads) for x in tensors]
-
-
 def block_of(x: Tensor) -> int:
     return min(BLOCK, x.shape[1])
 
 
-def decay_of(sums: Tensor) -> BlockDecay:
-    return BlockDecay(sums, block_of(sums))
+def blocks_of(x: Tensor, starts: Sequence[int]) -> Blocks:
+    """Of the positions of x [B, L, ...], of which documents begin at ``starts``."""
+    return Blocks(x.shape[1], block_of(x), starts, anew=True)
+
+
+def split(blocks: Blocks, heads: int, *tensors: Tensor) -> list[Tensor]:
+    return [blocks.of(x, heads) for x in tensors]
 
 
 def scale(d: int) -> float:
@@ -41,43 +42,51 @@ def _overlaps(keys: Tensor, strength: Tensor, decay: BlockDecay) -> Tensor:
 
 
 @torch.library.custom_op("spbench::gated_delta_inverse", mutates_args=())
-def inverse(k: Tensor, sums: Tensor, b: Tensor) -> Tensor:
+def inverse(k: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
     """T [B, L, Z, block], of each position its row."""
-    keys, strength = split(sums.shape[2], k, b)
+    blocks = blocks_of(k, starts)
+    keys, strength = split(blocks, sums.shape[2], k, b)
     identity = torch.eye(keys.shape[-2], dtype=keys.dtype, device=keys.device)
-    system = identity + _overlaps(keys, strength, decay_of(sums))
+    system = identity + _overlaps(keys, strength, BlockDecay(sums, blocks))
     inverse = torch.linalg.solve_triangular(
         system, identity.expand_as(system), upper=False, unitriangular=True
     )
-    return from_blocks(inverse, _rows(k, sums))
+    return blocks.back(inverse, _rows(k, sums))
 
 
 @torch.library.custom_op("spbench::gated_delta_wy", mutates_args=())
-def wy(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def wy(
+    k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor, starts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """W [B, L, Z, D] and U [B, L, Z, A]."""
-    keys, values, strength, t = split(v.shape[2], k, v, b, inverse)
+    blocks = blocks_of(k, starts)
+    keys, values, strength, t = split(blocks, v.shape[2], k, v, b, inverse)
     strong = strength.unsqueeze(-1)
-    w, u = t @ (strong * decay_of(sums).from_start * keys), t @ (strong * values)
-    return from_blocks(w, of_heads(k, v)), from_blocks(u, v)
+    w, u = t @ (strong * BlockDecay(sums, blocks).from_start * keys), t @ (strong * values)
+    return blocks.back(w, of_heads(k, v)), blocks.back(u, v)
 
 
 @torch.library.custom_op("spbench::gated_delta_states", mutates_args=())
-def states(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+def states(
+    k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None, starts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """The state before each block [B, Z, C, D, A], in the dtype of k, and V' [B, L, Z, A]."""
-    (keys, w, values), decay = split(u.shape[2], k, w, u), decay_of(sums)
+    blocks = blocks_of(k, starts)
+    (keys, w, values), decay = split(blocks, u.shape[2], k, w, u), BlockDecay(sums, blocks)
     state = keys.new_zeros(*keys.shape[:2], keys.shape[-1], values.shape[-1]) if initial is None else initial
     before, written = [], []
     for c in range(keys.shape[2]):
         before.append(state)
         written.append(values[:, :, c] - w[:, :, c] @ state)
         state = decay.across[:, :, c] * state + (decay.to_end * keys)[:, :, c].mT @ written[-1]
-    return torch.stack(before, 2).to(k.dtype), from_blocks(torch.stack(written, 2), u)
+    return torch.stack(before, 2).to(k.dtype), blocks.back(torch.stack(written, 2), u)
 
 
 @torch.library.custom_op("spbench::gated_delta_carry", mutates_args=())
-def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor) -> Tensor:
+def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """The map of all blocks [B, Z, D (A + D)]: M and U of the rows of a state lie side by side."""
-    (keys, w, values), decay = split(u.shape[2], k, w, u), decay_of(sums)
+    blocks = blocks_of(k, starts)
+    (keys, w, values), decay = split(blocks, u.shape[2], k, w, u), BlockDecay(sums, blocks)
     m = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
     state = keys.new_zeros(*keys.shape[:2], keys.shape[-1], values.shape[-1])
     both = torch.cat((state, m), -1)
@@ -89,10 +98,13 @@ def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("spbench::gated_delta_output", mutates_args=())
-def output(q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor) -> Tensor:
-    (queries, keys, values), decay = split(written.shape[2], q, k, written), decay_of(sums)
+def output(
+    q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor, starts: Sequence[int]
+) -> Tensor:
+    blocks = blocks_of(q, starts)
+    (queries, keys, values), decay = split(blocks, written.shape[2], q, k, written), BlockDecay(sums, blocks)
     o = decay.from_start * queries @ states.to(queries.dtype) + queries @ keys.mT * decay.between() @ values
-    return from_blocks(scale(q.shape[-1]) * o, written)
+    return blocks.back(scale(q.shape[-1]) * o, written)
 
 
 def of_heads(k: Tensor, v: Tensor) -> Tensor:
@@ -105,8 +117,8 @@ def _rows(k: Tensor, sums: Tensor) -> Tensor:
     return k.new_empty(*sums.shape, block_of(k))
 
 
-def room_for_states(k: Tensor, v: Tensor) -> Tensor:
-    return k.new_empty(len(v), v.shape[2], -(-v.shape[1] // block_of(v)), k.shape[-1], v.shape[-1])
+def room_for_states(k: Tensor, v: Tensor, starts: Sequence[int]) -> Tensor:
+    return k.new_empty(len(v), v.shape[2], blocks_of(v, starts).count, k.shape[-1], v.shape[-1])
 
 
 def room_for_carry(k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
@@ -114,27 +126,29 @@ def room_for_carry(k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
 
 
 @inverse.register_fake
-def _(k: Tensor, sums: Tensor, b: Tensor) -> Tensor:
+def _(k: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
     return _rows(k, sums)
 
 
 @wy.register_fake
-def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def _(k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return of_heads(k, v), v.new_empty(v.shape)
 
 
 @states.register_fake
-def _(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-    return room_for_states(k, u), u.new_empty(u.shape)
+def _(
+    k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None, starts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return room_for_states(k, u, starts), u.new_empty(u.shape)
 
 
 @carry.register_fake
-def _(k: Tensor, w: Tensor, u: Tensor, sums: Tensor) -> Tensor:
+def _(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     return room_for_carry(k, u, sums)
 
 
 @output.register_fake
-def _(q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor) -> Tensor:
+def _(q: Tensor, k: Tensor, written: Tensor, *_: Any) -> Tensor:
     return written.new_empty(written.shape)
 
 

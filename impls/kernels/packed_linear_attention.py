@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op, infer_schema
 from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.attended import Attended, Interval
@@ -59,53 +60,20 @@ def _documents(lengths: Sequence[int], *tensors: Tensor) -> Iterator[Any]:
     return zip(*parts, strict=True)
 
 
-def _states(
-    k: Tensor, v: Tensor, decay: Tensor | None, block: int, lengths: Sequence[int], plain: bool
-) -> Tensor:
-    run: Any = each.plain_states if plain else each.linear_attention_states
-    return torch.cat([run(*x, decay, block) for x in _documents(lengths, k, v)], 2)
+def _at_boundaries(run: Any, lengths: Sequence[int], x: Tensor, y: Tensor, *rest: Any) -> Tensor:
+    return torch.cat([run(*document, *rest) for document in _documents(lengths, x, y)], 2)
 
 
-def _output(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None,
-    states: Tensor,
-    initial: Tensor | None,
-    block: int,
-    lengths: Sequence[int],
-    plain: bool,
-) -> Tensor:
-    run: Any = each.plain_output if plain else each.linear_attention_output
+def _output(run: Any, lengths: Sequence[int], *given: Any) -> Tensor:
+    q, k, v, decay, states, initial, block = given
     of_states = states.split(_boundaries(lengths, block), 2)
     firsts = [initial, *[None] * (len(lengths) - 1)]
     documents = zip(_documents(lengths, q, k, v), of_states, firsts, strict=True)
     return torch.cat([run(*x, decay, s.contiguous(), first, block) for x, s, first in documents], 2)
 
 
-def _state_gradients(
-    q: Tensor, d_o: Tensor, decay: Tensor | None, block: int, lengths: Sequence[int], plain: bool
-) -> Tensor:
-    run: Any = each.plain_state_gradients if plain else each.linear_attention_state_gradients
-    return torch.cat([run(*x, decay, block) for x in _documents(lengths, q, d_o)], 2)
-
-
-def _input_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_o: Tensor,
-    decay: Tensor | None,
-    states: Tensor,
-    initial: Tensor | None,
-    d_states: Tensor,
-    d_final: Tensor | None,
-    block: int,
-    lengths: Sequence[int],
-    plain: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    run: Any = each.plain_input_gradients if plain else each.linear_attention_input_gradients
+def _input_gradients(run: Any, lengths: Sequence[int], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, d_o, decay, states, initial, d_states, d_final, block = given
     others: list[None] = [None] * (len(lengths) - 1)
     boundaries = _boundaries(lengths, block)
     documents = zip(
@@ -124,13 +92,22 @@ def _input_gradients(
     return d_q, d_k, d_v
 
 
-def _operator(run: Callable[..., Any], name: str) -> Any:
-    return torch.library.custom_op(f"spbench::packed_linear_attention_{name}", mutates_args=())(run)
+def _operator(of_documents: Callable[..., Any], name: str) -> Any:
+    """An operator that takes what the one of a document takes, the lengths of the documents, and whether it
+    runs that one's plain form."""
+    fused, plain_form = (getattr(each, f"{form}_{name}") for form in ("linear_attention", "plain"))
+
+    def run(*given: Any) -> Any:
+        *arguments, lengths, plain = given
+        return of_documents(plain_form if plain else fused, lengths, *arguments)
+
+    schema = infer_schema(plain_form, mutates_args=()).replace(") ->", ", SymInt[] lengths, bool plain) ->")
+    return custom_op(f"spbench::packed_linear_attention_{name}", run, mutates_args=(), schema=schema)
 
 
-packed_states = _operator(_states, "states")
+packed_states = _operator(_at_boundaries, "states")
 packed_output = _operator(_output, "output")
-packed_state_gradients = _operator(_state_gradients, "state_gradients")
+packed_state_gradients = _operator(_at_boundaries, "state_gradients")
 packed_input_gradients = _operator(_input_gradients, "input_gradients")
 
 

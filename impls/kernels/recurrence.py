@@ -6,7 +6,8 @@ A rule says what M_t is: nothing in Mamba-2 (:mod:`spbench.impls.kernels.state_s
 Gated DeltaNet (:mod:`spbench.impls.kernels.gated_delta`). Either way a run of positions is an affine map of
 the state, S -> M S + U, and so is the gradient on the way back, dS -> M^T dS + W: what the positions of one
 rank are to those of another. A rank that knows the map of each chunk knows the state before its own without
-their positions.
+their positions. A document begins with a state of zero: there M is 0, and so it is of a run in which one
+begins.
 
 Shapes: q, k [B, L, G, D], v, o [B, L, Z, A], g <= 0 and b [B, L, Z] in the states' dtype (float32 for half
 precisions), states [B, Z, D, A]. Each head of q and k is that of Z/G consecutive ones of v. A carry, a map
@@ -21,7 +22,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -32,7 +32,8 @@ InputGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Forward(ABC):
-    """A rule's work on the positions of one rank; made of q, k, v, g and b.
+    """A rule's work on the positions of one rank; made of q, k, v, g, b, and the positions at which documents
+    begin.
 
     Attributes:
         kept: what backward needs of it, beside these inputs.
@@ -50,7 +51,8 @@ class Forward(ABC):
 
 
 class Backward(ABC):
-    """The way back; made of q, k, v, g, b, the initial state, d_o, and what forward kept."""
+    """The way back; made of q, k, v, g, b, the positions at which documents begin, the initial state, d_o,
+    and what forward kept."""
 
     @abstractmethod
     def carry(self) -> Tensor:
@@ -142,22 +144,24 @@ class StatePassing(ABC):
 
 class _GatedRecurrence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rule: type[Rule], passing: StatePassing | None, *inputs: Tensor) -> Tensor:
-        run, initial = rule.forward(*inputs), None
+    def forward(
+        ctx: Any, rule: type[Rule], passing: StatePassing | None, starts: list[int], *inputs: Tensor
+    ) -> Tensor:
+        run, initial = rule.forward(*inputs, starts), None
         if passing is not None:
             initial = passing.state(rule, run.carry, partial(_empty_state, *inputs), 1)
         ctx.save_for_backward(*inputs, initial, *run.kept)
-        ctx.rule, ctx.passing = rule, passing
+        ctx.rule, ctx.passing, ctx.starts = rule, passing, starts
         return run.output(initial)
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Any, ...]:
         saved, d_final = ctx.saved_tensors, None  # once: checkpointing unpacks them
         inputs, (initial, *kept) = saved[:5], saved[5:]
-        run = ctx.rule.backward(*inputs, initial, d_o.contiguous(), *kept)
+        run = ctx.rule.backward(*inputs, ctx.starts, initial, d_o.contiguous(), *kept)
         if ctx.passing is not None:
             d_final = ctx.passing.state(ctx.rule, run.carry, partial(_empty_state, *inputs), -1)
-        return None, None, *run.inputs(d_final)
+        return None, None, None, *run.inputs(d_final)
 
 
 def _empty_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
@@ -172,12 +176,17 @@ def gated_recurrence(
     g: Tensor,
     b: Tensor,
     passing: StatePassing | None = None,
+    starts: Sequence[int] = (),
 ) -> Tensor:
-    """o [B, L, Z, A] of a sequence from a state of zero, or of the part of it that ``passing`` knows."""
-    return _GatedRecurrence.apply(rule, passing, *(x.contiguous() for x in (q, k, v, g, b)))
+    """o [B, L, Z, A] of a sequence from a state of zero, or of the part of it that ``passing`` knows. At each
+    of the positions ``starts`` a document begins, with a state of zero; negative ones lie before the part."""
+    begin = [start for start in starts if start >= 0]
+    return _GatedRecurrence.apply(rule, passing, begin, *(x.contiguous() for x in (q, k, v, g, b)))
 
 
-def sequential(rule: type[Rule], q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+def sequential(
+    rule: type[Rule], q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, starts: Sequence[int] = ()
+) -> Tensor:
     """The same of a whole sequence, position by position in torch's own operators: the reference."""
     dtype = state_dtype(q.dtype)
     heads = v.shape[2] // q.shape[2]
@@ -185,66 +194,8 @@ def sequential(rule: type[Rule], q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: 
     state = q.new_zeros(*v.shape[:1], v.shape[2], q.shape[-1], v.shape[-1])
     outputs = []
     for i in range(v.shape[1]):
+        if i in starts:
+            state = torch.zeros_like(state)
         state = rule.step(state, k[:, i], v[:, i].to(dtype), g[:, i], b[:, i])
         outputs.append((q[:, i].unsqueeze(-2) @ state).squeeze(-2))
     return (rule.scale(q.shape[-1]) * torch.stack(outputs, 1)).to(v.dtype)
-
-
-def in_blocks(x: Tensor, block: int, heads: int) -> Tensor:
-    """[B, L, G, ...] -> [B, Z, C, block, ...] in the states' dtype: each head as often as it has heads of v,
-    the last block padded with zeros."""
-    x = x.to(state_dtype(x.dtype)).movedim(1, 2)
-    x = F.pad(x, (*(0, 0) * (x.ndim - 3), 0, -x.shape[2] % block))
-    return x.repeat_interleave(heads // x.shape[1], 1).unflatten(2, (-1, block))
-
-
-def from_blocks(x: Tensor, like: Tensor) -> Tensor:
-    """What :func:`in_blocks` makes, back to the shape and dtype of ``like``; what a head has several of is
-    added."""
-    x = x.flatten(2, 3)[:, :, : like.shape[1]].movedim(2, 1)
-    if x.shape[2] != like.shape[2]:
-        x = x.unflatten(2, (like.shape[2], -1)).sum(3)
-    return x.to(like.dtype).contiguous()
-
-
-@torch.library.custom_op("spbench::recurrence_sums", mutates_args=())
-def block_sums(g: Tensor, block: int, from_end: bool) -> Tensor:
-    """The sums [B, L, Z] of g [B, L, Z] over each block from its start up to each position; ``from_end``:
-    from each position to its end, which gives the gradient of g from that of these sums."""
-    x = in_blocks(g, block, g.shape[2])
-    return from_blocks(x.flip(-1).cumsum(-1).flip(-1) if from_end else x.cumsum(-1), g)
-
-
-@block_sums.register_fake
-def _(g: Tensor, block: int, from_end: bool) -> Tensor:
-    return g.new_empty(g.shape)
-
-
-class BlockDecay:
-    """What decays how far in blocks, from the :func:`block_sums` [B, L, Z] of logarithms. Every exponent is
-    at most 0, so nothing overflows.
-
-    Attributes:
-        from_start: from the state before a block to each of its positions [B, Z, C, block, 1].
-        to_end: from each position to the state after its block [B, Z, C, block, 1].
-        across: from the state before a block to the one after it [B, Z, C, 1, 1].
-    """
-
-    def __init__(self, sums: Tensor, block: int):
-        self.length, last = sums.shape[1], sums[:, -1:].expand(-1, -sums.shape[1] % block, -1)
-        # padding decays nothing
-        self._sums = x = in_blocks(torch.cat((sums, last), 1), block, sums.shape[2])
-        self.from_start = x.exp().unsqueeze(-1)
-        self.to_end = (x[..., -1:] - x).exp().unsqueeze(-1)
-        self.across = self.from_start[..., -1:, :]
-
-    def between(self) -> Tensor:
-        """From position j of a block to position i >= j, else 0 [B, Z, C, block, block]."""
-        distance = self._sums.unsqueeze(-1) - self._sums.unsqueeze(-2)
-        future = torch.ones(distance.shape[-2:], dtype=torch.bool, device=distance.device).triu_(1)
-        return distance.masked_fill_(future, -torch.inf).exp_()
-
-    def add_at_ends(self, d_sums: Tensor, d_ends: Tensor) -> None:
-        """Add to the gradients of the sums [B, Z, C, block] those of each block's last one [B, Z, C]."""
-        d_sums[:, :, :-1, -1] += d_ends[:, :, :-1]
-        d_sums[:, :, -1, (self.length - 1) % d_sums.shape[-1]] += d_ends[:, :, -1]

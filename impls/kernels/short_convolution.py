@@ -4,12 +4,16 @@ recurrence.
     y_t = silu(bias + sum over i < W of weight_i x_(t - W + 1 + i))
 
 Shapes: x, y [B, L, C], weight [C, W], bias [C] or none. The W - 1 positions before the first are ``before``
-[B, W - 1, C], or zeros where it is None. As kernels for GPUs have it (causal-conv1d, fla's causal_conv1d),
-nothing is kept but the inputs: backward makes the sums before SiLU again.
+[B, W - 1, C], or zeros where it is None. A position sees zeros before its document: ``starts`` says where
+documents begin, counted from the first position, negative in ``before``. As kernels for GPUs have it
+(causal-conv1d, fla's causal_conv1d), nothing is kept but the inputs: backward makes the sums before SiLU
+again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,10 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def plain_short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
-    """The same in torch's own operators, which keep more."""
-    x = _with_before(x, weight, before)
-    return F.silu(F.conv1d(x.mT, weight.unsqueeze(1), bias, groups=len(weight))).mT
+def plain_short_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, starts: Sequence[int] = ()
+) -> Tensor:
+    """The same in torch's own operators, document by document, which keep more."""
+    x, width = _with_before(x, weight, before), weight.shape[1]
+    edges = [0, *(start + width - 1 for start in starts if start > 1 - width), x.shape[1]]
+    documents = (F.pad(x[:, a:b], (0, 0, width - 1, 0)).mT for a, b in pairwise(edges))
+    convolved = [F.conv1d(each, weight.unsqueeze(1), bias, groups=len(weight)) for each in documents]
+    return F.silu(torch.cat(convolved, -1)[..., width - 1 :]).mT
 
 
 def _with_before(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
@@ -28,62 +37,86 @@ def _with_before(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
     return F.pad(x, (0, 0, weight.shape[1] - 1, 0)) if before is None else torch.cat((before, x), 1)
 
 
-def _sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What SiLU is of [B, L, C], from the x that :func:`_with_before` returns."""
+def _seen(x: Tensor, weight: Tensor, starts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Of the x that :func:`_with_before` returns: (place in the weight, what the positions see there [B, L,
+    C]), for each place."""
     width = weight.shape[1]
-    sums = sum(x[:, i : x.shape[1] - width + 1 + i] * weight[:, i] for i in range(width))
+    for place in range(width):
+        seen = x[:, place : x.shape[1] - width + 1 + place]
+        back = width - 1 - place
+        if hidden := [i for start in starts for i in range(max(0, start), start + back) if i < seen.shape[1]]:
+            seen = seen.index_fill(1, torch.tensor(hidden, device=x.device), 0)
+        yield place, seen
+
+
+def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Sequence[int]) -> Tensor:
+    """What SiLU is of [B, L, C], from the x that :func:`_with_before` returns."""
+    sums = sum(seen * weight[:, place] for place, seen in _seen(x, weight, starts))
     assert isinstance(sums, Tensor)
     return sums if bias is None else sums + bias
 
 
 @torch.library.custom_op("spbench::short_convolution", mutates_args=())
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
-    return F.silu(_sums(_with_before(x, weight, before), weight, bias)).contiguous()
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, starts: Sequence[int]
+) -> Tensor:
+    return F.silu(_sums(_with_before(x, weight, before), weight, bias, starts)).contiguous()
 
 
 @torch.library.custom_op("spbench::short_convolution_backward", mutates_args=())
 def _convolved_backward(
-    d_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None
+    d_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, bias and ``before``; empty of what is not there."""
     width, x = weight.shape[1], _with_before(x, weight, before)
-    sums = _sums(x, weight, bias)
+    sums = _sums(x, weight, bias, starts)
     share = sums.sigmoid()
     d_sums = d_y * share * (1 + sums * (1 - share))
-    d_x, parts = torch.zeros_like(x), range(width)
-    for i in parts:
-        d_x[:, i : i + d_sums.shape[1]] += d_sums * weight[:, i]
-    d_weight = torch.stack([(d_sums * x[:, i : i + d_sums.shape[1]]).sum((0, 1)) for i in parts], 1)
+    d_x, d_weight = torch.zeros_like(x), weight.new_zeros(weight.shape)
+    shown = dict(_seen(torch.ones_like(x[:1, :, :1]), weight, starts))
+    for place, seen in _seen(x, weight, starts):
+        d_x[:, place : place + d_sums.shape[1]] += d_sums * shown[place] * weight[:, place]
+        d_weight[:, place] = (d_sums * seen).sum((0, 1))
     d_bias = x.new_empty(0) if bias is None else d_sums.sum((0, 1))
     d_before = x.new_empty(0) if before is None else d_x[:, : width - 1].clone()
     return d_x[:, width - 1 :].contiguous(), d_weight, d_bias, d_before
 
 
 @_convolved.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @_convolved_backward.register_fake
-def _(d_y: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(d_y.new_empty(0 if x is None else x.shape) for x in inputs)
+def _(d_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(d_y.new_empty(0 if x is None else x.shape) for x in arguments[:-1])
 
 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, before)
-        return _convolved(x, weight, bias, before)
+    def forward(ctx: Any, starts: list[int], *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.starts = starts
+        return _convolved(*inputs, starts)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
-        gradients = _convolved_backward(d_y.contiguous(), *inputs)
-        return tuple(None if x is None else d_x for x, d_x in zip(inputs, gradients, strict=True))
+        gradients = _convolved_backward(d_y.contiguous(), *inputs, ctx.starts)
+        return None, *(None if x is None else d_x for x, d_x in zip(inputs, gradients, strict=True))
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, before: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    before: Tensor | None = None,
+    starts: Sequence[int] = (),
 ) -> Tensor:
     """y [B, L, C] of x [B, L, C]."""
-    return _ShortConvolution.apply(x, weight, bias, before)
+    return _ShortConvolution.apply([*starts], x, weight, bias, before)

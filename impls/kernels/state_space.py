@@ -19,16 +19,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.recurrence import (
-    Backward,
-    BlockDecay,
-    Forward,
-    InputGradients,
-    Rule,
-    block_sums,
-    from_blocks,
-    in_blocks,
-)
+from spbench.impls.kernels.recurrence import Backward, Forward, InputGradients, Rule
+from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks, block_sums
 
 #: positions in a block (chunk_size of mamba_ssm's Mamba2)
 BLOCK = 256
@@ -36,16 +28,26 @@ BLOCK = 256
 OPS = torch.ops.spbench
 
 
-def _split(heads: int, *tensors: Tensor) -> list[Tensor]:
-    return [in_blocks(x, _block(x), heads) for x in tensors]
-
-
 def _block(x: Tensor) -> int:
     return min(BLOCK, x.shape[1])
 
 
-def _decay(sums: Tensor) -> BlockDecay:
-    return BlockDecay(sums, _block(sums))
+def _split(heads: int, *tensors: Tensor) -> list[Tensor]:
+    return [Blocks(x.shape[1], _block(x)).of(x, heads) for x in tensors]
+
+
+def _together(x: Tensor, like: Tensor) -> Tensor:
+    """What :func:`_split` makes, back to the shape and dtype of ``like``."""
+    return Blocks(like.shape[1], _block(like)).back(x, like)
+
+
+def _decay(sums: Tensor, starts: Sequence[int]) -> BlockDecay:
+    return BlockDecay(sums, Blocks(sums.shape[1], _block(sums), starts))
+
+
+def _sums(g: Tensor, from_end: bool = False) -> Tensor:
+    """Blocks go on over documents, whose first position's decay no pair uses."""
+    return block_sums(g, _block(g), from_end, [])
 
 
 def _for_heads(scores: Tensor, heads: int) -> Tensor:
@@ -60,27 +62,33 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("spbench::state_space_block_states", mutates_args=())
-def _block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor) -> Tensor:
+def _block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
     """What each block alone writes to the state after it [B, Z, C, D, A]."""
     keys, values, strength = _split(v.shape[2], k, v, b)
-    return (keys * strength.unsqueeze(-1) * _decay(sums).to_end).mT @ values
+    return (keys * strength.unsqueeze(-1) * _decay(sums, starts).to_end).mT @ values
 
 
 @torch.library.custom_op("spbench::state_space_carry", mutates_args=())
-def _carry(states: Tensor, sums: Tensor, backward: bool) -> Tensor:
+def _carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -> Tensor:
     """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the
     way back to the one before it."""
-    across, state, blocks = _decay(sums).across, torch.zeros_like(states[:, :, 0]), range(states.shape[2])
+    across, state, blocks = (
+        _decay(sums, starts).across,
+        torch.zeros_like(states[:, :, 0]),
+        range(states.shape[2]),
+    )
     for c in reversed(blocks) if backward else blocks:
         state = across[:, :, c] * state + states[:, :, c]
     return torch.cat((state.flatten(2), across.prod(2).squeeze(-1)), -1)
 
 
 @torch.library.custom_op("spbench::state_space_passed", mutates_args=())
-def _passed(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool) -> Tensor:
+def _passed(
+    states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool, starts: Sequence[int]
+) -> Tensor:
     """The state before each block, or the gradient of the one after it [B, Z, C, D, A], in the dtype of
     ``like``, from what :func:`_carry` is given and the first of them."""
-    across, state = _decay(sums).across, torch.zeros_like(states[:, :, 0]) if first is None else first
+    across, state = _decay(sums, starts).across, torch.zeros_like(states[:, :, 0]) if first is None else first
     passed, blocks = [state] * states.shape[2], range(states.shape[2])
     for c in reversed(blocks) if backward else blocks:
         passed[c] = state
@@ -89,24 +97,28 @@ def _passed(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, ba
 
 
 @torch.library.custom_op("spbench::state_space_output", mutates_args=())
-def _output(scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor) -> Tensor:
-    (queries, values, strength), decay = _split(v.shape[2], q, v, b), _decay(sums)
+def _output(
+    scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor, starts: Sequence[int]
+) -> Tensor:
+    (queries, values, strength), decay = _split(v.shape[2], q, v, b), _decay(sums, starts)
     pairs = _for_heads(scores, v.shape[2]) * decay.between() * strength.unsqueeze(-2)
-    return from_blocks(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)
+    return _together(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)
 
 
 @torch.library.custom_op("spbench::state_space_output_state_gradients", mutates_args=())
-def _output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor) -> Tensor:
+def _output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """What reaches the state before each block from the outputs of that block alone [B, Z, C, D, A]."""
     queries, d_outputs = _split(d_o.shape[2], q, d_o)
-    return (_decay(sums).from_start * queries).mT @ d_outputs
+    return (_decay(sums, starts).from_start * queries).mT @ d_outputs
 
 
 @torch.library.custom_op("spbench::state_space_score_gradients", mutates_args=())
-def _score_gradients(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int) -> Tensor:
+def _score_gradients(
+    v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, starts: Sequence[int]
+) -> Tensor:
     """The gradient of the products [B, G, C, block, block]."""
     values, d_outputs, strength = _split(v.shape[2], v, d_o, b)
-    d_pairs = d_outputs @ values.mT * _decay(sums).between() * strength.unsqueeze(-2)
+    d_pairs = d_outputs @ values.mT * _decay(sums, starts).between() * strength.unsqueeze(-2)
     return d_pairs.unflatten(1, (groups, -1)).sum(2)
 
 
@@ -122,11 +134,12 @@ def _input_gradients(
     d_scores: Tensor,
     states: Tensor,
     d_states: Tensor,
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of q, k, v, of the sums of g, and of b."""
     heads = v.shape[2]
     queries, keys, values, strength, d_outputs = _split(heads, q, k, v, b, d_o)
-    decay, products = _decay(sums), _for_heads(scores, heads)
+    decay, products = _decay(sums, starts), _for_heads(scores, heads)
     between, before, d_after = decay.between(), states.to(products.dtype), d_states.to(products.dtype)
     # without b: what a block's pairs do, and what a position's key does by way of the state after it
     pairs, d_written = d_outputs @ values.mT * products * between, decay.to_end * (values @ d_after.mT)
@@ -138,13 +151,13 @@ def _input_gradients(
     d_v = (products * between).mT @ d_outputs + decay.to_end * keys @ d_after
     strong = strength.unsqueeze(-1)
     # products are of a group of heads, so their gradients come once
-    (q_once, k_once) = (in_blocks(x, _block(x), x.shape[2]) for x in (q, k))
+    q_once, k_once = _split(q.shape[2], q, k)
     return (
-        from_blocks(d_read, q) + from_blocks(d_scores @ k_once, q),
-        from_blocks(strong * d_written, k) + from_blocks(d_scores.mT @ q_once, k),
-        from_blocks(strong * d_v, v),
-        from_blocks(d_sums, sums),
-        from_blocks(d_b, b),
+        _together(d_read, q) + _together(d_scores @ k_once, q),
+        _together(strong * d_written, k) + _together(d_scores.mT @ q_once, k),
+        _together(strong * d_v, v),
+        _together(d_sums, sums),
+        _together(d_b, b),
     )
 
 
@@ -159,39 +172,38 @@ def _(q: Tensor, k: Tensor) -> Tensor:
 
 
 @_block_states.register_fake
-def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor) -> Tensor:
+def _(k: Tensor, v: Tensor, sums: Tensor, *_: Any) -> Tensor:
     return sums.new_empty(_states_shape(k, v))
 
 
 @_output_state_gradients.register_fake
-def _(q: Tensor, d_o: Tensor, sums: Tensor) -> Tensor:
+def _(q: Tensor, d_o: Tensor, sums: Tensor, *_: Any) -> Tensor:
     return sums.new_empty(_states_shape(q, d_o))
 
 
 @_carry.register_fake
-def _(states: Tensor, sums: Tensor, backward: bool) -> Tensor:
-    batch, heads, _, d, a = states.shape
-    return states.new_empty(batch, heads, d * a + 1)
+def _(states: Tensor, *_: Any) -> Tensor:
+    return states.new_empty(*states.shape[:2], states.shape[-2] * states.shape[-1] + 1)
 
 
 @_passed.register_fake
-def _(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool) -> Tensor:
+def _(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, *_: Any) -> Tensor:
     return states.new_empty(states.shape, dtype=like.dtype)
 
 
 @_output.register_fake
-def _(scores: Tensor, q: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+def _(scores: Tensor, q: Tensor, v: Tensor, *_: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
 @_score_gradients.register_fake
-def _(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int) -> Tensor:
+def _(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, *_: Any) -> Tensor:
     block = _block(v)
     return sums.new_empty(len(v), groups, -(-v.shape[1] // block), block, block)
 
 
 @_input_gradients.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k, v, sums, b))
 
 
@@ -234,36 +246,47 @@ def _input_gradient_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> i
 
 
 class _Forward(Forward):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor):
-        self.q, self.k, self.v, self.b = q, k, v, b
-        self.sums = block_sums(g, _block(g), False)
-        self.states = _block_states(k, v, self.sums, b)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, starts: list[int]):
+        self.q, self.k, self.v, self.b, self.starts = q, k, v, b, starts
+        self.sums = _sums(g)
+        self.states = _block_states(k, v, self.sums, b, starts)
 
     def carry(self) -> Tensor:
-        return _carry(self.states, self.sums, False)
+        return _carry(self.states, self.sums, False, self.starts)
 
     def output(self, initial: Tensor | None) -> Tensor:
-        before = _passed(self.states, self.sums, initial, self.v, False)
+        before = _passed(self.states, self.sums, initial, self.v, False, self.starts)
         del self.states
-        return _output(_scores(self.q, self.k), self.q, self.v, self.sums, self.b, before)
+        return _output(_scores(self.q, self.k), self.q, self.v, self.sums, self.b, before, self.starts)
 
 
 class _Backward(Backward):
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, initial: Tensor | None, d_o: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        b: Tensor,
+        starts: list[int],
+        initial: Tensor | None,
+        d_o: Tensor,
     ):
-        self.q, self.k, self.v, self.b, self.d_o = q, k, v, b, d_o
-        self.sums, self.scores = block_sums(g, _block(g), False), _scores(q, k)
-        self.before = _passed(_block_states(k, v, self.sums, b), self.sums, initial, v, False)
-        self.d_before = _output_state_gradients(q, d_o, self.sums)
+        self.q, self.k, self.v, self.b, self.d_o, self.starts = q, k, v, b, d_o, starts
+        self.sums, self.scores = _sums(g), _scores(q, k)
+        own = _block_states(k, v, self.sums, b, starts)
+        self.before = _passed(own, self.sums, initial, v, False, starts)
+        del own
+        self.d_before = _output_state_gradients(q, d_o, self.sums, starts)
 
     def carry(self) -> Tensor:
-        return _carry(self.d_before, self.sums, True)
+        return _carry(self.d_before, self.sums, True, self.starts)
 
     def inputs(self, d_final: Tensor | None) -> InputGradients:
-        d_after = _passed(self.d_before, self.sums, d_final, self.v, True)
+        d_after = _passed(self.d_before, self.sums, d_final, self.v, True, self.starts)
         del self.d_before
-        d_scores = _score_gradients(self.v, self.d_o, self.sums, self.b, self.q.shape[2])
+        groups = self.q.shape[2]
+        d_scores = _score_gradients(self.v, self.d_o, self.sums, self.b, groups, self.starts)
         d_q, d_k, d_v, d_sums, d_b = _input_gradients(
             self.q,
             self.k,
@@ -275,8 +298,9 @@ class _Backward(Backward):
             d_scores,
             self.before,
             d_after,
+            self.starts,
         )
-        return d_q, d_k, d_v, block_sums(d_sums, _block(d_sums), True), d_b
+        return d_q, d_k, d_v, _sums(d_sums, True), d_b
 
 
 class StateSpace(Rule):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spbench.impls.attended import Attended
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import MeetingKind
 from spbench.impls.models.blocks.packing import PackedSequences
 from spbench.impls.models.blocks.softmax_mixer import FUSED_KERNELS
@@ -121,7 +122,7 @@ class AttentionCall(nn.Module):
             o = self.strategy.attention(q, k, v, None, dropout=0.0, softmax="fused")
         elif self.kind == "linear_attention":
             scale = q.shape[-1] ** -0.5
-            o = self.strategy.linear_attention(q * scale, k * scale, v, None, **self.heeded)
+            o = self.strategy.linear_attention(q * scale, k * scale, v, DecayMask(**self.heeded))
         else:
             o = self.strategy.causal_attention(q, k, v, **self.heeded)
         return {"o": o.transpose(1, 2)}

@@ -103,7 +103,8 @@ class HybridModel(CausalTransformerModel):
     def variants(self) -> list[Mapping[str, Any]]:
         # 3 heads cannot be split over 2 or 4
         three = {"heads": 3, "kv_heads": None, "state_heads": 3, "state_key_heads": 1}
-        return [{"checkpointing": True}, three]
+        # a start right before, and one at, an edge of ranks; one document longer than a rank
+        return [{"checkpointing": True}, three, {"documents": (5, 1, 11, 7)}]
 
     def shrunk(self) -> Self:
         # a layer of each kind, of which one of softmax attention, if any, comes first: its options need it

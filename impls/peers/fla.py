@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import Site, Unsupported
 from spbench.impls.peers.peer import Peer, imported
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
@@ -55,21 +55,12 @@ class FlaContextParallel(Peer, SequenceChunks):
             for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
                 yield Traffic(phase, "states and their carries", "all_gather", site.count * d["B"], summaries)
 
-    def linear_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        *,
-        way: str = "chunked",
-        attended: Attended = CAUSAL,
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         if self.size == 1:
-            return super().linear_attention(q, k, v, decay, way=way, attended=attended)
+            return super().linear_attention(q, k, v, mask)
         whole = torch.tensor([0, q.shape[2] * self.size], dtype=torch.int32, device=q.device)
         context = self._context(cu_seqlens=whole, group=self.group)
-        rates = q.new_zeros(q.shape[1]) if decay is None else decay.to(q)
+        rates = q.new_zeros(q.shape[1]) if mask.rates is None else mask.rates.to(q)
         # of fla's contexts each rank has one run of a sequence, so that samples go one by one
         samples = [
             self._of_sample([x.transpose(1, 2).contiguous() for x in sample], rates, context)

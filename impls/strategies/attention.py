@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import ReusedBuffer
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
@@ -148,31 +149,23 @@ class AttentionHooks:
         return strided_product(self.random.dropout(probabilities, dropout, axes), v)
 
     @left_within
-    def linear_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        *,
-        way: str = "chunked",
-        attended: Attended = CAUSAL,
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled:
         q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
 
-        ``decay`` [Z] holds the rate s of every head of the layer, whichever this rank has; None: no decay.
-        ``way`` is a key of LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are.
-        The state starts from zero in each document of ``attended``.
+        ``mask`` holds the rate s of every head of the layer, whichever this rank has, and ``way``, a key of
+        LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are. The state starts from zero
+        in each of the mask's documents.
         """
+        decay, way, lengths = mask.rates, mask.way, mask.attended.documents
         if way not in LINEAR_ATTENTION_WAYS:
             raise ValueError(f"linear attention is {' or '.join(LINEAR_ATTENTION_WAYS)}, not {way!r}")
-        if not attended.documents:
+        if not lengths:
             return LINEAR_ATTENTION_WAYS[way](q, k, v, decay)
         if way != "quadratic":
             block = q.shape[2] if way == "left_product" else BLOCK
-            return packed_linear_attention(q, k, v, decay, attended.documents, block=block)
-        queries, keys, values = (x.split(attended.documents, 2) for x in (q, k, v))
+            return packed_linear_attention(q, k, v, decay, lengths, block=block)
+        queries, keys, values = (x.split(lengths, 2) for x in (q, k, v))
         documents = zip(queries, keys, values, strict=True)
         return torch.cat([quadratic_linear_attention(*document, decay) for document in documents], 2)
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import exchange
 from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.packed_linear_attention import Chunk, LinearAttentionSteps
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.options import Options
@@ -123,18 +123,9 @@ class Lasp(RecurrentChunks):
                 yield Traffic("backward", "state, computed again", "send", on * again * site.count, state)
                 yield Traffic("backward", "gradient of the state", "send", back * site.count, state)
 
-    def linear_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        *,
-        way: str = "chunked",
-        attended: Attended = CAUSAL,
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         # the right product is what LASP is about, so there is but one way
-        return _Lasp.apply(q, k, v, decay, self, self.chunk(attended, k.shape[2]))
+        return _Lasp.apply(q, k, v, mask.rates, self, self.chunk(mask.attended, k.shape[2]))
 
     def receive(self, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
         """A state, or the gradient of one, [B, Z, D, A] from a rank of the group; None if it is not there."""

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.attended import Attended
 from spbench.impls.collectives import start_all_gather
 from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.packed_linear_attention import LinearAttentionSteps
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import Site
@@ -101,19 +102,10 @@ class Lasp2(RecurrentChunks):
                     yield Traffic(phase, "states", "all_gather", site.count, states)
                 yield Traffic("backward", "gradients of the states", "all_gather", site.count, states)
 
-    def linear_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        *,
-        way: str = "chunked",
-        attended: Attended = CAUSAL,
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         if self.size == 1:
-            return super().linear_attention(q, k, v, decay, way=way, attended=attended)
-        return _Lasp2.apply(q, k, v, decay, self, attended)
+            return super().linear_attention(q, k, v, mask)
+        return _Lasp2.apply(q, k, v, mask.rates, self, mask.attended)
 
     def of_one_document(self, chunks: list[int], attended: Attended, length: int) -> list[int]:
         """How many whole chunks lie between each rank's chunk and this one, on one side of it, or -1 where it

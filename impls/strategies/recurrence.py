@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from spbench.impls.attended import Attended
 from spbench.impls.kernels.recurrence import Rule, gated_recurrence
 from spbench.impls.strategies.delegation import left_within
 
@@ -47,10 +48,23 @@ class RecurrenceHooks:
         return None
 
     @left_within
+    def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
+        """Where the documents of ``attended`` begin, counted from the first of this rank's ``length``
+        positions, but for the sequence's first; negative ones lie before these."""
+        return [end for end in attended.ends if end < length]
+
+    @left_within
     def gated_recurrence(
-        self, rule: type[Rule], q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor
+        self,
+        rule: type[Rule],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        b: Tensor,
+        starts: Sequence[int] = (),
     ) -> Tensor:
         """o [B, L or a part, Z, A] by a rule of :mod:`spbench.impls.kernels.recurrence`, from a state of zero
-        before the sequence: q, k [B, L or a part, G, D], v [B, L or a part, Z, A], g and b [B, L or a part,
-        Z]."""
-        return gated_recurrence(rule, q, k, v, g, b)
+        before the sequence and at ``starts``, as :meth:`document_starts` has them: q, k [B, L or a part, G,
+        D], v [B, L or a part, Z, A], g and b [B, L or a part, Z]."""
+        return gated_recurrence(rule, q, k, v, g, b, starts=starts)

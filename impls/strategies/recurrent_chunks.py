@@ -11,6 +11,9 @@ attention has a decay that every rank knows in place of M. Two ways to the state
 Backward likewise, with gradients of the states and the ranks in reverse. The convolution before the
 recurrence needs the last W - 1 rows of the chunk before, which the neighbour sends, or which are gathered
 from all ranks, as fla does it; their gradients go back the same way.
+
+Packed documents change no message: the map of a chunk in which one begins has M = 0, and convolutions do not
+look at rows of another document.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spbench.impls.attended import Attended
 from spbench.impls.collectives import exchange, start_all_gather
 from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence
 from spbench.impls.strategies.base import Site, Unsupported
@@ -168,9 +172,20 @@ class RecurrentChunks(SequenceChunks):
             return super().rows_before(rows)
         return _RowsBefore.apply(rows, self.passing(self.group))
 
+    def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
+        first = self.rank * length
+        return [end - first for end in attended.ends if -length < end - first < length]
+
     def gated_recurrence(
-        self, rule: type[Rule], q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor
+        self,
+        rule: type[Rule],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        b: Tensor,
+        starts: Sequence[int] = (),
     ) -> Tensor:
         if self.group is None or self.size == 1:
-            return super().gated_recurrence(rule, q, k, v, g, b)
-        return gated_recurrence(rule, q, k, v, g, b, self.passing(self.group))
+            return super().gated_recurrence(rule, q, k, v, g, b, starts)
+        return gated_recurrence(rule, q, k, v, g, b, self.passing(self.group), starts)

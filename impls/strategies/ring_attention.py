@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.attended import Attended
 from spbench.impls.collectives import Ring, owners_in_turn
-from spbench.impls.kernels.decay import decay_mask, decay_powers, state_dtype
+from spbench.impls.kernels.decay import DecayMask, decay_mask, decay_powers, state_dtype
 from spbench.impls.kernels.kept_results import kept
 from spbench.impls.layout import HEEDS_ALL, runs_again
 from spbench.impls.rings import OwnerKey
@@ -237,17 +237,8 @@ class RingAttention(PlacedChunks):
         assert self.group is not None
         return _RingAttention.apply(q, k, v, self.group, meetings)
 
-    def linear_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        *,
-        way: str = "chunked",
-        attended: Attended = CAUSAL,
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         if self.size == 1:
-            return super().linear_attention(q, k, v, decay, way=way, attended=attended)
+            return super().linear_attention(q, k, v, mask)
         assert self.group is not None
-        return _RingLinearAttention.apply(q, k, v, decay, self.group, attended)
+        return _RingLinearAttention.apply(q, k, v, mask.rates, self.group, mask.attended)

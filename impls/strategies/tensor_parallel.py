@@ -21,9 +21,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_from_group, reduce_from_group
 from spbench.impls.kernels.cross_entropy import CrossEntropy, cross_entropy_of
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.projection import project
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.options import Options, Saving, check_choices
@@ -257,18 +257,9 @@ class TensorParallel(Strategy):
     def vocabulary_parts(self) -> int:
         return super().vocabulary_parts * self.size
 
-    def linear_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        *,
-        way: str = "chunked",
-        attended: Attended = CAUSAL,
-    ) -> Tensor:
-        own = None if decay is None else decay.chunk(self.size)[self.rank]
-        return super().linear_attention(q, k, v, own, way=way, attended=attended)
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
+        own = mask.of_heads(lambda rates: rates.chunk(self.size)[self.rank])
+        return super().linear_attention(q, k, v, own)
 
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
         # all heads share the weight, and this rank's heads make only their part of its gradient

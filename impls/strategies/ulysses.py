@@ -25,6 +25,7 @@ from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_to_all
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest_divisors
@@ -162,18 +163,9 @@ class Ulysses(SwappedHeads, GridChunks):
         q, k, v = (self.to_heads(x) for x in (q, k, v))
         return self.to_positions(attend(q, k, v), heads)
 
-    def linear_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        *,
-        way: str = "chunked",
-        attended: Attended = CAUSAL,
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
-        if decay is not None:
-            decay = F.pad(decay, (0, self.padded(heads) - heads)).chunk(self.size)[self.rank]
-        return self.to_positions(super().linear_attention(q, k, v, decay, way=way, attended=attended), heads)
+        more = self.padded(heads) - heads
+        own = mask.of_heads(lambda rates: F.pad(rates, (0, more)).chunk(self.size)[self.rank])
+        return self.to_positions(super().linear_attention(q, k, v, own), heads)

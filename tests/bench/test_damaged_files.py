@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.history.run_record import as_lines
 from spbench.bench.verification.verdicts import read_verdicts

@@ -20,7 +20,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from tests.bench.config.test_model_files import TINY
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ", "25"))

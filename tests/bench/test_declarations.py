@@ -29,7 +29,7 @@ class Listed(spbench.Strategy):
 #: prints, after what each command line prints, whether torch was imported
 SEVERAL_COMMANDS = """
 import sys
-from spbench.bench.cli import main
+from spbench.bench.commands.cli import main
 for line in sys.argv[1:]:
     try:
         main(line.split())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench.cli import COMMANDS
+from spbench.bench.commands.cli import COMMANDS
 from spbench.bench.exports.to_markdown import MARK
 
 ROOT = Path(__file__).parents[2]

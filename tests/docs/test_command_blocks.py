@@ -15,8 +15,8 @@ import click
 import pytest
 import yaml
 
-from spbench.bench.cli import cli
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.commands.cli import cli
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.history.expectations import MEANT_FILE, TARGETS_FILE, read_meant, read_targets
 from tests.docs.blocks import ALL_BLOCKS, ROOT, SHELL_BLOCKS, Block, blocks, simple_commands

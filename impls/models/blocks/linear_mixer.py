@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
@@ -107,8 +108,8 @@ class LinearAttentionMixer(nn.Module):
             cos, sin = places.turned(self.theta.view(-1, self.model.head_size))
             q, k = (torch.cat((y * cos, y * sin), -1) for y in (q, k))
             del cos, sin
-        heeded = {} if places.attended.plain else {"attended": places.attended}
-        o = self.strategy.linear_attention(q, k, v, self.decay, way=self.model.linear_attention, **heeded)
+        mask = DecayMask(self.decay, places.attended, self.model.linear_attention)
+        o = self.strategy.linear_attention(q, k, v, mask)
         del q, k, v
         y = self._normalised(o.transpose(1, 2))
         del o

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spbench.impls.kernels.gated_norm import gated_norm
 from spbench.impls.kernels.state_space import StateSpace
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
-from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer, RecurrentMixer
+from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer, RecurrentMixer, Run
 from spbench.impls.strategies.base import Strategy
 
 
@@ -49,11 +49,11 @@ class Mamba2Mixer(RecurrentMixer):
         return (self.D,)
 
     def recurrence(
-        self, strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+        self, run: Run, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
     ) -> Tensor:
         a_log, dt_bias, d = (w.to(gates.dtype) for w in by_head)
         step = F.softplus(gates.squeeze(-1) + dt_bias)
-        o = self.run(strategy, q, k, v, -a_log.exp() * step, step)
+        o = run(q, k, v, -a_log.exp() * step, step)
         return torch.addcmul(o, d.to(v.dtype).unsqueeze(-1), v)
 
     def normalised(self, o: Tensor, gate: Tensor) -> Tensor:

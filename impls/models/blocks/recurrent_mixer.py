@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.attended import Attended
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.recurrence import Rule, sequential
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
@@ -32,6 +34,8 @@ from spbench.impls.strategies.base import Site, Strategy
 #: "chunked": the kernels of the recurrence and what is fused around it; "sequential": position by position,
 #: in torch's own operators
 WAYS = ("chunked", "sequential")
+#: the recurrence alone: o [B, L, Z, A] of q, k, v, g and b
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     @abstractmethod
     def recurrence(
-        self, strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+        self, run: Run, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
     ) -> Tensor:
         """o [B, L, Z, A] of what is convolved, q, k [B, L, G, D] and v [B, L, Z, A], and the projections of
         the gates [B, L, Z, n], in the states' dtype; ``by_head``: A_log, dt_bias and those of
@@ -156,7 +160,7 @@ class RecurrentMixer(nn.Module, ABC):
             self.dt_bias,
             *self.by_head(),
         )
-        o = self.strategy.mix_by_heads(self._mixed, by_heads, weights)
+        o = self.strategy.mix_by_heads(partial(self._mixed, places.attended), by_heads, weights)
         del by_heads
         return self.out.project(self.normalised(o, gate.unflatten(-1, o.shape[-2:])))
 
@@ -166,8 +170,11 @@ class RecurrentMixer(nn.Module, ABC):
         for x, size in zip(of_qkv, sizes, strict=False):
             yield x.unflatten(dim, (-1, size))
 
-    def _mixed(self, strategy: Strategy, by_heads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    def _mixed(
+        self, attended: Attended, strategy: Strategy, by_heads: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> Tensor:
         *inputs, gates = by_heads
+        starts = strategy.document_starts(attended, gates.shape[1])
         convolutions, biases = weights[:3], weights[3:6] if self.kind.biased else [None] * 3
         # the last positions of all channels, in one message
         rows = torch.cat([x[:, 1 - self.kind.convolution :].flatten(2) for x in inputs], -1)
@@ -177,17 +184,15 @@ class RecurrentMixer(nn.Module, ABC):
         parts = [None] * 3 if before is None else before.split(widths, -1)
         convolve = plain_short_convolution if self.kind.way == "sequential" else short_convolution
         q, k, v = (
-            convolve(x.flatten(2), w.flatten(0, 1), None if bias is None else bias.flatten(), part).view(
-                x.shape
-            )
+            convolve(
+                x.flatten(2), w.flatten(0, 1), None if bias is None else bias.flatten(), part, starts
+            ).view(x.shape)
             for x, w, bias, part in zip(inputs, convolutions, biases, parts, strict=True)
         )
         del inputs
         by_head = weights[6 if self.kind.biased else 3 :]
-        return self.recurrence(strategy, q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
-
-    def run(self, strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
-        """The recurrence alone, in the layer's way."""
-        if self.kind.way == "sequential":
-            return sequential(self.kind.rule, q, k, v, g, b)
-        return strategy.gated_recurrence(self.kind.rule, q, k, v, g, b)
+        run = partial(
+            sequential if self.kind.way == "sequential" else strategy.gated_recurrence, self.kind.rule
+        )
+        run = partial(run, starts=starts)
+        return self.recurrence(run, q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.measurement import measure
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished

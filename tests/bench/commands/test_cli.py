@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cli import main
+from spbench.bench.commands.cli import main
 from spbench.bench.sweep.results import RESULTS_FILE
 from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
@@ -140,7 +140,7 @@ def spawn(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 def test_help_and_listings_do_not_import_torch() -> None:
     code = """
 import sys
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 for line in ("--help", "run --help", "list scenarios", "list clusters"):
     assert exit_code(line.split()) == 0
 print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
@@ -149,7 +149,7 @@ print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
     assert out.splitlines()[-1] == "[]", err
 
 
-@pytest.mark.parametrize("module", ["spbench.bench.cli", "click", "spbench.bench.declarations"])
+@pytest.mark.parametrize("module", ["spbench.bench.commands.cli", "click", "spbench.bench.declarations"])
 def test_an_interrupt_of_the_first_imports_is_told_in_one_line(module: str) -> None:
     """At the import of the command line, in it, and as it begins."""
     code = f"""
@@ -169,7 +169,7 @@ main()
 
 @pytest.mark.parametrize("options", [(), ("-u",)], ids=["buffered", "unbuffered"])
 def test_outputs_that_go_away(options: tuple[str, ...]) -> None:
-    command = (*options, "-m", "spbench.bench.cli", "list", "clusters")
+    command = (*options, "-m", "spbench.bench.commands.cli", "list", "clusters")
     reader, writer = os.pipe()
     os.close(reader)
     process = spawn(*command, stdout=writer)

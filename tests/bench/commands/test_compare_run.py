@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from tests.bench.exports.rows import git
 
 #: reads the turns that were taken before it from a file, so that times are in order without waiting

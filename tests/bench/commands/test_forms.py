@@ -110,7 +110,7 @@ def test_a_file_adds_a_command(tmp_path: Path) -> None:
     )
     script = (
         "import sys\nfrom spbench.bench import commands\ncommands.__path__.append(sys.argv.pop(1))\n"
-        "from spbench.bench.cli import main\nmain()\n"
+        "from spbench.bench.commands.cli import main\nmain()\n"
     )
     for arguments, code, text in (
         (["--help"], 0, "  hello"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from tests.bench.commands.conftest import Run
 from tests.bench.exports.rows import SAMPLES, commit_all, folder, git, made_up
 

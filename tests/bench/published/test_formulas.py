@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
 from spbench.bench.published.answers.formulas import evaluate

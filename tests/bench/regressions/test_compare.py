@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.regressions.judgement import judge

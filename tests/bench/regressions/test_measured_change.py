@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.regressions.judgement import judge
 from spbench.bench.regressions.measured_change import FEWEST, measured_changes

@@ -13,8 +13,8 @@ import spbench
 import spbench.bench.sweep.digest as digest_module
 from spbench.bench import measuring_code
 from spbench.bench.cell import Cell
-from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import Cluster, load_cluster
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.measurement import Outcome, measure, run_cell
@@ -201,7 +201,7 @@ def test_code_is_what_a_measurement_may_run(tmp_path: Path) -> None:
     first = digest_with(tmp_path, "impls/strategies/lasp.py", "a = 1")
     assert digest_with(tmp_path, "impls/strategies/lasp.py", "a = 2") != first
     assert digest_with(tmp_path, "impls/strategies/lasp.py", "a = 1") == first
-    for other in ("bench/commands/run.py", "bench/config/select.py", "bench/cli.py"):
+    for other in ("bench/commands/run.py", "bench/config/select.py", "bench/commands/cli.py"):
         assert digest_with(tmp_path, other, "b = 1") == first
     assert digest_with(tmp_path, "bench/engines/a_new_one.py", "") != first
     before = digest_with(tmp_path, "bench/a_new_room/power.py", "")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell, Learning
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.declarations import kept_on_disk
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Outcome

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import MeetingKind
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.strategies.base import Site, Strategy
@@ -102,8 +103,8 @@ class OnlyAttention(nn.Module):
         if self.model.kind == "full_attention":
             return self.strategy.full_attention(q, k, v)
         rates = torch.linspace(0.05, 0.6, self.model.heads, dtype=torch.float64)
-        decay = rates if self.model.decay else None
-        return self.strategy.linear_attention(q, k, v, decay, way=self.model.way)
+        mask = DecayMask(rates if self.model.decay else None, way=self.model.way)
+        return self.strategy.linear_attention(q, k, v, mask)
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from spbench.impls.kernels.packed_linear_attention import Chunk
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import SequenceDim
 from spbench.impls.strategies.lasp import Lasp
+from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.meetings import Meeting, Meetings
 from spbench.impls.strategies.ring_attention import RingAttention
 
@@ -90,6 +93,56 @@ class StateNotResetAtTheRanksEdge(Lasp):
         return found and replace(found, goes_on=True)
 
 
+class StateCarriedAcrossDocuments(Lasp2):
+    """A gated recurrence that knows of no documents."""
+
+    heeds = HEEDS_ALL
+
+    def gated_recurrence(self, *inputs: Any, starts: Sequence[int] = ()) -> Tensor:
+        return super().gated_recurrence(*inputs)
+
+
+class StateCarriedOverTheRanksEdge(Lasp):
+    """A document that begins with a rank's first position gets the state of the rank before."""
+
+    heeds = HEEDS_ALL
+
+    def gated_recurrence(self, *inputs: Any, starts: Sequence[int] = ()) -> Tensor:
+        return super().gated_recurrence(*inputs, starts=[start for start in starts if start])
+
+
+class DecayResetOneTokenLate(Lasp2):
+    """The second position of a document is the first without the state of the one before."""
+
+    heeds = HEEDS_ALL
+
+    def gated_recurrence(self, *inputs: Any, starts: Sequence[int] = ()) -> Tensor:
+        late = [start + 1 for start in starts if start + 1 < inputs[-1].shape[1]]
+        return super().gated_recurrence(*inputs, starts=late)
+
+
+class ConvolutionOverDocuments(Lasp):
+    """Only the recurrence knows of documents, as fla's layers whose causal_conv1d gets no cu_seqlens."""
+
+    heeds = HEEDS_ALL
+
+    def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
+        self.found = super().document_starts(attended, length)
+        return ()
+
+    def gated_recurrence(self, *inputs: Any, starts: Sequence[int] = ()) -> Tensor:
+        return super().gated_recurrence(*inputs, starts=self.found)
+
+
+class ConvolutionOverTheRanksEdge(Lasp2):
+    """All rows before a rank's first position, also those of the document before."""
+
+    heeds = HEEDS_ALL
+
+    def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
+        return [start for start in super().document_starts(attended, length) if start >= 0]
+
+
 class OddLengthsTakenForEven(RingAttention):
     """A document of 7 as one of 6, whose last position is the next one's: as TransformerEngine #1930."""
 
@@ -99,3 +152,13 @@ class OddLengthsTakenForEven(RingAttention):
         ends = [0, *(end - end % 2 for end in meetings.attended.ends)]
         lengths = tuple(b - a for a, b in pairwise(ends) if b > a)
         return super().attend(q, k, v, replace(meetings, attended=Attended(lengths)))
+
+
+#: of gated recurrences
+OF_RECURRENCES = [
+    StateCarriedAcrossDocuments,
+    StateCarriedOverTheRanksEdge,
+    DecayResetOneTokenLate,
+    ConvolutionOverDocuments,
+    ConvolutionOverTheRanksEdge,
+]

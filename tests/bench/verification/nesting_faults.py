@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spbench.impls.collectives import joined, start_all_gather
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.projection import project
 from spbench.impls.layout import SequenceDim, shard_of
 from spbench.impls.models.bert import Bert, BertModel
@@ -78,11 +79,9 @@ class ChunksInTheOrderOfHeads(Ulysses):
 class NestedHeadsWithOneDecay(TensorParallel):
     """Every tensor parallel rank takes the decay of the first heads."""
 
-    def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
-    ) -> Tensor:
-        first = None if decay is None else decay.chunk(self.size)[0].repeat(self.size)
-        return super().linear_attention(q, k, v, first, way=way)
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
+        first = mask.of_heads(lambda rates: rates.chunk(self.size)[0].repeat(self.size))
+        return super().linear_attention(q, k, v, first)
 
 
 class _AveragedByRank(Bert):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.strategies import all_gather_kv, blockwise, ring_attention
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.meetings import Meetings
@@ -29,10 +30,8 @@ class HeadsInWrongOrder(Ulysses):
 
 
 class DecayOfOtherHeads(Ulysses):
-    def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
-    ) -> Tensor:
-        return super().linear_attention(q, k, v, None if decay is None else decay.roll(1), way=way)
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
+        return super().linear_attention(q, k, v, mask.of_heads(lambda rates: rates.roll(1)))
 
 
 class LocalSliceForReduceScatter(MegatronSP):
@@ -126,11 +125,9 @@ def _one_chunk_further(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
 
 
 class DecayOffByOneChunk(RingAttention):
-    def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, way: str = "chunked"
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         with mock.patch.object(ring_attention, "block_decay", _one_chunk_further):
-            return super().linear_attention(q, k, v, decay, way=way)
+            return super().linear_attention(q, k, v, mask)
 
 
 class StripesInAnotherOrder(RingAttention):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2
 
@@ -33,9 +33,9 @@ class StateNotDecayedAcrossChunks(Lasp):
 class ChunkDecayOffByOne(Lasp):
     """The chunk is taken for one position longer than it is."""
 
-    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, **how: Any) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         with _final_state_of(k.shape[2] + 1):
-            return super().linear_attention(q, k, v, decay, **how)
+            return super().linear_attention(q, k, v, mask)
 
 
 @contextmanager
@@ -67,11 +67,11 @@ class StateOfThisChunkTwice(Lasp):
 class StatesGatheredInWrongOrder(Lasp2):
     """As if the ranks were numbered from the other end."""
 
-    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, **how: Any) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         rank = self.rank
         self.rank = self.size - 1 - rank
         try:
-            return super().linear_attention(q, k, v, decay, **how)
+            return super().linear_attention(q, k, v, mask)
         finally:
             self.rank = rank
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.verification.cases import VerifyRow
 from spbench.bench.verification.verdicts import VERDICTS_FILE, kept_verdicts, read_verdicts, verified_code

@@ -95,7 +95,7 @@ def environments() -> Iterator[tuple[int, bytes]]:
 
 if __name__ == "__main__":
     import spbench.bench.sweep.sweep as module
-    from spbench.bench.cli import main
+    from spbench.bench.commands.cli import main
     from tests.bench import fakes
 
     module.sweep = functools.partial(module.sweep, run=getattr(fakes, os.environ[RUN]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.cli import exit_code
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.sweep.results import ResultsFile, read_rows
 from spbench.bench.sweep.sweep import sweep

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import pytest
 
-from spbench.bench.cli import exit_code
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Outcome, measure
 from spbench.bench.sweep.results import ResultsFile

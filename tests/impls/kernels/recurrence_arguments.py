@@ -13,6 +13,8 @@ from spbench.impls.kernels.decay import state_dtype
 OPS = torch.ops.spbench
 #: batch, positions, heads of queries and keys, of values, their sizes
 B, L, G, Z, D, A = 2, 5, 1, 2, 4, 3
+#: where documents begin
+STARTS = [0, 2]
 
 
 def recurrence_arguments(tensor: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
@@ -21,10 +23,10 @@ def recurrence_arguments(tensor: Callable[..., Tensor]) -> dict[str, tuple[Any, 
     state = state_dtype(x.dtype)
     statistics = tensor(B, L, 1, seed=3).to(state).abs()
     return {
-        "short_convolution": (x, row, row[:, 0].clone(), tensor(B, 3, 8)),
-        "short_convolution without more": (x, row, None, None),
-        "short_convolution_backward": (z, x, row, row[:, 0].clone(), tensor(B, 3, 8)),
-        "short_convolution_backward without more": (z, x, row, None, None),
+        "short_convolution": (x, row, row[:, 0].clone(), tensor(B, 3, 8), [-1, 2]),
+        "short_convolution without more": (x, row, None, None, []),
+        "short_convolution_backward": (z, x, row, row[:, 0].clone(), tensor(B, 3, 8), [-1, 2]),
+        "short_convolution_backward without more": (z, x, row, None, None, []),
         "gated_norm": (x, z, row[:, 0].clone(), 1e-3, True),
         "gated_norm_backward": (z, x, z, row[:, 0].clone(), statistics, False),
         "l2_norm": (x,),
@@ -41,33 +43,33 @@ def _kernels(tensor: Callable[..., Tensor], state: torch.dtype) -> dict[str, tup
         tensor(B, L, Z, A),
     )
     g, b = -tensor(B, L, Z, seed=3).to(state).abs(), tensor(B, L, Z, seed=4).to(state).sigmoid()
-    sums, first = OPS.recurrence_sums(g, L, False), tensor(B, Z, D, A, seed=5).to(state)
-    states, scores = OPS.state_space_block_states(k, v, sums, b), OPS.state_space_scores(q, k)
-    passed = OPS.state_space_passed(states, sums, None, v, False)
-    inverse = OPS.gated_delta_inverse(k, sums, b)
-    w, u = OPS.gated_delta_wy(k, v, sums, b, inverse)
-    before, written = OPS.gated_delta_states(k, w, u, sums, None)
-    carry = OPS.gated_delta_carry(k, w, u, sums)
+    sums, first = OPS.recurrence_sums(g, L, False, STARTS), tensor(B, Z, D, A, seed=5).to(state)
+    states, scores = OPS.state_space_block_states(k, v, sums, b, STARTS), OPS.state_space_scores(q, k)
+    passed = OPS.state_space_passed(states, sums, None, v, False, STARTS)
+    inverse = OPS.gated_delta_inverse(k, sums, b, STARTS)
+    w, u = OPS.gated_delta_wy(k, v, sums, b, inverse, STARTS)
+    before, written = OPS.gated_delta_states(k, w, u, sums, None, STARTS)
+    carry = OPS.gated_delta_carry(k, w, u, sums, STARTS)
     return {
-        "recurrence_sums": (g, 2, True),
+        "recurrence_sums": (g, 2, True, STARTS),
         "recurrence_merged": (torch.stack((carry, carry)), [D, A], [1, 0], False, None),
         "recurrence_merged by a number": (tensor(2, B, Z, D * A + 1).to(state), [D, A], [1], True, first),
         "state_space_scores": (q, k),
-        "state_space_block_states": (k, v, sums, b),
-        "state_space_carry": (states, sums, True),
-        "state_space_passed": (states, sums, first, v, False),
-        "state_space_output": (scores, q, v, sums, b, passed),
-        "state_space_output_state_gradients": (q, d_o, sums),
-        "state_space_score_gradients": (v, d_o, sums, b, G),
-        "state_space_input_gradients": (q, k, v, sums, b, d_o, scores, scores, passed, passed),
-        "gated_delta_inverse": (k, sums, b),
-        "gated_delta_wy": (k, v, sums, b, inverse),
-        "gated_delta_states": (k, w, u, sums, first),
-        "gated_delta_carry": (k, w, u, sums),
-        "gated_delta_output": (q, k, written, sums, before),
-        "gated_delta_own_gradients": (q, k, d_o, sums),
-        "gated_delta_state_gradients": (q, k, w, sums, d_o, written, first),
-        "gated_delta_gradient_carry": (q, k, w, sums, d_o, written),
-        "gated_delta_read_gradients": (q, k, written, sums, before, d_o, written, before),
-        "gated_delta_wy_gradients": (k, v, sums, b, inverse, w, u),
+        "state_space_block_states": (k, v, sums, b, STARTS),
+        "state_space_carry": (states, sums, True, STARTS),
+        "state_space_passed": (states, sums, first, v, False, STARTS),
+        "state_space_output": (scores, q, v, sums, b, passed, STARTS),
+        "state_space_output_state_gradients": (q, d_o, sums, STARTS),
+        "state_space_score_gradients": (v, d_o, sums, b, G, STARTS),
+        "state_space_input_gradients": (q, k, v, sums, b, d_o, scores, scores, passed, passed, STARTS),
+        "gated_delta_inverse": (k, sums, b, STARTS),
+        "gated_delta_wy": (k, v, sums, b, inverse, STARTS),
+        "gated_delta_states": (k, w, u, sums, first, STARTS),
+        "gated_delta_carry": (k, w, u, sums, STARTS),
+        "gated_delta_output": (q, k, written, sums, before, STARTS),
+        "gated_delta_own_gradients": (q, k, d_o, sums, STARTS),
+        "gated_delta_state_gradients": (q, k, w, sums, d_o, written, first, STARTS),
+        "gated_delta_gradient_carry": (q, k, w, sums, d_o, written, STARTS),
+        "gated_delta_read_gradients": (q, k, written, sums, before, d_o, written, before, STARTS),
+        "gated_delta_wy_gradients": (k, v, sums, b, inverse, w, u, STARTS),
     }

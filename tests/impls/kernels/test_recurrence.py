@@ -15,6 +15,7 @@ from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.gated_norm import gated_norm
 from spbench.impls.kernels.l2_norm import l2_norm, plain_l2_norm
 from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence, sequential
+from spbench.impls.kernels.recurrence_blocks import block_sums
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
 from spbench.impls.kernels.state_space import StateSpace
 from tests.impls.kernels.made import assert_same, made
@@ -36,10 +37,35 @@ def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK", 4)
 
 
+#: within a block, at its edge, two in one, longer than one; blocks are of four
+STARTS = [(), (4,), (2, 3, 9), (1, 5, 12)]
+
+
 @pytest.mark.parametrize("length", [3, 8, 13])
 @pytest.mark.parametrize("rule", RULES)
 def test_blocks_are_as_position_by_position(rule: type[Rule], length: int) -> None:
     assert_same(partial(gated_recurrence, rule), partial(sequential, rule), *inputs(length))
+
+
+@pytest.mark.parametrize("starts", STARTS[1:], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_each_document_begins_anew(rule: type[Rule], starts: tuple[int, ...]) -> None:
+    def one_by_one(*whole: Tensor) -> Tensor:
+        documents = pairwise((0, *starts, 13))
+        return torch.cat([sequential(rule, *(x[:, a:b] for x in whole)) for a, b in documents], 1)
+
+    packed = partial(gated_recurrence, rule, starts=starts)
+    assert_same(packed, one_by_one, *inputs(13))
+    assert_same(packed, partial(sequential, rule, starts=starts), *inputs(13))
+
+
+def test_blocks_begin_at_documents_or_go_on() -> None:
+    """fla's begin anew at each document, mamba_ssm's do not."""
+    k, v, _, _, b = (x.detach() for x in inputs(13)[1:] + inputs(13)[4:])
+    sums, starts = block_sums(-b, 4, False, []), [2, 3, 9]
+    states = torch.ops.spbench.state_space_block_states(k, v, sums, b, starts)
+    assert states.shape[2] == 4  # ceil(13 / 4)
+    assert gated_delta_operators.room_for_states(k, v, starts).shape[2] == 1 + 1 + 2 + 1  # of 2, 1, 6, 4
 
 
 class _Noted(StatePassing):
@@ -84,18 +110,23 @@ def test_maps_of_states_and_of_their_gradients(rule: type[Rule]) -> None:
     torch.testing.assert_close(rule.merged(passing.carries[-1].unsqueeze(0), (3, 5), [0], d_after), expected)
 
 
+@pytest.mark.parametrize("starts", [*STARTS, (9,), (5, 6, 10)], ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_maps_one_after_another(rule: type[Rule]) -> None:
-    """Chunks that are each given what the maps of those before make of zero are the whole."""
+def test_maps_one_after_another(rule: type[Rule], starts: tuple[int, ...]) -> None:
+    """Chunks that are each given what the maps of those before make of zero are the whole; a map of a chunk
+    in which a document begins forgets the state."""
     whole, edges = inputs(13), (0, 4, 9, 13)
-    expected = gated_recurrence(rule, *whole)
+    expected = gated_recurrence(rule, *whole, starts=starts)
     empty, carries = made(2, 4, 3, 5).detach(), []
     for first, last in pairwise(edges):
         gathered = torch.stack(carries) if carries else empty.new_empty(0, 2, 4, 1)
         passing = _Noted(rule.merged(gathered, (3, 5), range(len(carries))), empty)
-        o = gated_recurrence(rule, *(x[:, first:last] for x in whole), passing)
+        begin = [start - first for start in starts if start < last]
+        o = gated_recurrence(rule, *(x[:, first:last] for x in whole), passing, begin)
         torch.testing.assert_close(o, expected[:, first:last])
         carries.append(passing.carries[1])
+        transition = carries[-1].unflatten(-1, (3, -1))[..., 5:] if not rule.scalar else carries[-1][..., 15:]
+        assert bool(transition.any()) == all(start < 0 for start in begin)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])
@@ -111,10 +142,11 @@ def test_length_one() -> None:
     torch.testing.assert_close(l2_norm(made(7, 5)).norm(dim=-1), torch.ones(7, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("starts", [(), (0,), (-1, 2, 3), (-2, 5), (1,)], ids=str)
 @pytest.mark.parametrize("more", [False, True])
-def test_a_short_convolution(more: bool) -> None:
+def test_a_short_convolution(more: bool, starts: tuple[int, ...]) -> None:
     others = [made(8, seed=2), made(2, 3, 8, seed=3)] if more else []
-    padding = () if more else (None, None)
+    padding = (starts,) if more else (None, None, starts)
     assert_same(
         lambda *x: short_convolution(*x, *padding),
         lambda *x: plain_short_convolution(*x, *padding),

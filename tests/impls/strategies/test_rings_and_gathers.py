@@ -15,6 +15,7 @@ from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.axes import Place
 from spbench.impls.collectives import Ring
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention
@@ -118,7 +119,7 @@ def test_misuse_of_the_ring_raises(pool: RankPool) -> None:
 def linear_attention_of_ones(mesh: DeviceMesh, values: list[float]) -> float:
     strategy = RingAttention(Place.on(mesh))
     one, mine = (torch.tensor(x, dtype=torch.bfloat16).view(1, 1, 1, 1) for x in (1.0, values[strategy.rank]))
-    return strategy.linear_attention(one, one, mine, None).item()
+    return strategy.linear_attention(one, one, mine, DecayMask()).item()
 
 
 def test_linear_attention_adds_up_in_float32(pool: RankPool) -> None:

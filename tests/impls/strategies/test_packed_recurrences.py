@@ -1,0 +1,77 @@
+"""Gated recurrences of packed documents on real ranks: values, every gradient, bytes, and planted faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.verification.oracle import Case
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.lasp import Lasp
+from spbench.impls.strategies.lasp2 import Lasp2
+from spbench.impls.strategies.lasp2h import Lasp2H
+from spbench.impls.strategies.nesting import Nesting
+from spbench.impls.strategies.tensor_parallel import TensorParallel
+from spbench.impls.strategies.ulysses import Ulysses
+from tests.bench.verification import document_faults as faults
+from tests.bench.verification.assertions import assert_green, assert_red
+from tests.slow import slow
+
+#: on 4 ranks of 6 positions: one begins right before an edge, one at it, one is longer than a rank; on 2
+#: ranks of 12 several lie within one
+DOCUMENTS = (5, 1, 11, 7)
+MIXERS = ["gated-deltanet-tiny", "mamba2-tiny"]
+
+
+def packed(name: str, **options: object) -> Model:
+    return model_preset(name, {"layers": 1, "documents": DOCUMENTS, **options})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        *((Lasp, 4), (Lasp2, 4), (Ulysses, 2)),
+        *(slow(strategy, size) for strategy in (Lasp, Lasp2) for size in (1, 2, 3)),
+        *(slow(Ulysses, size) for size in (1, 3, 4)),
+        *(slow(TensorParallel, size) for size in (2, 4)),
+    ],
+)
+@pytest.mark.parametrize("name", MIXERS)
+def test_values_gradients_and_bytes(pool: RankPool, strategy: type[Strategy], size: int, name: str) -> None:
+    assert_green(pool, Case(strategy, packed(name), "model"), size)
+
+
+@pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4)])
+def test_hybrids(pool: RankPool, size: int) -> None:
+    assert_green(pool, Case(Lasp2H, packed("hybrid-tiny", layers=2), "model"), size)
+
+
+@pytest.mark.parametrize("outer", [Ulysses, slow(TensorParallel)])
+@pytest.mark.parametrize("name", MIXERS)
+def test_around_each_other(pool: RankPool, outer: type[Strategy], name: str) -> None:
+    nested = Nesting((outer, Lasp2))
+    assert_green(pool, Case(nested, packed(name, checkpointing=True), "model"), nested.meshes(4)[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "documents"),
+    [
+        (Lasp, "gated-deltanet-tiny", (65, 3, 64, 8)),
+        slow(Lasp2, "gated-deltanet-tiny", (20, 90, 30)),
+        slow(Lasp, "mamba2-tiny", (300, 29, 100, 231)),
+        slow(Lasp2, "mamba2-tiny", (257, 300, 103)),
+    ],
+)
+def test_documents_of_several_blocks(
+    pool: RankPool, strategy: type[Strategy], name: str, documents: tuple[int, ...]
+) -> None:
+    model = packed(name, state_heads=2, state_key_heads=1, documents=documents)
+    assert_green(pool, Case(strategy, model, "attention", batch=1, seq_len=sum(documents)), 2)
+
+
+@pytest.mark.parametrize("fault", faults.OF_RECURRENCES)
+def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy]) -> None:
+    for name in MIXERS:
+        row = assert_red(pool, Case(fault, packed(name), "model"), 4, "output")
+        assert "of other documents" in row.verdict, row
