@@ -260,8 +260,8 @@ class MegatronSP(GridChunks, TensorParallel):
 
     def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
         others = Strategy.split_over(self, kind)
-        kinds = {"features", "key_value"} | ({"vocabulary"} if self.options.vocabulary == "split" else set())
-        return union(self.axes, others) if kind in kinds else others
+        whole = {"sequence", "others"} | ({"vocabulary"} if self.options.vocabulary == "whole" else set())
+        return others if kind in whole else union(self.axes, others)
 
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         return _OfWholeText(in_features, out_features, self)
