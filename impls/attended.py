@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -82,7 +82,8 @@ class Attended:
     Attributes:
         documents: the lengths of the documents that the sequence is packed of, which add up to its length;
             none: it is one document.
-        window: how many positions, with its own, a position attends to at most; None: no window.
+        window: how many positions, with its own, a position attends to at most, W: query i sees keys j with
+            i - W < j <= i, as ``sliding_window`` of transformers; None: no window.
     """
 
     documents: tuple[int, ...] = ()
@@ -92,6 +93,17 @@ class Attended:
     def plain(self) -> bool:
         """Whether there is nothing but the causal mask of one document."""
         return not self.documents and self.window is None
+
+    def in_layer(self, window: int | None, length: int) -> Attended:
+        """What positions attend to in a layer with that window, or without one, of a sequence of ``length``
+        positions; a window that hides none of them is none."""
+        return replace(self, window=None if window is None or window >= length else window)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dims of a site of attention that say so."""
+        documents = {"documents": len(self.documents)} if self.documents else {}
+        return documents | ({} if self.window is None else {"window": self.window})
 
     @cached_property
     def ends(self) -> tuple[int, ...]:

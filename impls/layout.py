@@ -59,7 +59,11 @@ MEETINGS: Mapping[str, str] = {
 }
 
 #: dims of a site of attention that say what it heeds beside the causal mask
-HEEDED: Mapping[str, str] = {"documents": "packed documents", "window": "sliding windows"}
+HEEDED: Mapping[str, str] = {
+    "documents": "packed documents",
+    "window": "sliding windows",
+    "sinks": "attention sinks",
+}
 #: what attention can heed, by the kind of site
 HEEDS_ALL: Mapping[str, frozenset[str]] = {
     "causal_attention": frozenset(HEEDED),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
@@ -39,9 +39,13 @@ class Options:
         yield from ()
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """The settings that a search for the fastest layout looks at, the most promising first; here the
-        defaults alone."""
+        defaults alone.
+
+        Args:
+            heeded: what the model's attention heeds beside a causal mask: "documents", "window".
+        """
         yield {}
 
 

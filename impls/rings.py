@@ -81,22 +81,22 @@ class Ring:
         self._received: list[Tensor] = []
         self._works: list[dist.Work] = []
 
-    def start(self, *tensors: Tensor) -> None:
-        """Begin to send tensors to the next rank, and to receive as many from the previous one."""
+    def start(self, *tensors: Tensor, to: int = 1) -> None:
+        """Begin to send tensors to the next rank, or to the one ``to`` ranks on, and to receive as many from
+        as far back."""
         if self._sent:
             raise RuntimeError("tensors are under way already; finish first")
         size, rank = self.group.size(), self.group.rank()
         sent = [x.contiguous() for x in tensors]
         self._sent = [(x, x._version) for x in sent]
         self._received = [torch.empty_like(x) for x in sent]
-        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=(rank + 1) % size) for x in sent]
-        operations += [
-            dist.P2POp(dist.irecv, x, group=self.group, group_peer=(rank - 1) % size) for x in self._received
-        ]
+        onward, back = (rank + to) % size, (rank - to) % size
+        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=onward) for x in sent]
+        operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=back) for x in self._received]
         self._works = dist.batch_isend_irecv(operations)
 
     def finish(self) -> tuple[Tensor, ...]:
-        """Wait for what is under way; returns what the previous rank sent."""
+        """Wait for what is under way; returns what the rank behind sent."""
         if not self._sent:
             raise RuntimeError("nothing is under way; start first")
         for work in self._works:

@@ -29,9 +29,15 @@ _LLAMA = {**_SIZES, "intermediate_size": 80, "num_key_value_heads": 2}
 #: fields of a tiny config.json of each family
 TINY: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_LLAMA, "tie_word_embeddings": True},
-    "mistral": {**_LLAMA, "sliding_window": None, "head_dim": 16},
+    "mistral": {**_LLAMA, "sliding_window": 5, "head_dim": 16},
     "qwen2": _LLAMA,
-    "qwen3": {**_LLAMA, "head_dim": 16},
+    "qwen3": {
+        **_LLAMA,
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt2": {
         "vocab_size": 96,
         "n_positions": 32,

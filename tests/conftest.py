@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,13 @@ import torch
 
 from spbench.bench.disk_cache import CACHE_FOLDER, DiskCache
 from spbench.bench.engines import trace_cache
+from spbench.bench.ranks import processes
 from spbench.bench.ranks.rank_pool import RankPool
+from tests.slow import thin
 
+#: the environment may forbid it, as images of containers do; each worker would compile all tests again
+sys.dont_write_bytecode = False
+processes._PRELOADED = "tests.preloaded"  # or each rank would import pytest
 torch.set_num_threads(1)  # as the ranks have
 
 
@@ -62,9 +68,11 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files. A worker of xdist takes whole files, so that it sets up their fixtures
     once; a long file at the end would leave the other workers idle."""
+    thin(items)
     order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 

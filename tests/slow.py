@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -16,3 +18,42 @@ def slow(*values: Any) -> Any:
 def mostly_slow(values: Iterable[Any], *always: Any) -> list[Any]:
     """These values, of which the default run has only those that are named ``always``."""
     return [value if value in always else slow(value) for value in values]
+
+
+def thin(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow what the default run leaves out of tests that say so.
+
+    ``@pytest.mark.one_in(n)``: of the cases of a test each n-th is left. ``@pytest.mark.covering(times)``: so
+    many are left that each value of each parameter is in so many, or in as many as there are. Cases that are
+    slow anyway do not count.
+    """
+    asked = [
+        item
+        for item in items
+        if any(map(item.get_closest_marker, ("one_in", "covering"))) and not item.get_closest_marker("slow")
+    ]
+    for _, cases in groupby(asked, lambda item: item.nodeid.split("[")[0]):
+        some = [*cases]
+        for item in {*some} - {*_left(some)}:
+            item.add_marker(pytest.mark.slow)
+
+
+def _left(cases: list[pytest.Item]) -> list[pytest.Item]:
+    if every := cases[0].get_closest_marker("one_in"):
+        return cases[:: every.args[0]]
+    (times,) = cases[0].get_closest_marker("covering").args  # type: ignore[union-attr]
+    values = {
+        item: {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+        for item in cases
+    }
+    seen, left, others = Counter[tuple[str, str]](), list[pytest.Item](), [*cases]
+
+    def wanted(item: pytest.Item) -> int:
+        return sum(seen[value] < times for value in values[item])
+
+    # the one that adds most, the first of several
+    while others and wanted(best := max(others, key=wanted)):
+        left.append(best)
+        others.remove(best)
+        seen.update(values[best])
+    return left

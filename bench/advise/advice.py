@@ -16,9 +16,12 @@ from spbench.bench.config.changes import written
 from spbench.bench.trust.bands import packaged_model, with_band
 from spbench.impls.strategies.nesting import PLUS
 
+#: of products, what a scalar that was fitted to a few cells charges for blocks of wider matrices
+IN_BLOCKS = "in_blocks_s"
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
     "products_s": "products",
+    IN_BLOCKS: "products in blocks, by a fitted charge",
     "attention_s": "attention",
     "memory_bound_s": "operators bound by memory",
     "within_nodes_s": "waiting for links within a node",
@@ -48,13 +51,24 @@ class Advice:
         """The best layouts: those that tie with the fastest, the simplest first, and then the others."""
         best = self.found.best
         ties = [seen for seen in best if self.is_tie(seen)]
-        return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *best[len(ties) :]]
+        others = [seen for seen in best if not self.is_tie(seen)]
+        return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *others]
+
+    @property
+    def tie_limit(self) -> float:
+        """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits."""
+        return packaged_model().tie(self._rates) if self.found.best else 1.0
+
+    @property
+    def _rates(self) -> str:
+        rates: str = self.found.best[0].outcome.measurement["rates"]
+        return rates
 
     def is_tie(self, seen: Seen) -> bool:
-        """Whether its time differs from the shortest by less than the errors of two layouts do."""
-        fastest = self.found.best[0]
-        limit = packaged_model().tie(fastest.outcome.measurement["rates"])
-        return seen.step_s <= fastest.step_s * limit
+        """Whether its time differs from the shortest by less than the errors of two layouts do, with what a
+        fitted scalar charges for blocks or without it: that was fitted where it is little."""
+        fastest, limit = self.found.best[0], self.tie_limit
+        return seen.step_s <= fastest.step_s * limit or _uncharged_s(seen) <= _uncharged_s(fastest) * limit
 
     @property
     def winner(self) -> Seen | None:
@@ -92,6 +106,7 @@ class Advice:
             "micro_batch": cell.shape[0] // (cell.sizes.dp * cell.training.micro_batches),
             "settings": written(settings_beside(self.question.cell, cell)),
             "step_time_s": step,
+            "behind": step / self.found.best[0].step_s - 1,
             "step_time_low_s": measured.get("step_time_low_s"),
             "step_time_high_s": measured.get("step_time_high_s"),
             "tokens_per_s": measured["tokens_per_s"],
@@ -133,6 +148,20 @@ class Advice:
             "tokens_per_s": winner.outcome.measurement["tokens_per_s"] if winner else None,
         }
 
+    def other_settings(self) -> dict[str, float]:
+        """The times of the fastest layout with other settings of its strategy or another order of the mesh,
+        over its own, by these settings; as far as they were looked at and fit, the fastest first."""
+        fastest = self.found.best[0]
+        searched = ("strategy_options", "mesh")
+        same = fastest.cell.model_dump(exclude={*searched})
+        own = {name: getattr(fastest.cell, name) for name in searched}
+        others = {}
+        for seen in sorted((s for s in self.found.traced if s.fits), key=lambda s: s.step_s):
+            if seen is not fastest and seen.cell.model_dump(exclude={*searched}) == same:
+                differs = {name: each for name in searched if (each := getattr(seen.cell, name)) != own[name]}
+                others[_differing(differs, own)] = seen.step_s / fastest.step_s
+        return others
+
     def in_words(self) -> str:
         """The question."""
         cell = self.question.cell
@@ -162,21 +191,40 @@ class Advice:
         )
         ratio = other.step_s / winner.step_s - 1
         than = f"{_named(other.cell)} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
-        if self.is_tie(other) and self.is_tie(winner):
+        if not (self.is_tie(other) and self.is_tie(winner)):
+            head = f"the next strategy, {than}"
+        elif max(ratio, -ratio / (1 + ratio)) < self.tie_limit - 1:
             head = f"a tie: {than}, which is within the errors of such times"
         else:
-            head = f"the next strategy, {than}"
-        return head + (f"; {told}" if told else "")
+            without = _uncharged_s(other) / _uncharged_s(winner) - 1
+            head = (
+                f"a tie: {than}, but {without:+.1%} without the charge for blocks, fitted where it is little"
+            )
+        order = packaged_model().order(self._rates, other.step_s / winner.step_s)
+        return "; ".join(filter(None, [head, told, order]))
 
 
 def _named(cell: Cell) -> str:
     return f"{cell.strategy} {cell.mesh_text}"
 
 
+def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Settings that another layout has not, as people write them."""
+    options = settings.get("strategy_options", {})
+    told = {k: v for k, v in options.items() if v != own["strategy_options"].get(k)}
+    return written(told | ({"mesh": settings["mesh"] or "as it is"} if "mesh" in settings else {}))
+
+
 def _parts(seen: Seen) -> dict[str, float]:
     measured = seen.outcome.measurement
     seconds = {**measured["breakdown"], **measured["parts"]}
-    return {name: float(seconds.get(name, 0.0)) for name in _PARTS}
+    found = {name: float(seconds.get(name, 0.0)) for name in _PARTS}
+    return {**found, "products_s": found["products_s"] - found[IN_BLOCKS]}
+
+
+def _uncharged_s(seen: Seen) -> float:
+    """Seconds of a step without what a fitted scalar charges for blocks."""
+    return seen.step_s - _parts(seen)[IN_BLOCKS]
 
 
 def complexity(cell: Cell) -> tuple[int, ...]:

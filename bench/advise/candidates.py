@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -127,7 +127,7 @@ def candidates(
     pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
     settings = [savings[text] for text in estimates.references]
     for way in ways(question):
-        made = _figures(estimates, way, refused)
+        made = _figures(estimates, way, question.heeded, refused)
         if made is None:
             continue
         figures, options = made
@@ -147,10 +147,12 @@ def candidates(
                         left_out[SLOWER] += 1
 
 
-def _figures(estimates: Estimates, way: Way, refused: Refused) -> tuple[WayFigures, Mapping[str, Any]] | None:
+def _figures(
+    estimates: Estimates, way: Way, heeded: Collection[str], refused: Refused
+) -> tuple[WayFigures, Mapping[str, Any]] | None:
     """With the first of the strategy's settings that can be; None: none can."""
     reason = ""
-    for options in strategy_settings(way.strategy):
+    for options in strategy_settings(way.strategy, heeded):
         try:
             return estimates.figures(way, options), options
         except Unsupported as refusal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,11 +158,11 @@ def _micro_batches(question: Question, way: Way, samples: int, length: int) -> I
             yield n
 
 
-def strategy_settings(strategy: str) -> list[dict[str, Any]]:
+def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[str, Any]]:
     """The settings of a strategy that are worth a look: the most promising of each of its classes, and then
-    those with one class's other settings."""
+    those with one class's other settings. ``heeded``: of :meth:`Options.searched`."""
     kinds = dict.fromkeys(cls.options_type for cls in nesting(strategy).classes)
-    searched = [[*kind.searched()] for kind in kinds]
+    searched = [[*kind.searched(heeded)] for kind in kinds]
     first = {name: value for kind in searched for name, value in kind[0].items()}
     others = [{**first, **settings} for kind in searched for settings in kind[1:]]
     return [first, *others]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
@@ -16,6 +17,8 @@ from spbench.bench.engines.step_times import can_time
 from spbench.bench.errors import UserError
 from spbench.bench.fit.subject import Asked, kind_of, subject
 from spbench.impls.axes import MESH_AXES
+from spbench.impls.layout import HEEDED
+from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import PLUS
 
 #: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
@@ -69,6 +72,13 @@ class Question:
     def place(self) -> dict[str, Any]:
         """What of it several questions may differ in."""
         return {"gpus": self.gpus, "seq_len": self.cell.seq_len, "figures": self.figures}
+
+    @cached_property
+    def heeded(self) -> frozenset[str]:
+        """What the model's attention heeds beside a causal mask, keys of HEEDED."""
+        _, length = self.cell.shape
+        sites = model_preset(*self.cell.model_arguments).sites(1, length, 1)
+        return frozenset(word for site in sites for word in HEEDED if word in site.dims)
 
     def allows(self, strategy: str) -> bool:
         """Whether a strategy may be among the answers."""

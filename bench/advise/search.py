@@ -224,7 +224,7 @@ class Search:
         self._traced(cells, "few_layers")
 
     def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        for options in strategy_settings(cell.strategy)[1:]:
+        for options in strategy_settings(cell.strategy, self.question.heeded)[1:]:
             yield {f"strategy_options.{name}": value for name, value in options.items()}
         sizes = cell.sizes.by_axis
         for order in _OTHER_ORDERS:

@@ -131,7 +131,11 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
         yield f"{asked}: nothing fits{_nearest(answer)}"
     else:
         yield Table(f"The best layouts: {asked}", [*_lines(answer)])
+        yield _told_apart(answer)
         yield f"{winner.cell.strategy} {winner.cell.mesh_text}: {answer.why()}"
+        if changes := answer.other_settings():
+            told = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
+            yield f"the fastest with other settings: {told}"
         if others := [*_others(answer)]:
             yield f"other strategies, by traces of few layers: {', '.join(others)}"
         yield "\n".join(_as_jobs(winner.cell))
@@ -139,6 +143,14 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
     yield (
         f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s ({answer.cpu_s:.0f} s of cores): "
         + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
+    )
+
+
+def _told_apart(answer: Advice) -> str:
+    """What the mark and the intervals of the layouts mean."""
+    return (
+        f"{TIE}: not told apart from the fastest: errors of splits of one run differ by up to "
+        f"{answer.tie_limit - 1:.0%}; ± is how far a machine's time may be off, in part for all layouts alike"
     )
 
 
@@ -163,6 +175,7 @@ def _lines(answer: Advice) -> Iterator[dict[str, Any]]:
             "micro-batch": record["micro_batch"],
             "beside": record["settings"].replace("model_options.", "").replace("strategy_options.", ""),
             "step": shown_band(answer.measured(seen)),
+            "behind": f"{record['behind']:+.0%}" if record["behind"] else "",
             "tokens/s": f"{record['tokens_per_s']:.3g}",
             "MFU": None if mfu is None else f"{mfu:.0%}",
             "peak GiB": f"{seen.peak / _GIB:.1f}",

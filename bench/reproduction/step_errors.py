@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.published.comparison import read_records
@@ -82,10 +83,20 @@ def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[O
             bound=record["bound"],
             strategy=record["strategy"],
             log_error=log_error(record),
-            alike=run_name(record, cells[record["cell"]]) if record["cell"] in cells else "",
+            **_compared(record, cells.get(record["cell"])),
         )
         for record in records
     ]
+
+
+def _compared(record: Record, cell: Cell | None) -> dict[str, Any]:
+    """What an observation is compared with others by; nothing where the cell is not known."""
+    if cell is None:
+        return {}
+    simulated = record["reproduced"]
+    rate = record["quantity"].endswith("per_s")  # of a run's cells, all of the same length
+    time = 1 / simulated if rate else simulated / (cell.batch or 1)
+    return {"alike": run_name(record, cell), "log_time": math.log(time)}
 
 
 def time_lines(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[Line]:

@@ -153,13 +153,17 @@ class Timeline:
     def parts(self) -> dict[str, float]:
         """Mean over ranks, in seconds: what ``compute`` and ``exposed_communication`` of :attr:`by_rank` are
         made of. products, attention, memory_bound: kernels by their kind. within_nodes, across_nodes: waits
-        for communication by the links that it takes; those for copies on other streams are within.
+        for communication by the links that it takes; those for copies on other streams are within. in_blocks,
+        where the calibration has one: of products the charge for blocks of wider matrices.
         """
         kinds = {name: np.zeros(self._world.size) for name in ("products", "attention", "memory_bound")}
         exposed = {name: np.zeros(self._world.size) for name in ("within_nodes", "across_nodes")}
         for number, steps in enumerate(self._world.steps):
             for name, seconds in seconds_by_kind(steps.program, self._kernel_s[number]).items():
                 kinds[name][steps.ranks] = seconds
+            if charge := self._costs.calibration.strided_element_s:
+                in_blocks = kinds.setdefault("in_blocks", np.zeros(self._world.size))
+                in_blocks[steps.ranks] = charge * steps.program.strided.sum()
             waits = self._waits[number]
             exposed["within_nodes"][steps.ranks] = waits.exposed - waits.across
             exposed["across_nodes"][steps.ranks] = waits.across

@@ -13,11 +13,13 @@ within the intervals that the others give.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, Self, TypeVar
+
+from spbench.bench.trust.orders import Compared, Pairs, order_in_words, pairs_by_distance
 
 #: share of times that lie within their interval
 LEVEL = 0.8
@@ -45,6 +47,7 @@ class Observation:
         strategy: as of a cell.
         log_error: log(simulated / measured).
         alike: the same of rows that are compared with each other; "" of one that stands alone.
+        log_time: log(simulated time of a sample), in any unit that rows that are alike share.
     """
 
     source: str
@@ -53,6 +56,7 @@ class Observation:
     strategy: str
     log_error: float
     alike: str = ""
+    log_time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,15 @@ class ErrorModel:
         of_strategies: half width of what strategies of a source err differently.
         of_ties: by rates, and ANY: half width of the difference of the errors of two rows that are alike but
             for how they are split.
+        of_orders: by rates, and ANY: of such pairs how many were in the simulated order, by how far they are
+            apart.
     """
 
     intervals: Mapping[str, Mapping[str, Interval]]
     strategies: Sequence[str]
     of_strategies: float
     of_ties: Mapping[str, float]
+    of_orders: Mapping[str, Sequence[Pairs]]
 
     @classmethod
     def fit(cls, observations: Sequence[Observation]) -> Self:
@@ -123,6 +130,7 @@ class ErrorModel:
             strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
             of_strategies=_half_width(_of_strategies(observations)),
             of_ties={name: _half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
+            of_orders={name: pairs_by_distance(_pairs(some)) for name, some in classes.items()},
         )
 
     def interval(self, rates: str, bound: str) -> tuple[Interval, str]:
@@ -148,6 +156,10 @@ class ErrorModel:
         """The ratio up to which the times of two splits of the same run are a tie."""
         return math.exp(self.of_ties.get(rates, self.of_ties.get(ANY, 0.0)))
 
+    def order(self, rates: str, ratio: float) -> str:
+        """How often times of two splits of this ratio were in the simulated order, in words; "": no pair."""
+        return order_in_words(self.of_orders.get(rates, self.of_orders.get(ANY, ())), ratio)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, of six digits."""
         content: dict[str, Any] = _rounded(asdict(self))
@@ -160,7 +172,8 @@ class ErrorModel:
             name: {bound: Interval(**each) for bound, each in of_class.items()}
             for name, of_class in content["intervals"].items()
         }
-        return cls(**{**content, "intervals": intervals})
+        orders = {name: [Pairs(**each) for each in some] for name, some in content["of_orders"].items()}
+        return cls(**{**content, "intervals": intervals, "of_orders": orders})
 
 
 def coverage(observations: Sequence[Observation]) -> list[Covered]:
@@ -257,14 +270,19 @@ def _of_strategies(observations: Sequence[Observation]) -> dict[str, list[float]
     return found
 
 
+def _pairs(observations: Sequence[Observation]) -> Iterator[Compared]:
+    """The pairs of rows that are alike; of the same simulated time none says an order."""
+    alike = grouped((o for o in observations if o.alike), lambda o: (o.source, o.alike))
+    for (source, _), some in alike.items():
+        for a, b in combinations(some, 2):
+            simulated = a.log_time - b.log_time
+            yield Compared(source, simulated, simulated - (a.log_error - b.log_error))
+
+
 def _differences(observations: Sequence[Observation]) -> dict[str, list[float]]:
     """By source, the differences of the errors of rows that are alike."""
-    alike = grouped((o for o in observations if o.alike), lambda o: (o.source, o.alike))
-    found: dict[str, list[float]] = {}
-    for (source, _), some in alike.items():
-        pairs = combinations([o.log_error for o in some], 2)
-        found.setdefault(source, []).extend(a - b for a, b in pairs)
-    return {source: some for source, some in found.items() if some}
+    pairs = grouped(_pairs(observations), lambda pair: pair.source)
+    return {source: [each.simulated - each.measured for each in some] for source, some in pairs.items()}
 
 
 def _counted(interval: Interval) -> str:

@@ -34,12 +34,18 @@ def seen_pairs(attended: Attended, length: int) -> Tensor:
     return seen if attended.window is None else seen & (back < attended.window)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
-    """Softmax attention under the mask, by all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]."""
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, attended: Attended, sinks: Tensor | None = None
+) -> Tensor:
+    """Softmax attention under the mask, by all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A].
+    ``sinks`` [Z] are one more column of the scores, whose probability is dropped."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     hidden = ~seen_pairs(attended, q.shape[2]).to(q.device)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    column = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
 
 
 def check_documents(whole: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:

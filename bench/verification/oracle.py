@@ -8,11 +8,12 @@ shards, with gradients synchronised by the code that training uses. Dropout is o
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, in
 #: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
 #: flat and the gradients of queries and keys tiny
 DEVIATION = 0.2
+
+#: runs of one device that a rank keeps; a tiny model's takes a megabyte
+KEPT_RUNS = 128
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,12 @@ class _OneDevice(Strategy):
     def vocabulary_parts(self) -> int:
         return self.parts
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
-        return super().causal_attention(q, k, v) if attended.plain else masked_attention(q, k, v, attended)
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
+        if attended.plain and sinks is None:
+            return super().causal_attention(q, k, v)
+        return masked_attention(q, k, v, attended, sinks)
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
@@ -111,25 +119,34 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     model = with_options(case.model, {"dropout": 0.0})
     place = Place.on(mesh)
     strategy = case.strategy.configured(place, case.options)
-    one_device = _OneDevice(strategy.vocabulary_parts)
-    plain = replace(
-        case, model=with_options(model, model.plain_options), backend=DEFAULT_BACKEND, backend_options={}
+    plain = Case(
+        Strategy,
+        with_options(model, model.plain_options),
+        *(case.part, case.dtype, case.batch, case.seq_len, case.seed),
     )
 
-    run = partial(VerifiedRun, device=mesh.device_type)
-    truth = run(plain, one_device, torch.float64)
+    def on_one_device(dtype: torch.dtype) -> VerifiedRun:
+        return _on_one_device(pickle.dumps((plain, strategy.vocabulary_parts, dtype, mesh.device_type)))
+
+    truth = on_one_device(torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
     recorder = Recorder(mesh)
     recorder.meters = [recorder.communication]
-    checked = run(
-        replace(case, model=model), strategy, case.torch_dtype, shapes, Composition(place), recorder=recorder
+    checked = VerifiedRun(
+        replace(case, model=model),
+        strategy,
+        case.torch_dtype,
+        shapes,
+        Composition(place),
+        device=mesh.device_type,
+        recorder=recorder,
     )
     expected = _share(truth, checked)
     found = discrepancies(expected, checked.tensors())
     if case.torch_dtype is torch.float64:
         noise = dict.fromkeys(found, 0.0)
     else:
-        noise = relative_errors(expected, _share(run(plain, one_device, case.torch_dtype), checked))
+        noise = relative_errors(expected, _share(on_one_device(case.torch_dtype), checked))
     return [
         *(Finding(name, each, noise.get(name, 0.0)) for name, each in found.items()),
         *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
@@ -137,6 +154,14 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         Finding(*check_elements(checked), 0.0),
         *(Finding(name, each, 0.0, tells=0) for name, each in check_bytes(recorder, case, model, checked)),
     ]
+
+
+@lru_cache(maxsize=KEPT_RUNS)
+def _on_one_device(pickled: bytes) -> VerifiedRun:
+    """The run of a case on one device, of the pickled arguments: most strategies are verified on the same
+    models, one after another. Nobody writes to what it holds."""
+    case, vocabulary_parts, dtype, device = pickle.loads(pickled)
+    return VerifiedRun(case, _OneDevice(vocabulary_parts), dtype, device=device)
 
 
 class VerifiedRun:

@@ -32,6 +32,7 @@ from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.meta_device import materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.backends.sharded_pieces import cut_when_asked
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.traffic import Traffic
@@ -152,13 +153,14 @@ class FullySharded(Backend):
         )
         units = units_of(self.module, self.options)
         for unit in [*units, self.module]:
-            fully_shard(
-                unit,
-                mesh=next(iter(self.meshes.values())),
-                reshard_after_forward=self.reshards(unit is self.module, self.options),
-                mp_policy=policy,
-                shard_placement_fn=self._placement,
-            )
+            with cut_when_asked():
+                fully_shard(
+                    unit,
+                    mesh=next(iter(self.meshes.values())),
+                    reshard_after_forward=self.reshards(unit is self.module, self.options),
+                    mp_policy=policy,
+                    shard_placement_fn=self._placement,
+                )
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """See :meth:`Options.searched`."""
         overlapped = {"overlap_grad_reduce": True}
         yield {"distributed_optimizer": True, **overlapped, "overlap_param_gather": True}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,7 +68,7 @@ class ShardingOptions(OptimizerOptions):
                 raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """See :meth:`Options.searched`."""
         yield {}
         yield {"optimizer": "host"}

@@ -18,7 +18,7 @@ from spbench.impls.attended import Attended
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import MeetingKind
-from spbench.impls.models.blocks.packing import PackedSequences
+from spbench.impls.models.blocks.packing import PackedSequences, check_window
 from spbench.impls.models.blocks.softmax_mixer import FUSED_KERNELS
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.options import check_choices
@@ -43,6 +43,8 @@ class AttentionCallModel(PackedSequences, Model):
         attention: the kernel, by whose rates on a card it is timed.
         kind: "causal_attention"; "attention", softmax attention of all to all without a mask, by way of all
             scores; or "linear_attention", causal and without decay, queries and keys by 1 / sqrt(A).
+        window: of causal attention, positions that a position attends to at most, with its own: query i sees
+            keys j with i - window < j <= i; None: all.
         documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
@@ -51,6 +53,7 @@ class AttentionCallModel(PackedSequences, Model):
     head_size: int = 128
     attention: str = "flash"
     kind: str = "causal_attention"
+    window: int | None = None
     documents: str | Sequence[int] = ()
     documents_seed: int = 0
 
@@ -61,6 +64,9 @@ class AttentionCallModel(PackedSequences, Model):
         check_choices(self, {"attention": FUSED_KERNELS, "kind": tuple(_KINDS)})
         if self.kind != "causal_attention" and self.groups != self.heads:
             raise ValueError(f"{self.kind} has as many kv_heads as heads {self.heads}; leave them out")
+        if self.kind != "causal_attention" and self.window is not None:
+            raise ValueError(f"{self.kind} has no window; leave it out")
+        check_window(self.window)
         self.check_documents()
         if self.heads % self.groups:
             raise ValueError(f"heads {self.heads} are not divisible by kv_heads {self.kv_heads}")
@@ -73,6 +79,13 @@ class AttentionCallModel(PackedSequences, Model):
     @property
     def attention_kernel(self) -> str:
         return self.attention
+
+    def attended(self, seq_len: int) -> Attended:
+        return super().attended(seq_len).in_layer(self.window, seq_len)
+
+    def variants(self) -> list[Mapping[str, Any]]:
+        # of four ranks' chunks of 6 positions: one row of another, most of it, three whole; cut by documents
+        return [{"window": 2}, {"window": 5}, {"window": 20}, {"window": 9, "documents": (7, 1, 11, 5)}]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         _one_stage_only(stage)

@@ -11,11 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from spbench.impls.attended import Attended
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
+from spbench.impls.models.blocks.packing import check_window
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.softmax_mixer import KERNELS, SoftmaxAttention
 from spbench.impls.options import check_choices
+
+#: for verification: two of four ranks' chunks of 24 positions, one of three ranks'
+TINY_WINDOW = 8
 
 #: of an MLP: its activation, and whether a second projection gates it
 MLPS = {
@@ -46,6 +51,9 @@ class CausalTransformerModel(DecoderModel):
         dropout: of the embedding, and of what is added to the hidden states.
         attention_dropout: of attention's probabilities.
         attention: its kernel, one of :data:`KERNELS`.
+        window: positions that a position attends to at most, with its own, in every layer: query i sees keys
+            j with i - window < j <= i (``sliding_window`` of Mistral 7B, arXiv 2310.06825); None: all.
+        sinks: each head has a learned logit that joins the softmax's denominator (gpt-oss, arXiv 2508.10925).
         loader_mask: hold a boolean mask [B, 1, L, L] while forward of the first or the last pipeline stage
             runs, as Megatron-LM's data loader makes one (unless --no-create-attention-mask-in-dataloader),
             though no kernel of a causal model reads it.
@@ -63,6 +71,8 @@ class CausalTransformerModel(DecoderModel):
     dropout: float = 0.0  # type: ignore[misc]
     attention_dropout: float = 0.0
     attention: str = "flash"
+    window: int | None = None
+    sinks: bool = False
     loader_mask: bool = False  # type: ignore[misc]
 
     plain_options: ClassVar[Mapping[str, Any]] = {
@@ -82,6 +92,7 @@ class CausalTransformerModel(DecoderModel):
                 "attention": KERNELS,
             },
         )
+        check_window(self.window)
         super().__post_init__()
         if (turned := int(self.head_size * self.rotary_share)) % 2 and self.position == "rotary":
             of_head = f"rotary_share {self.rotary_share} of a head's {self.head_size} features"
@@ -94,7 +105,15 @@ class CausalTransformerModel(DecoderModel):
     def shrunk(self) -> Self:
         # a quarter of a small head's features would be no pair
         smaller = super().shrunk()
+        if self.window is not None:  # several of a rank's chunks in a sequence for verification
+            smaller = replace(smaller, window=TINY_WINDOW)
         return smaller if self.rotary_share == 1 else replace(smaller, rotary_share=0.5)
+
+    def attended(self, seq_len: int) -> Attended:
+        mixers = [self.mixing(layer) for layer in range(min(self.layers, self.period))]
+        windows = {m.window if isinstance(m, SoftmaxAttention) else None for m in mixers}
+        # of all layers, so none where they differ
+        return super().attended(seq_len).in_layer(windows.pop() if len(windows) == 1 else None, seq_len)
 
     @property
     def gated_mlp(self) -> bool:  # type: ignore[override]
@@ -111,7 +130,15 @@ class CausalTransformerModel(DecoderModel):
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         base = self.rotary_base if self.position == "rotary" else None
         bias = self.biases or self.qkv_bias
-        return SoftmaxAttention(base, bias, self.attention_dropout, self.attention, self.rotary_share)
+        return SoftmaxAttention(
+            base,
+            bias,
+            self.attention_dropout,
+            self.attention,
+            self.rotary_share,
+            window=self.window,
+            sinks=self.sinks,
+        )
 
     def variants(self) -> list[Mapping[str, Any]]:
         return [
@@ -120,6 +147,7 @@ class CausalTransformerModel(DecoderModel):
             {"library": "megatron-local", "attention": "unfused", "recompute": "full", "recompute_layers": 2},
             # keys whose bias is alone have a gradient of it that is zero but for rounding, without RoPE
             {"separate_projections": not self.biases, "recompute": "operators"},
+            {"window": TINY_WINDOW, "sinks": True},
         ]
 
 
@@ -138,6 +166,17 @@ PRESETS = {
     "llama3-8b": CausalTransformerModel(**_LLAMA_3, layers=32, hidden=4096, heads=32, inner=14336),
     "llama3-70b": CausalTransformerModel(**_LLAMA_3, layers=80, hidden=8192, heads=64, inner=28672),
     "llama3-405b": CausalTransformerModel(**_LLAMA_3, layers=126, hidden=16384, heads=128, inner=53248),
+    # mistralai/Mistral-7B-v0.1's config.json (arXiv 2310.06825, table 1)
+    "mistral-7b-v0.1": CausalTransformerModel(
+        kv_heads=8,
+        vocabulary=32000,
+        norm_epsilon=1e-5,
+        layers=32,
+        hidden=4096,
+        heads=32,
+        inner=14336,
+        window=4096,
+    ),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
     # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12
     "causal-transformer-tiny-gqa": CausalTransformerModel(**TINY_SIZES, kv_heads=4, qk_norm=True),

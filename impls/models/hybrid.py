@@ -25,7 +25,13 @@ from spbench.impls.options import check_choices
 
 RECURRENCES: Mapping[str, Callable[..., RecurrentLayer]] = {"G": GatedDeltaNet, "M": Mamba2}
 #: letters of a pattern, and what mixes the tokens in a layer of that letter
-LETTERS = {"S": "softmax attention", "L": "lightning attention", "G": "Gated DeltaNet", "M": "Mamba-2"}
+LETTERS = {
+    "S": "softmax attention",
+    "W": "the same in a sliding window",
+    "L": "lightning attention",
+    "G": "Gated DeltaNet",
+    "M": "Mamba-2",
+}
 MLP = "-"
 
 
@@ -37,6 +43,7 @@ class HybridModel(CausalTransformerModel):
         pattern: a letter of :data:`LETTERS` for each layer, again and again. Each layer has an MLP, or,
             where there are dashes, those with one behind their letter, as in Nemotron-H's patterns.
         output_gate: whether the output of softmax attention has a gate, as Qwen3-Next's.
+        window: of layers W alone; see :class:`CausalTransformerModel`.
         state_heads: Z of layers of Gated DeltaNet or Mamba-2.
         state_key_heads: G of these.
         key_size: D of these.
@@ -65,6 +72,10 @@ class HybridModel(CausalTransformerModel):
         if not layers or any(layer[0] not in LETTERS or layer[1:] not in ("", MLP) for layer in layers):
             known = ", ".join(f"{letter} ({what})" for letter, what in LETTERS.items())
             raise ValueError(f"pattern has letters of {known}, each with {MLP} or not, not {self.pattern!r}")
+        if ("W" in self.pattern) != (self.window is not None):
+            raise ValueError(
+                f"pattern {self.pattern!r} with window {self.window}: layers W and a window need each other"
+            )
         super().__post_init__()
 
     @property
@@ -98,17 +109,20 @@ class HybridModel(CausalTransformerModel):
             return LinearAttention("silu", tuple(decay_rates(self.heads, layer, self.layers)), gated=True)
         softmax = super().mixing(layer)
         assert isinstance(softmax, SoftmaxAttention)
-        return replace(softmax, gated=self.output_gate)
+        return replace(softmax, gated=self.output_gate, window=self.window if letter == "W" else None)
 
     def variants(self) -> list[Mapping[str, Any]]:
         # 3 heads cannot be split over 2 or 4
         three = {"heads": 3, "kv_heads": None, "state_heads": 3, "state_key_heads": 1}
         # a start right before, and one at, an edge of ranks; one document longer than a rank
-        return [{"checkpointing": True}, three, {"documents": (5, 1, 11, 7)}]
+        documents = {"documents": (5, 1, 11, 7)}
+        # windows in some layers alone, as gpt-oss; longer than documents, and shorter
+        windows = {"pattern": "WS", "window": 5, "sinks": True, "documents": (17, 7)}
+        return [{"checkpointing": True}, three, documents, *([windows] if "S" in self.pattern else [])]
 
     def shrunk(self) -> Self:
         # a layer of each kind, of which one of softmax attention, if any, comes first: its options need it
-        kinds = sorted(dict.fromkeys(self._layers), key=lambda layer: not layer.startswith("S"))
+        kinds = sorted(dict.fromkeys(self._layers), key=lambda layer: layer[0] not in "SW")
         few = replace(self, pattern="".join(kinds), **_TINY_STATES)
         return replace(super(HybridModel, few).shrunk(), layers=len(kinds))
 

@@ -66,7 +66,9 @@ class RingPeer(Peer, RingAttention):
     def load(self) -> None:
         self._functions = {placement: imported(path) for placement, path in self.functions.items()}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+    def attend(  # type: ignore[override]  # it heeds no sinks
+        self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings
+    ) -> Tensor:
         placement = meetings.placement
         # without a mask the placement makes no difference, and only the contiguous functions do without one
         function = self._functions[placement or "contiguous"]
@@ -97,7 +99,9 @@ class UlyssesPeer(Peer, Ulysses):
                     "use ulysses",
                 )
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(  # type: ignore[override]  # it heeds no sinks
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL
+    ) -> Tensor:
         if self.size == 1:
             return super().causal_attention(q, k, v, attended)
         return self._by_position(q, k, v, causal=True)

@@ -36,6 +36,7 @@ from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences
+from spbench.impls.strategies.halo import attend_gathered, halo_of_site, halo_traffic
 from spbench.impls.strategies.meetings import ALL, Meetings
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.strategies.ring_attention import attention_gradients_round
@@ -125,6 +126,7 @@ class _GatheredAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         group: dist.ProcessGroup,
         meetings: Meetings,
         gradients: str,
@@ -134,20 +136,20 @@ class _GatheredAttention(torch.autograd.Function):
             for owners, mine, theirs, seen in joint_meetings(meetings):
                 yield mine, *_keys_and_values(parts, owners, theirs), seen
 
-        o, lse = kept(lambda: attend_blocks(q, blocks()))
-        ctx.save_for_backward(q, k, v, o, lse)
+        o, lse = kept(lambda: attend_blocks(q, blocks(), sinks))
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
         ctx.group, ctx.meetings, ctx.gradients = group, meetings, gradients
         return o
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, sinks = ctx.saved_tensors
         group, meetings = ctx.group, ctx.meetings
-        parts, backward = gathered(k, v, group), BlockwiseBackward(d_o, q, o, lse)
+        parts, backward = gathered(k, v, group), BlockwiseBackward(d_o, q, o, lse, sinks)
         if ctx.gradients == "ring":
             everywhere = partial(_block_of, parts)
             d_k, d_v = attention_gradients_round(group, meetings, backward, k, v, everywhere)
-            return backward.d_q, d_k, d_v, None, None, None
+            return backward.d_q, d_k, d_v, backward.d_sinks, None, None, None
         # In at least float32, as in ring_attention: in half precision a sum over N ranks is rounded up to N -
         # 1 times. Llama 3 sums gradients of what is used several times in float32 (section 3.3.2);
         # Megatron-LM (Transformer Engine) reduce-scatters these in the dtype of activations, half of the
@@ -160,7 +162,7 @@ class _GatheredAttention(torch.autograd.Function):
                 met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
         del parts
         d_k, d_v = summed(gradients, group)
-        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None, None
+        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), backward.d_sinks, None, None, None
 
 
 class AllGatherKV(PlacedChunks):
@@ -185,6 +187,9 @@ class AllGatherKV(PlacedChunks):
         for site in as_sequences(sites, self.grid_dim):
             if site.kind not in self.meets:
                 continue
+            if (halo := halo_of_site(site, self.size, self.options.placement)) is not None:
+                yield from halo_traffic(site, halo, element_bytes)
+                continue
             d = site.dims
             elements = 2 * d["B"] * d.get("G", d["Z"]) * d["L"] * d["A"]
             for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
@@ -196,6 +201,10 @@ class AllGatherKV(PlacedChunks):
                 part = precise // self.size
                 yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, part)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings, sinks: Tensor | None = None
+    ) -> Tensor:
         assert self.group is not None
-        return _GatheredAttention.apply(q, k, v, self.group, meetings, self.options.gradients)
+        if meetings.halo is not None:
+            return attend_gathered(q, k, v, sinks, self.group, meetings)
+        return _GatheredAttention.apply(q, k, v, sinks, self.group, meetings, self.options.gradients)

@@ -22,6 +22,7 @@ from spbench.impls.kernels.linear_attention import BLOCK, linear_attention, quad
 from spbench.impls.kernels.packed_linear_attention import packed_linear_attention
 from spbench.impls.kernels.projection import strided_product
 from spbench.impls.kernels.ranged_attention import ranged_flash_attention
+from spbench.impls.kernels.sinks import attention_with_sinks
 from spbench.impls.kernels.softmax import masked_softmax, softmax_of_scores
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.delegation import left_within, property_left_within
@@ -85,16 +86,20 @@ class AttentionHooks:
         return torch.matmul(probabilities, v)
 
     @left_within
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
         """Causal softmax attention, scores scaled by A**-0.5: q [B, Z, L or a part, A], k, v [B, G, L or a
         part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
         Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
-        ``attended`` says what of the earlier positions a position attends to; plain: to all.
+        ``attended`` says what of the earlier positions a position attends to; plain: to all. ``sinks`` [Z]
+        are logits of these heads that join the softmax's denominators (:mod:`spbench.impls.kernels.sinks`).
         """
-        if attended.plain:
-            return causal_flash_attention(q, k, v)
         whole = [(0, q.shape[2])]
-        return ranged_flash_attention(q, k, v, attended.ranges(whole, whole))
+        ranges = None if attended.plain else attended.ranges(whole, whole)
+        if sinks is not None:
+            return attention_with_sinks(q, k, v, sinks, True if ranges is None else ranges)
+        return causal_flash_attention(q, k, v) if ranges is None else ranged_flash_attention(q, k, v, ranges)
 
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
         """Causal softmax attention of the queries, keys and values that ``heads`` projects from x [B, L or a

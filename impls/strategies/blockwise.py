@@ -18,16 +18,17 @@ from spbench.impls.kernels.ranged_attention import (
     attention_to_block_backward,
     merge,
 )
+from spbench.impls.kernels.sinks import join_sinks, sinks_gradient
 
 #: (queries, keys, values, seen): the queries that see the block, as a slice of their positions; keys [B, Z or
 #: fewer, n, A] and values of the block; what they see of it: all, the i-th of them keys j <= i, or ranges
 Block = tuple[slice, Tensor, Tensor, Seen]
 
 
-def attend_blocks(q: Tensor, blocks: Iterable[Block]) -> tuple[Tensor, Tensor]:
+def attend_blocks(q: Tensor, blocks: Iterable[Block], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Softmax attention of q [B, Z, M, A] to the keys of all blocks, scores scaled by A**-0.5: o [B, Z, M, A]
     of q's dtype, and lse [B, Z, M] of :mod:`spbench.impls.kernels.flash_attention`. All queries see the first
-    block."""
+    block. ``sinks`` [Z] join the softmax once, behind the last block (:mod:`spbench.impls.kernels.sinks`)."""
     scale, so_far = q.shape[-1] ** -0.5, None
     for mine, keys, values, seen in blocks:
         block_o, block_lse = attention_to_block(q[:, :, mine], keys, values, scale, seen)
@@ -38,6 +39,8 @@ def attend_blocks(q: Tensor, blocks: Iterable[Block]) -> tuple[Tensor, Tensor]:
             merge(o[:, :, mine], lse[:, :, mine], block_o, block_lse)
     assert so_far is not None, "there is no block"
     o, lse = so_far
+    if sinks is not None:
+        lse = join_sinks(o, lse, sinks)
     return o.to(q.dtype), lse
 
 
@@ -46,11 +49,11 @@ class BlockwiseBackward:
 
     Args:
         d_o: gradient of o.
-        q, o, lse: the argument and the results of :func:`attend_blocks`.
+        q, o, lse, sinks: arguments and results of :func:`attend_blocks`.
     """
 
-    def __init__(self, d_o: Tensor, q: Tensor, o: Tensor, lse: Tensor):
-        self.d_o, self.q, self.o, self.lse = d_o, q, o, lse
+    def __init__(self, d_o: Tensor, q: Tensor, o: Tensor, lse: Tensor, sinks: Tensor | None = None):
+        self.d_o, self.q, self.o, self.lse, self.sinks = d_o, q, o, lse, sinks
         self._sum: Tensor | None = None
 
     def of_block(self, mine: slice, keys: Tensor, values: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -64,6 +67,11 @@ class BlockwiseBackward:
         else:
             self._sum[:, :, mine].add_(d_queries)
         return d_keys, d_values
+
+    @property
+    def d_sinks(self) -> Tensor | None:
+        """The gradient of the sinks, if there are any, by these queries."""
+        return None if self.sinks is None else sinks_gradient(self.d_o, self.o, self.lse, self.sinks)
 
     @property
     def d_q(self) -> Tensor:

@@ -21,7 +21,7 @@ too: that is an option of models.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class FPDTOptions(UlyssesOptions):
     offload: bool = True
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """See :meth:`Options.searched`."""
         yield {"chunk": 65536}
 
@@ -246,7 +246,9 @@ class FPDT(Ulysses):
         o: Tensor = _InChunks.apply(self, heads, x.shape[1], *heads.tensors(x))
         return o
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(  # type: ignore[override]  # it heeds no sinks
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL
+    ) -> Tensor:
         if not attended.plain:
             assert self.size == 1, "refused before"
             return super(Ulysses, self).causal_attention(q, k, v, attended)

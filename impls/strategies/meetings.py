@@ -43,12 +43,19 @@ def meeting(placement: str | None, rank: int, owner: int, length: int) -> tuple[
     return (ALL, slice(half), False) if owner < rank else (slice(half, None), ALL, False)
 
 
+def halo_rows(window: int, length: int, size: int) -> tuple[int, ...]:
+    """How many of the last positions of each chunk of ``length`` before a rank's own its queries see in a
+    window, the nearest first: window - 1 in all, of at most ``size`` - 1 chunks."""
+    chunks = min(size - 1, -(-(window - 1) // length))
+    return tuple(min(length, window - 1 - i * length) for i in range(chunks))
+
+
 @lru_cache(maxsize=128)
 def _met(
-    placement: str, attended: Attended, rank: int, owner: int, size: int, length: int
+    placement: str, packed: Attended, attended: Attended, rank: int, owner: int, size: int, length: int
 ) -> tuple[Interval, Interval, Seen] | None:
     """As :meth:`Meetings.of`, from what each rank has of the sequence."""
-    held = intervals(placement, size, length, attended)
+    held = intervals(placement, size, length, packed)
     found = attended.ranges(held[rank], held[owner])
     if not found:
         return None
@@ -61,9 +68,11 @@ def _met(
 
 
 @lru_cache(maxsize=64)
-def _numbered(placement: str, attended: Attended, rank: int, size: int, length: int) -> Sequence[int]:
+def _numbered(
+    placement: str, packed: Attended, attended: Attended, rank: int, size: int, length: int
+) -> Sequence[int]:
     numbers: dict[Hashable, int] = {}
-    met = (_met(placement, attended, rank, owner, size, length) for owner in range(size))
+    met = (_met(placement, packed, attended, rank, owner, size, length) for owner in range(size))
     return [numbers.setdefault(each, len(numbers)) for each in met]
 
 
@@ -75,7 +84,8 @@ class Meetings:
         placement: of the positions; None: there is no mask, and each query sees each key.
         rank, size: of the ranks.
         length: positions that each of them has.
-        attended: what positions attend to, beside the causal mask.
+        attended: what positions attend to in this layer, beside the causal mask.
+        packed: what they attend to for the placement, which is the same in all layers; None: the same.
     """
 
     placement: str | None
@@ -83,6 +93,20 @@ class Meetings:
     size: int
     length: int
     attended: Attended = CAUSAL
+    packed: Attended | None = None
+
+    @property
+    def placed_by(self) -> Attended:
+        """What the placement knows of the sequence."""
+        return self.attended if self.packed is None else self.packed
+
+    @property
+    def halo(self) -> tuple[int, ...] | None:
+        """How many of the last keys of each chunk before the rank's own its queries see, the nearest first,
+        where this is all that they see of others: in a window, of contiguous chunks. None: elsewhere."""
+        if self.placement != "contiguous" or self.attended.window is None:
+            return None
+        return halo_rows(self.attended.window, self.length, self.size)
 
     @property
     def regular(self) -> bool:
@@ -94,7 +118,7 @@ class Meetings:
         if self.regular:
             return meeting(self.placement, self.rank, owner, self.length)
         assert self.placement is not None
-        found = _met(self.placement, self.attended, self.rank, owner, self.size, self.length)
+        found = _met(self.placement, self.placed_by, self.attended, self.rank, owner, self.size, self.length)
         if found is None:
             return None
         mine, theirs, seen = found
@@ -104,11 +128,25 @@ class Meetings:
         """What the rank's queries see of the keys of several ranks, one after another from the first rank of
         which they see any to the last: (these ranks, ranges)."""
         assert self.placement is not None
-        held = intervals(self.placement, self.size, self.length, self.attended)
+        held = intervals(self.placement, self.size, self.length, self.placed_by)
         ranges = self.attended.ranges(held[self.rank], [run for runs in held for run in runs])
         first = min(r.first_key for r in ranges) // self.length
         last = max(r.first_key + r.keys - 1 for r in ranges) // self.length
         return (first, last + 1), tuple(r.moved(0, first * self.length) for r in ranges)
+
+    def of_halo(self) -> tuple[Range, ...]:
+        """What the rank's queries see of the keys of its halo, the farthest first, and of its own after
+        them."""
+        assert self.halo is not None
+        start, rows = self.rank * self.length, sum(self.halo)
+        first = max(0, start - rows)
+        end = start + self.length
+        ranges = self.attended.ranges([(start, end)], [(first, end)])
+        return tuple(r.moved(0, start - rows - first) for r in ranges)
+
+    def before(self, chunks: int) -> int:
+        """The rank that is that many before this one, round the ring."""
+        return (self.rank - chunks) % self.size
 
     def depends_on(self, owner: int) -> Hashable:
         """What the work on an owner's block depends on, beside whether the owner is a lower rank."""
@@ -118,4 +156,4 @@ class Meetings:
     def _alike(self) -> Sequence[int]:
         """A number for each owner, the same for those whose keys meet the queries alike."""
         assert self.placement is not None
-        return _numbered(self.placement, self.attended, self.rank, self.size, self.length)
+        return _numbered(self.placement, self.placed_by, self.attended, self.rank, self.size, self.length)

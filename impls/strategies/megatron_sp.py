@@ -16,7 +16,7 @@ Megatron-LM's data loader gives to every rank whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
             raise ValueError("loss gathered: the logits are whole already; use it with vocabulary: split")
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """See :meth:`Options.searched`."""
         for vocabulary in ("split", "whole"):
             yield {"vocabulary": vocabulary}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,10 +34,14 @@ class PlacementOptions(GridOptions):
     placements: ClassVar[tuple[str, ...]] = PLACEMENTS
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`; without a causal mask the placement changes nothing."""
-        for placement in ("zigzag", "contiguous", "striped"):
-            yield {"placement": placement}
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`; without a causal mask the placement changes nothing. Those that know
+        the lengths of documents are for packed sequences alone, which have no striped one."""
+        of_one_text = ("zigzag", "contiguous", "striped")
+        of_documents = ("by_work", "zigzag_by_document", "zigzag", "contiguous")
+        for placement in of_documents if "documents" in heeded else of_one_text:
+            if placement in cls.placements:
+                yield {"placement": placement}
 
     def __post_init__(self) -> None:
         check_choices(self, {"placement": self.placements})
@@ -60,12 +64,12 @@ class PlacedChunks(GridChunks):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
         """Softmax attention of this rank's queries to the keys of all ranks, of which there are two or more:
         q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A], scores scaled by A**-0.5; what is seen of the keys of each
-        rank is that of ``meetings``."""
+        rank is that of ``meetings``. Classes that heed sinks have them as one more argument."""
         raise NotImplementedError
 
     def meetings(self, q: Tensor, placement: str | None, attended: Attended = CAUSAL) -> Meetings:
         """Of this rank's queries [B, Z, L/N, A] with the keys of all."""
-        return Meetings(placement, self.rank, self.size, q.shape[2], attended)
+        return Meetings(placement, self.rank, self.size, q.shape[2], attended, self.packed)
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
@@ -114,10 +118,13 @@ class PlacedChunks(GridChunks):
             raise Unsupported(f"{self.name} has no masks and no dropout of attention", "use ulysses")
         return self.attend(q, k, v, self.meetings(q, None))
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
         if self.size == 1:
-            return super().causal_attention(q, k, v, attended)
-        return self.attend(q, k, v, self.meetings(q, self.options.placement, attended))
+            return super().causal_attention(q, k, v, attended, sinks)
+        meetings = self.meetings(q, self.options.placement, attended)
+        return self.attend(q, k, v, meetings, *([] if sinks is None else [sinks]))
 
     def attended_pairs(self, attended: Attended, length: int) -> int:
         if self.size == 1 or self.options.placement == "striped":  # whose stripes are almost even

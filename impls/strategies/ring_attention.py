@@ -32,6 +32,7 @@ from spbench.impls.rings import OwnerKey
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
 from spbench.impls.strategies.grid import as_sequences
+from spbench.impls.strategies.halo import attend_in_ring, halo_of_site, halo_traffic
 from spbench.impls.strategies.meetings import ALL, Meetings
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.traffic import Traffic
@@ -99,7 +100,13 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, meetings: Meetings
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        group: dist.ProcessGroup,
+        meetings: Meetings,
     ) -> Tensor:
         def blocks() -> Iterator[Block]:
             for owner, (block,) in Ring(group).round(_travelling(k, v), depends_on=meetings.depends_on):
@@ -108,17 +115,17 @@ class _RingAttention(torch.autograd.Function):
                     keys, values = block[:, :, theirs].transpose(2, 3)
                     yield mine, keys, values, seen
 
-        o, lse = kept(lambda: attend_blocks(q, blocks()))
-        ctx.save_for_backward(q, k, v, o, lse)
+        o, lse = kept(lambda: attend_blocks(q, blocks(), sinks))
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
         ctx.group, ctx.meetings = group, meetings
         return o
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        backward = BlockwiseBackward(d_o, q, o, lse)
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        backward = BlockwiseBackward(d_o, q, o, lse, sinks)
         d_k, d_v = attention_gradients_round(ctx.group, ctx.meetings, backward, k, v)
-        return backward.d_q, d_k, d_v, None, None
+        return backward.d_q, d_k, d_v, backward.d_sinks, None, None
 
 
 def attention_gradients_round(
@@ -222,6 +229,9 @@ class RingAttention(PlacedChunks):
         for site in as_sequences(sites, self.grid_dim):
             if site.kind not in self.meets or self.size == 1:
                 continue
+            if (halo := halo_of_site(site, self.size, self.options.placement)) is not None:
+                yield from halo_traffic(site, halo, element_bytes)
+                continue
             d = site.dims
             # k has D features a head in linear attention, v always A; both may have fewer heads than q
             heads = d.get("G", d["Z"])
@@ -233,9 +243,13 @@ class RingAttention(PlacedChunks):
             sums = block * max(4, element_bytes)
             yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, sums)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings, sinks: Tensor | None = None
+    ) -> Tensor:
         assert self.group is not None
-        return _RingAttention.apply(q, k, v, self.group, meetings)
+        if meetings.halo is not None:
+            return attend_in_ring(q, k, v, sinks, self.group, meetings)
+        return _RingAttention.apply(q, k, v, sinks, self.group, meetings)
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         if self.size == 1:

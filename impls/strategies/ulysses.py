@@ -121,6 +121,11 @@ class Ulysses(SwappedHeads, GridChunks):
             x = F.pad(x, (0, 0, 0, 0, 0, missing))
         return all_to_all(x, HEADS, POSITIONS, self.group)
 
+    def of_own_heads(self, numbers: Tensor) -> Tensor:
+        """Of numbers of all heads [Z], those of this rank's heads of the whole sequence [Z/N]."""
+        missing = self.padded(len(numbers)) - len(numbers)
+        return F.pad(numbers, (0, missing)).chunk(self.size)[self.rank]
+
     def to_positions(self, x: Tensor, heads: int) -> Tensor:
         """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], those that were added gone."""
         return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
@@ -148,11 +153,16 @@ class Ulysses(SwappedHeads, GridChunks):
         attended = super().attention(q, k, v, mask, dropout=dropout, softmax=softmax)
         return self.to_positions(attended, heads)
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
+        attend = partial(super().causal_attention, attended=attended)
+        if sinks is not None:
+            attend = partial(attend, sinks=self.of_own_heads(sinks))
         repeats = self.sent(q.shape[HEADS], k.shape[HEADS]) // k.shape[HEADS]
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
-        return self.by_heads(partial(super().causal_attention, attended=attended), q, k, v)
+        return self.by_heads(attend, q, k, v)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.by_heads(super().full_attention, q, k, v)
@@ -166,6 +176,4 @@ class Ulysses(SwappedHeads, GridChunks):
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
-        more = self.padded(heads) - heads
-        own = mask.of_heads(lambda rates: F.pad(rates, (0, more)).chunk(self.size)[self.rank])
-        return self.to_positions(super().linear_attention(q, k, v, own), heads)
+        return self.to_positions(super().linear_attention(q, k, v, mask.of_heads(self.of_own_heads)), heads)

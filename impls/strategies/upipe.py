@@ -178,7 +178,8 @@ class UPipe(Ulysses):
     summary = "Ulysses in rounds of some heads, which project, send and attend (UPipe, Untied Ulysses)"
     source = "arXiv 2602.21196; around ring_attention its ring"
     meets = frozenset({"causal_attention"})
-    heeds = HEEDS_ALL
+    # a sink's gradient would be a further one of each round
+    heeds = {**HEEDS_ALL, "causal_attention": frozenset({"documents", "window"})}
     options_type = UPipeOptions  # type: ignore[assignment]  # it pads no heads
     options: UPipeOptions  # type: ignore[assignment]
 
@@ -242,7 +243,9 @@ class UPipe(Ulysses):
         o: Tensor = _InRounds.apply(self, heads, x.shape[:2], *heads.tensors(x))
         return o
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL) -> Tensor:
+    def causal_attention(  # type: ignore[override]  # it heeds no sinks
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL
+    ) -> Tensor:
         if self.size == 1:
             return super(Ulysses, self).causal_attention(q, k, v, attended)
         source = GivenHeads(q, k, attended)

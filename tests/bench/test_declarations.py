@@ -64,6 +64,7 @@ class Commands:
         return done.stdout
 
 
+@pytest.mark.slow
 def test_only_the_first_listing_imports_torch(tmp_path: Path) -> None:
     commands = Commands(tmp_path)
     first, second = commands.run(*COMMANDS), commands.run(*COMMANDS)

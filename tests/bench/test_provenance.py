@@ -49,6 +49,7 @@ def test_a_project_has_a_commit_of_its_own(checkout: Path, tmp_path_factory: pyt
         assert project_commit(own / "bench") is None  # its commit is that of the code
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("jobs", [0, 1])
 def test_each_run_of_a_notebook_has_the_commit_of_then(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, jobs: int

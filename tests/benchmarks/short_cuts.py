@@ -44,7 +44,7 @@ def _no_key(*_: Any) -> None:
 _simulator = traces.ClassTraces.simulator
 #: short cut -> what is put in the place of what: module or class, name, other value
 _OFF: dict[str, tuple[Any, str, Any]] = {
-    "remembered operators": (fast_recorder, "_key", _no_key),
+    "remembered operators": (fast_recorder, "key_of", _no_key),
     "repeated steps": (fast_recorder, "choosing_steps", _nothing_chosen),
     "folding": (traces.ClassTraces, "simulator", _every_rank),
     "extrapolation": (search, "Programs", _not_one_program),

@@ -66,6 +66,7 @@ def test_every_option_is_one_of_the_command() -> None:
     assert checked > 40
 
 
+@pytest.mark.slow
 def test_what_is_not_run_names_cells_that_there_are(tmp_path: Path) -> None:
     """By a dry run, unless the command reads a file that another machine would have written."""
     reader, lines = Reader(tmp_path, in_process=True), dict[str, Block]()

@@ -149,6 +149,7 @@ def exchanged(mesh: DeviceMesh, split_dim: int, gather_dim: int, transposed: boo
     return [y.detach(), expected, x.grad, before]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_all_to_all_swaps_the_dim_that_is_spread(

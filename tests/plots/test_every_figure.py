@@ -78,23 +78,35 @@ def comparison_of(rows: list[Row]) -> pd.DataFrame:
     )
 
 
+def drawing_of(name: str) -> Drawing:
+    draw = FIGURES.load(name)
+    assert isinstance(draw, Drawing)
+    assert draw.name == name
+    return draw
+
+
+def sent_of(name: str, rows: list[Row]) -> pd.DataFrame:
+    return comparison_of(rows) if name in ("dsp_communication", "lasp_communication") else pd.DataFrame()
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
+def test_of_one_row_which_may_be_lost_and_of_none(scenario: str, name: str) -> None:
+    rows = rows_of(scenario)
+    for few in (rows[-1:], rows[9:10], []):
+        assert_nothing_overlaps(drawing_of(name).figure(few, sent_of(name, rows)))
+
+
 @pytest.mark.parametrize("width", [COLUMN_INCHES, slow(PAGE_INCHES)])
 @pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
 def test_text_is_readable_and_colours_are_the_methods(scenario: str, name: str, width: float) -> None:
     rows = rows_of(scenario)
-    draw = FIGURES.load(name)
-    assert isinstance(draw, Drawing)
-    assert draw.name == name
-    sent = comparison_of(rows) if name in ("dsp_communication", "lasp_communication") else pd.DataFrame()
-    grid = draw.grid(rows, sent)
+    grid = drawing_of(name).grid(rows, sent_of(name, rows))
     width = PAGE_INCHES if grid.page_only else width
     figure = grid.draw(width)
     assert figure.get_figwidth() == width
     assert figure.axes
     assert_nothing_overlaps(figure)
-    # of one row, which may be lost, and of none
-    for few in (rows[-1:], rows[9:10], []):
-        assert_nothing_overlaps(draw.figure(few, sent))
     if name not in NO_METHODS:
         found = colors(figure, {row["cell"]["strategy"] for row in rows})
         assert found

@@ -142,6 +142,7 @@ def test_the_scenarios_title_stands_above(scenario: object) -> None:
     assert text == "A scenario (piz-daint-p100, fp16, first-steps, virtual engine)"
 
 
+@pytest.mark.slow
 def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> None:
     comparison = table(RATIO, BOUND)
     comparison.to_csv(tmp_path / "comparison.csv", index=False)

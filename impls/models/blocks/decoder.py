@@ -113,7 +113,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = [name for name in ("kv_heads", "qk_norm") if getattr(self, name)]
+        asked = [name for name in ("kv_heads", "qk_norm", "sinks") if getattr(self, name, None)]
         softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]
         if asked and not any(softmax):
             raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")

@@ -19,6 +19,12 @@ from spbench.impls.attended import CAUSAL, Attended
 FOLDER = "spbench.impls.models.documents"
 
 
+def check_window(window: int | None) -> None:
+    """Raise ValueError for a window in which a position does not attend to itself."""
+    if window is not None and window < 1:
+        raise ValueError(f"a window has at least 1 position, its own, not {window}; leave it out for none")
+
+
 class PackedSequences:
     """Options of a model whose sequences may be packed of documents, which do not see each other.
 
@@ -54,8 +60,7 @@ class PackedSequences:
 
     def heeded(self, seq_len: int) -> dict[str, int]:
         """The dims of a site of attention that say what it heeds beside the causal mask."""
-        documents = self.attended(seq_len).documents
-        return {"documents": len(documents)} if documents else {}
+        return self.attended(seq_len).dims
 
 
 def _filled(lengths: Sequence[int], seq_len: int) -> tuple[int, ...]:

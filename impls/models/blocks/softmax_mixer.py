@@ -52,6 +52,9 @@ class SoftmaxAttention:
         kernel: "flash" or one of its kinds, by whose rates it is timed, "cudnn" (flash attention too, which
             takes positions before the batch, so that libraries that lay out hidden states so make no second
             copy of its output), or "unfused", which makes all scores.
+        window: positions that a position attends to at most, with its own; None: all (:class:`Attended`).
+        sinks: each head has a learned logit that joins the softmax's denominator
+            (:mod:`spbench.impls.kernels.sinks`).
         gated: each head's output is multiplied by the sigmoid of a gate, which the input is projected to
             (Qwen3-Next, whose code makes one product of queries and gates).
     """
@@ -62,6 +65,8 @@ class SoftmaxAttention:
     kernel: str = "flash"
     rotary_share: float = 1.0
     gated: bool = False
+    window: int | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self, {"kernel": KERNELS})
@@ -79,6 +84,14 @@ class SoftmaxAttention:
     def needs_all_positions(self) -> bool:
         """Whether only a rank that has all positions can compute it."""
         return self.dropout > 0 or self.kernel == "unfused"
+
+    def attended(self, packed: Attended, seq_len: int) -> Attended:
+        """What a position attends to in this layer of a sequence that is packed so."""
+        return packed.in_layer(self.window, seq_len)
+
+    def heeded(self, packed: Attended, seq_len: int) -> dict[str, int]:
+        """The dims of a site that say what this layer heeds beside the causal mask."""
+        return self.attended(packed, seq_len).dims | ({"sinks": 1} if self.sinks else {})
 
     def width(self, model: DecoderOptions) -> int:
         """Features between the projections that open and close the layer."""
@@ -98,7 +111,9 @@ class SoftmaxAttention:
         columns = model.hidden + (1 if self.bias else 0)
         key_value = 2 * (model.kv_heads or model.heads) * model.head_size * columns
         return {
-            "split": model.attention_width * (columns + (1 + self.gated) * model.hidden) + key_value,
+            "split": model.attention_width * (columns + (1 + self.gated) * model.hidden)
+            + key_value
+            + self.sinks * model.heads,
             "key_value": key_value if model.grouped else 0,
             "whole": model.head_size * self.norm_weights(model),
         }
@@ -121,7 +136,7 @@ class SoftmaxAttention:
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         kept = {"kept": 1} if model.keeps_operators else {}
-        heeded = model.heeded(seq_len)
+        heeded = self.heeded(model.attended(seq_len), seq_len)
         return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept | heeded, again)]
 
 
@@ -148,6 +163,7 @@ class SoftmaxAttentionMixer(nn.Module):
         if model.qk_norm and model.norm == "layer":
             self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(model.head_size)) for _ in "qk")
         self.gate = strategy.grouped_linear_in(hidden, model.attention_width, 1) if kind.gated else None
+        self.sinks = strategy.feature_parameter(torch.zeros(model.heads)) if kind.sinks else None
         self.out = strategy.linear_out(model.attention_width, hidden)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
@@ -167,14 +183,19 @@ class SoftmaxAttentionMixer(nn.Module):
         q = q.flatten(1, -3)
         if self._made_contiguous:
             q, k, v = (x.contiguous() for x in (q, k, v))
+        attended = self.kind.attended(places.attended, places.seq_len)
         if self.model.recompute == "selective":
-            return recomputed(self._attend, self.strategy.random, q, k, v, places.attended)
-        return self._attend(q, k, v, places.attended)
+            return recomputed(self._attend, self.strategy.random, q, k, v, attended)
+        return self._attend(q, k, v, attended)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
         if not self.kind.needs_all_positions:
-            # strategies that know of nothing but causal attention need not name a further argument
-            return self.strategy.causal_attention(q, k, v, *([] if attended.plain else [attended]))
+            # strategies that know of nothing but causal attention need not name further arguments
+            if self.sinks is not None:
+                return self.strategy.causal_attention(q, k, v, attended, self.sinks)
+            if not attended.plain:
+                return self.strategy.causal_attention(q, k, v, attended)
+            return self.strategy.causal_attention(q, k, v)
         local = self.model.library == "megatron-local"
         if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import PositiveInt
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.huggingface.config import not_covered
 from spbench.impls.models.huggingface.llama import LlamaConfig
 
 
@@ -20,7 +20,4 @@ class MistralConfig(LlamaConfig):
     sliding_window: PositiveInt | None = 4096
 
     def model(self) -> CausalTransformerModel:
-        if window := self.sliding_window:
-            why = f"attention here is over all positions, the same up to {window} of them; set it to null"
-            raise not_covered("sliding_window", window, why)
-        return super().model()
+        return replace(super().model(), window=self.sliding_window)

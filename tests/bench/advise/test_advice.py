@@ -80,6 +80,45 @@ def test_a_tie_is_said_to_be_one() -> None:
     assert "which is within the errors" in text
 
 
+def test_what_a_fitted_charge_alone_tells_apart_is_a_tie() -> None:
+    """The ring takes twice the time, most of the difference by the charge; another one takes it by itself."""
+    charged = seen("ring_self_attention", {"sp": 8}, 2.0, products_s=1.6, in_blocks_s=1.0)
+    slow = seen("single", {"dp": 8}, 1.9, products_s=1.6)
+    answer = advice(FAST, slow, charged)
+    assert [each.cell.strategy for each in answer.ranked] == [
+        "ring_self_attention",
+        "ulysses+ring_attention",
+        "single",
+    ]
+    assert [record["tie"] for record in answer.records()] == [True, True, False]
+    of_ring = answer.bars()[0]["parts"]
+    assert of_ring["products"] == pytest.approx(0.6)
+    assert of_ring["products in blocks, by a fitted charge"] == 1.0
+    text = advice(FAST, charged).why()
+    assert text.startswith("a tie: ulysses+ring_attention cp2xsp4 takes 50.0% less time, but +0.0% without")
+
+
+def test_other_settings_of_the_fastest_are_told() -> None:
+    def ring(step_s: float, backend: str = "zero3", **options: str) -> Seen:
+        made = seen("ring_attention", {"sp": 8}, step_s)
+        training = made.cell.training.model_copy(update={"backend": backend})
+        changes = {"strategy_options": options, "training": training}
+        return replace(made, cell=made.cell.model_copy(update=changes), depth="few_layers")
+
+    fastest = ring(1.0, placement="by_work")
+    zigzag, contiguous = ring(1.5, placement="zigzag"), ring(2.0, placement="contiguous")
+    other, large = ring(1.1, "ddp", placement="zigzag"), ring(1.2, placement="striped")
+    large.outcome = replace(large.outcome, status="oom")
+    answer = advice(fastest, FAR)
+    answer.found.traced.extend([contiguous, large, other, zigzag, fastest, FAR])
+    assert answer.other_settings() == {"placement=zigzag": 1.5, "placement=contiguous": 2.0}
+
+
+def test_how_often_such_an_order_was_right_is_said() -> None:
+    assert "; of " in advice(FAST, FAR).why()
+    assert advice(FAST, FAR).why().endswith("were in the simulated order")
+
+
 def test_a_winner_alone() -> None:
     answer = advice(FAST)
     assert answer.why() == "no other strategy fits than ulysses+ring_attention"

@@ -123,6 +123,7 @@ def test_a_model_that_cannot_be_run_says_why(advise: Run) -> None:
     assert err.splitlines()[-1].startswith("spbench: gpt3-345m cannot be run: ")
 
 
+@pytest.mark.slow
 def test_one_of_several_questions_without_a_layout(advise: Run) -> None:
     words = ("--cluster", "dgx-a100", "--batch", "2", "--only", "zero3,tensor_parallel", "--fixed", "tp=2")
     code, out, _ = advise(MODEL, *words, "--gpus", "2,3", "--seq-len", "128")

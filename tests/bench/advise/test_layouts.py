@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from spbench.impls import registries
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.options import Options
+from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions
 from tests.bench.advise.questions import asked
 from tests.bench.jobs.job_inputs import INPUTS
 from tests.plugins.examples.gathered_attention import GatheredAttention
@@ -148,7 +149,7 @@ class Several(Options):
     pieces: int = 1
 
     @classmethod
-    def searched(cls) -> Iterator[Mapping[str, Any]]:
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         for pieces in (4, 2):
             yield {"pieces": pieces}
 
@@ -157,6 +158,12 @@ def test_options_say_themselves_what_is_searched(monkeypatch: pytest.MonkeyPatch
     assert strategy_settings("ring_attention")[0] == {"placement": "zigzag"}
     assert {"placement": "striped"} in strategy_settings("ring_attention")
     assert strategy_settings("ulysses") == [{}]
+    packed = asked(8, settings={"model_options.documents": [100, 28]})
+    assert (packed.heeded, asked(8).heeded) == ({"documents"}, frozenset())
+    of_documents = [each["placement"] for each in strategy_settings("ring_attention", packed.heeded)]
+    assert of_documents == ["by_work", "zigzag_by_document", "zigzag", "contiguous"]
+    # each is one that the strategy may have
+    assert {*of_documents, "striped"} == {*DocumentPlacementOptions.placements}
 
     class Pieces(DistributedDataParallel):
         name = "pieces"

@@ -55,6 +55,7 @@ def test_the_same_change_is_the_same_file() -> None:
     assert changed_cluster("dgx-h100", {BANDWIDTH: "x4"}) != first
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", cluster_names())
 def test_the_content_of_a_cluster_is_a_file_of_it(name: str) -> None:
     """Also with whole numbers as keys, which JSON has not."""

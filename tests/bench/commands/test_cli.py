@@ -167,6 +167,7 @@ main()
     assert process.returncode == 130
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [(), ("-u",)], ids=["buffered", "unbuffered"])
 def test_outputs_that_go_away(options: tuple[str, ...]) -> None:
     command = (*options, "-m", "spbench.bench.commands.cli", "list", "clusters")

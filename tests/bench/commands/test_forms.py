@@ -88,6 +88,7 @@ def install(folder: Path, entry: str) -> None:
     (info / "entry_points.txt").write_text(f"[spbench.forms]\n{entry}\n")
 
 
+@pytest.mark.slow
 def test_another_distribution_adds_a_form_to_every_command(tmp_path: Path) -> None:
     (tmp_path / "tsv_form.py").write_text(TSV)
     install(tmp_path, "tsv = tsv_form:show")

@@ -47,6 +47,7 @@ def both(command_line: Run, scenario: str, folder: Path) -> None:
     assert measurements(folder / "quick") == measurements(folder / "plain")
 
 
+@pytest.mark.slow
 def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

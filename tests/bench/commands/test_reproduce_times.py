@@ -76,6 +76,7 @@ def test_scenarios_run_on_the_clusters_of_their_names(
     assert interval["half_width"] == pytest.approx(0.223144)  # log(0.8)
 
 
+@pytest.mark.slow
 def test_bands_are_written_into_the_package_where_that_is_asked(
     reproduce: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

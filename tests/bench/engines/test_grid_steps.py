@@ -25,6 +25,7 @@ def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
     return Cell.model_validate(options | changes)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("strategy", "n", "checkpointing"),
     [

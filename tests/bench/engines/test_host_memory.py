@@ -146,6 +146,7 @@ def test_a_slow_link_is_waited_for(tmp_path: Path) -> None:
     assert slow.breakdown["exposed_communication_s"] == pytest.approx(slow.step_time_s, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_search_is_bounded_by_the_host(tmp_path: Path) -> None:
     asked = cell(
         with_host(tmp_path, total_bytes=2**20),

@@ -60,6 +60,7 @@ def largest(ours: Curves, theirs: Curves) -> float:
     return max(max(deviations(ours, theirs, loss)) for loss in ("mlm", "order"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "sizes", "micro_batches"),
     [
@@ -79,6 +80,7 @@ def test_curves_are_those_of_one_device(
     assert found[-1]["mlm"] < found[0]["mlm"] - 0.1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", [OneNthGradients, slow(BiasesNotSynchronized), OrderLossOnEveryRank])
 def test_a_fault_shows(pool: RankPool, alone: Curves, fault: type[Strategy]) -> None:
     assert largest(curves(pool, cell("ring_self_attention", {"sp": 4}), fault), alone) > VISIBLE

@@ -27,6 +27,7 @@ def unrounded_peak(log: MemoryLog) -> int:
     return int(np.cumsum(np.sign(events) * sizes[np.abs(events) - 1]).max())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", mostly_slow(sorted(NAMES), "ring_self_attention", "lasp", "lasp under zero3")
 )

@@ -39,6 +39,7 @@ def cell_of(strategy: str, model: str, sizes: dict[str, int], changes: dict[str,
 ALWAYS = ("megatron_sp+ring_self_attention", "ulysses+ring_attention", "tensor_parallel+lasp")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "model", "changes"),
     [pytest.param(*of, id=of[0], marks=[] if of[0] in ALWAYS else pytest.mark.slow) for of in CELLS],
@@ -59,6 +60,7 @@ def test_virtual_ranks_are_as_real_ones(
     assert {operation.axis for v in virtually for operation in v.counts} >= set(sizes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", [*backends()])
 def test_four_axes_send_what_the_closed_form_says(backend: str) -> None:
     pp = 2 if backends()[backend].pipelined else 1

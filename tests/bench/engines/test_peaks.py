@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
+from spbench.bench.engines.plan import rank_classes
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls import collectives
 from spbench.impls.models.model import models
@@ -91,7 +92,7 @@ def combinations() -> Iterator[Any]:
     yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances")
     for name, training in SHARDING.items():
         cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
-        yield pytest.param(cell, id=name, marks=[] if name in ("torchtitan", "parameters-on-host") else SLOW)
+        yield pytest.param(cell, id=name, marks=[] if name == "parameters-on-host" else SLOW)
     for backend in ("ddp", "fsdp_flat", "legacy_ddp", "megatron", "zero1", "zero2"):
         host = {"optimizer": "host", **({"distributed_optimizer": True} if backend == "megatron" else {})}
         cell = combination("lasp", "tnl-tiny", backend, 2, host)
@@ -109,7 +110,21 @@ def combinations() -> Iterator[Any]:
         yield pytest.param(cell, id=f"{strategy}-keeps-operators", marks=marks)
     by_layer = {"pre_norm": True, "library": "transformer-engine", "mask_shape": "by_layer"}
     cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, **ON_HOST, layers=4)
-    yield pytest.param(cell, id="ulysses-checkpoints-on-host")
+    yield pytest.param(cell, id="ulysses-checkpoints-on-host", marks=SLOW)
+    # of a rank's chunk a part, all of it, and of two chunks
+    for strategy, window, n in (
+        ("ring_attention", 9, 2),
+        ("all_gather_kv", 9, 2),
+        ("ring_attention", 20, 4),
+        ("all_gather_kv", 20, 4),
+        ("ulysses", 9, 2),
+        ("tensor_parallel", 9, 2),
+    ):
+        cell = combination(
+            strategy, "causal-transformer-tiny-gqa", "legacy_ddp", n, window=window, sinks=True
+        )
+        marks = [] if n == 2 and strategy in ("ring_attention", "all_gather_kv") else SLOW
+        yield pytest.param(cell, id=f"{strategy}-window-{n}", marks=marks)
     tiles = {"mlp_tile": 20, "loss_tile": 20}
     for strategy, backend in (
         ("ulysses", "zero3"),
@@ -118,9 +133,9 @@ def combinations() -> Iterator[Any]:
     ):
         options = (ON_HOST if strategy == "ulysses" else {}) | tiles | {"layers": 4, "inner": 48 * 16}
         cell = combination(strategy, "causal-transformer-tiny", backend, 2, **options)
-        yield pytest.param(cell, id=f"{strategy}-tiles", marks=[] if strategy == "ulysses" else SLOW)
+        yield pytest.param(cell, id=f"{strategy}-tiles", marks=SLOW)
     cell = pipeline(PIPELINES["1f1b"], **tiles, cross_entropy="fused", inner=48 * 16)
-    yield pytest.param(cell, id="1f1b-tiles", marks=SLOW)
+    yield pytest.param(cell, id="1f1b-tiles")
     # without megatron_sp: what it reduce-scatters when a layer runs again Gloo sums without a copy
     for strategy in ("ring_attention", "tensor_parallel", "all_gather_kv", "lasp"):
         model = "tnl-tiny" if strategy == "lasp" else "causal-transformer-tiny"
@@ -128,7 +143,7 @@ def combinations() -> Iterator[Any]:
         yield pytest.param(cell, id=f"{strategy}-checkpoints-on-host", marks=SLOW)
     for model, options in (("bert-tiny", by_layer), ("gpt3-tiny", {"qk_norm": True})):
         cell = combination("tensor_parallel", model, "legacy_ddp", 2, **options)
-        yield pytest.param(cell, id=f"{model}-{[*options][-1]}")
+        yield pytest.param(cell, id=f"{model}-{[*options][-1]}", marks=SLOW if "qk_norm" in options else [])
 
 
 ON_HOST = {"recompute": "full", "checkpoints": "host"}
@@ -176,7 +191,10 @@ def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: p
     """What they send is the same, too, and what the closed forms say."""
     monkeypatch.setattr(collectives, "_reduce_scatter_into", as_gloo_does)
     monkeypatch.setattr(dist, _reduce_scatter.__name__, as_gloo_does)  # which torch's fully_shard calls
-    virtually = [seen(virtual.trace(cell, rank)) for rank in range(cell.sizes.world)]
+    by_rank = {}
+    for each in rank_classes(cell):
+        by_rank |= dict.fromkeys(each.ranks, seen(virtual.trace(cell, each.first)))
+    virtually = [by_rank[rank] for rank in range(cell.sizes.world)]
     peaks = [found.peak for found in virtually]
     lowest = [10**18] * len(peaks)
     for attempt in range(ATTEMPTS):

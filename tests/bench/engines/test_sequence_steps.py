@@ -39,6 +39,7 @@ def cell_of(strategy: str, n: int, model: str, **changes: Any) -> Cell:
     return Cell.model_validate(options | {"seq_len": 24} | changes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpointing", [slow(False), True])
 @pytest.mark.parametrize("n", [2, slow(3), slow(4)])
 @pytest.mark.parametrize(("strategy", "model"), REALLY)
@@ -57,6 +58,7 @@ def of_settings() -> Iterator[Any]:
         yield settings if always else slow(*settings)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("n", "checkpointing", "precision"), [*of_settings()])
 @pytest.mark.parametrize(("strategy", "model"), PAIRS)
 def test_formula_is_what_virtual_ranks_send(

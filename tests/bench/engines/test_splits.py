@@ -62,6 +62,7 @@ def kinds() -> Iterator[Any]:
         yield pytest.param(cell, id=name, marks=marks)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cell", list(kinds()))
 def test_closed_forms_hold_for_every_kind_of_cell(cell: Cell) -> None:
     found = VirtualEngine().measure(cell)
@@ -139,6 +140,7 @@ def searching(folder: Path, mib: int, strategy: str, sizes: dict[str, int], **ch
     return Cell.model_validate(content | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes", "changes", "multiple"),
     [

@@ -46,6 +46,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     return cells
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -36,6 +36,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("model", "precision", "checkpointing"),
     [
@@ -64,6 +65,7 @@ def test_virtual_ranks_are_as_real_ones(
     assert all(bool(v.counts) is (n > 1) for v in virtually)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", [*AXES])
 @pytest.mark.parametrize(
     ("changes", "precision"),

@@ -108,6 +108,7 @@ def test_gib_have_as_many_digits_as_are_read() -> None:
     assert [gib(n * 2**30) for n in (79.65, 7.654, 0.5, 0.0977)] == ["79.7", "7.65", "0.5", "0.0977"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"recompute": "full", "recompute_layers": 2}, {"recompute": "full"}])
 def test_few_layers_predict_the_peak_of_many(options: dict[str, Any]) -> None:
     cell = Cell(

@@ -59,6 +59,7 @@ def test_what_is_printed_for_programs(fit: Run, card: Card) -> None:
     assert (line["ranks"], line["step"], line["phase"]) == ("0-1", 2, "backward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_job_that_does_not_fit_gets_changes_that_hold(
     fit: Run, card: Card, every: bool, request: pytest.FixtureRequest

@@ -183,6 +183,7 @@ def test_peak_is_the_profilers() -> None:
 PLAIN = {"softmax": "plain", "fused_bias_gelu": False, "fused_cross_entropy": False}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", ["bert-tiny", "bert-tiny-linformer"])
 @pytest.mark.parametrize("options", [{}, PLAIN, {"bias_dropout_add": "torchscript"}])
 def test_activations_are_what_autograd_saved(model: str, options: dict[str, Any]) -> None:
@@ -242,6 +243,7 @@ def test_a_checkpointed_layer_holds_its_input() -> None:
     assert layers[1] - layers[0] == layers[2] - layers[1] == 2 * batch * length * hidden
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("strategy", "axis"), [("tensor_parallel", "tp"), ("ring_self_attention", "sp")])
 def test_checkpointing_lowers_the_peak(strategy: str, axis: str) -> None:
     peaks = []

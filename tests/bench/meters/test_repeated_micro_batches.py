@@ -91,6 +91,7 @@ def test_recomputed_layers_with_dropout_too(micro_batches: MicroBatches) -> None
     assert micro_batches.run < MICRO_BATCHES
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("stage", "run"), [(1, 6), slow(0, 8), (2, 5)])
 def test_checkpoints_on_the_host_too(stage: int, run: int, micro_batches: MicroBatches) -> None:
     """No point of a stream is held from one micro-batch to the next, so as few are run."""

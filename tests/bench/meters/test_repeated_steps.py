@@ -42,6 +42,7 @@ def check_ranks(asked: Cell, steps: Steps, ranks: Sequence[int] = RANKS, *, shor
 of_ranks = pytest.mark.parametrize("ranks", [RANKS[1:2], slow(RANKS)], ids=str)
 
 
+@pytest.mark.one_in(2)
 @of_ranks
 @pytest.mark.parametrize("strategy", strategies())
 def test_every_strategy_leaves_the_traces_of_whole_loops(
@@ -115,6 +116,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*LOOPS][:4])
 def test_rounds_and_chunks_leave_the_traces_of_whole_loops(name: str, steps: Steps) -> None:
     check_ranks(LOOPS[name], steps, [0])
@@ -128,6 +130,7 @@ def test_more_chunks_leave_the_traces_of_whole_loops(name: str, steps: Steps) ->
     assert steps.asked
 
 
+@pytest.mark.one_in(2)
 @of_ranks
 @pytest.mark.parametrize("name", RINGS)
 def test_rings_leave_the_traces_of_whole_ones(name: str, steps: Steps, ranks: Sequence[int]) -> None:
@@ -218,6 +221,7 @@ def test_a_fault_in_what_is_written_is_seen(
     assert field in differences_of_loops(partial(virtual.trace, asked, N - 1, events=True), steps)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["striped", "RSA"])
 def test_a_shortened_trace_is_that_of_the_plain_path(
     name: str, steps: Steps, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def test_reruns_of_the_same_code_raise_no_alarm(deviation: float | None) -> None
     assert sum(alarms) <= 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("deviation", "rounds", "slower"), [(0.01, 12, 1.05), (0.02, 40, 1.05), (0.05, 40, 1.2)]
 )

@@ -123,6 +123,7 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(traced) <= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, slow(2)])
 def test_timed_search_times_its_answer(stages: int) -> None:
     search = SearchRequest(quantity="batch", step=4, timed=True)
@@ -160,6 +161,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert min(probe["value"] for probe in found.proof) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("limit", "answer"), [(1, 1), (3, 3), (4, 4), (9, 9)])
 def test_limit_is_respected(tmp_path: Path, limit: int, answer: int) -> None:
     cell = searching(tmp_path, 2000, SINGLE, 1, SearchRequest(quantity="batch", limit=limit))

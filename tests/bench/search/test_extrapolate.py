@@ -74,6 +74,7 @@ def test_real_size() -> None:
     assert predict(1024) == pytest.approx(trace(1024, 12).peak().nbytes, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_whole_trace_resized() -> None:
     trace = tracer("seq_len", "tensor_parallel", 2)
     predict = PeakModel(trace, [96, 192, 288], 5)

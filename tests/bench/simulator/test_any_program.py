@@ -56,7 +56,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Program], list[list[int]]]:
 
 
 @given(worlds(), st.floats(0.1, 10), st.floats(1.0, 10))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_invariants(world: tuple[list[Program], list[list[int]]], bandwidth: float, faster: float) -> None:
     slow = timed(*world, cluster(bandwidth=bandwidth, latency=0.1))
     floor = max(p.flops.sum() for p in world[0])

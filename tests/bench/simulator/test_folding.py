@@ -110,6 +110,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", mostly_slow(CELLS, *(CELLS.keys() - ALIKE)))
 def test_times_are_those_of_the_whole_world(name: str) -> None:
     asked, ranks = CELLS[name]

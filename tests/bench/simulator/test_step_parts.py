@@ -28,6 +28,14 @@ def test_kernels_are_told_apart_by_their_kind() -> None:
     assert found.breakdown["compute_s"] == 17
 
 
+def test_a_charge_for_blocks_is_a_part_of_products() -> None:
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.kernel("mm", flops=2, strided=3, category=MATRIX_PRODUCT)
+    b.kernel("mm", flops=5, category=MATRIX_PRODUCT)
+    found = timed([b.program()], [[0]], strided_element_s=0.5)
+    assert (found.parts["products_s"], found.parts["in_blocks_s"]) == (8.5, 1.5)
+
+
 def test_ranks_of_several_programs_count_alike() -> None:
     programs, ranks = chain(4, 6, 0)
     found = timed(programs, ranks)

@@ -21,6 +21,7 @@ MODEL = ErrorModel(
     strategies=["ulysses"],
     of_strategies=0.2,
     of_ties={ANY: 0.05},
+    of_orders={},
 )
 
 

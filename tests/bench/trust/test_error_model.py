@@ -127,6 +127,23 @@ def test_ties_are_of_differences_within_a_source() -> None:
     assert ErrorModel.fit(drawn(1)).tie("sourced") == 1.0
 
 
+def test_orders_are_counted_by_how_far_simulated_times_are_apart() -> None:
+    """Of each of eight sources a run of two splits, 8% apart as simulated; measured, half of them are the
+    other way round. A row of another run is compared with none."""
+    rows = []
+    for number, source in enumerate(SOURCES):
+        first = Observation(source, "sourced", "products", "a", 0.0, "run", 0.0)
+        error = 0.1 if number % 2 else 0.0
+        second = Observation(source, "sourced", "products", "b", error, "run", math.log(1.08))
+        rows += [first, second, Observation(source, "sourced", "products", "b", 0.0, "other run", 5.0)]
+    model = ErrorModel.fit(rows)
+    said = "of 8 measured pairs 5 to 10% apart, 50% were in the simulated order"
+    assert model.order("sourced", 1.08) == model.order("sourced", 1 / 1.08) == said
+    assert model.order("datasheet", 1.08) == said  # of all
+    assert model.order("sourced", 1.12) == ""
+    assert ErrorModel.from_dict(model.as_dict()).order("sourced", 1.08) == said
+
+
 def test_the_file_holds_the_model_to_six_digits() -> None:
     model = ErrorModel.fit([*drawn(1), *drawn(2, rates="fitted")])
     again = ErrorModel.from_dict(model.as_dict())

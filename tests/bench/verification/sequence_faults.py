@@ -77,7 +77,7 @@ class StaleBlockInRingBackward(RingAttention):
     """As a popular ring attention once had it."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        return _StaleRing.apply(q, k, v, self.group, meetings)
+        return _StaleRing.apply(q, k, v, None, self.group, meetings)
 
 
 def _of_block_alone(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *how: Any) -> Any:
@@ -95,7 +95,7 @@ class BackwardOfBlocksAlone(RingAttention):
     """Each block's gradients with the output and the log-sum-exp of that block, not of all keys."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        return _RingOfBlocksAlone.apply(q, k, v, self.group, meetings)
+        return _RingOfBlocksAlone.apply(q, k, v, None, self.group, meetings)
 
 
 def _rounded(*arguments: Any) -> tuple[Tensor, Tensor]:

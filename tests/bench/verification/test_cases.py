@@ -64,14 +64,11 @@ def in_float64() -> Iterator[Any]:
     """Strategies, models, ranks and parts; by default on three ranks: a first, a middle and a last one.
 
     By default a strategy runs a model of each kind of attention and a sixth of the others, another sixth
-    than the strategy before it. One of these kinds has its parts alone, too, which name what is wrong in the
-    whole.
+    than the strategy before it, each whole: its parts alone, which name what is wrong, are in the slow run.
     """
     for (i, strategy), (j, model) in product(enumerate(strategies()), enumerate(TINY)):
-        kind = model in ONE_OF_EACH_KIND
-        marks = () if kind or (i + j) % 6 == 0 else pytest.mark.slow
-        parts = None if kind and (i + ONE_OF_EACH_KIND.index(model)) % 3 == 0 else ["model"]
-        yield pytest.param(strategy, model, {3}, parts, id=f"{strategy}-{model}-3", marks=marks)
+        marks = () if model in ONE_OF_EACH_KIND or (i + j) % 6 == 0 else pytest.mark.slow
+        yield pytest.param(strategy, model, {3}, ["model"], id=f"{strategy}-{model}-3", marks=marks)
         yield pytest.param(
             strategy, model, {1, 2, 3, 4}, None, marks=pytest.mark.slow, id=f"{strategy}-{model}-all"
         )
@@ -127,6 +124,7 @@ def test_lower_precision_is_at_its_noise_floor(pool: RankPool, strategy: type[St
     assert any(row.status == "green" for row in rows)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("softmax", "seq_len"),
     [
@@ -175,6 +173,7 @@ def with_first_models() -> Iterator[Any]:
         yield (strategy, model) if model == first else slow(strategy, model)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("strategy", "model"), [*with_first_models()])
 def test_gradients_held_the_old_way_are_synchronized_too(
     pool: RankPool, strategy: type[Strategy], model: str

@@ -49,6 +49,7 @@ def test_packed_documents_are_documents_one_by_one(options: dict[str, object]) -
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "tensors"),
     [
@@ -72,6 +73,7 @@ def test_a_state_that_is_not_reset_is_red(pool: RankPool, fault: type[Strategy])
     assert "of other documents" in assert_red(pool, Case(fault, model, "model"), 4).verdict
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("placement", ["zigzag", "zigzag_by_document", "by_work"])
 def test_documents_longer_than_a_rank_are_green(pool: RankPool, placement: str) -> None:
     assert_green(pool, Case(RingAttention, PACKED, "model", options={"placement": placement}), 4)

@@ -13,6 +13,7 @@ from spbench.bench.verification.cases import verify
 FOLDER = Path(published.__file__).parent
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [("qwen3-0.6b", "megatron_sp"), ("gpt-neox-20b", "tensor_parallel"), ("qwen2-7b", "ulysses")],

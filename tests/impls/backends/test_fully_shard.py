@@ -10,9 +10,12 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.ranks.rank_pool import RankPool
+from spbench.impls.backends import sharded_pieces
 from spbench.impls.backends.fully_shard import FullySharded
 from spbench.impls.layout import Unsupported
+from tests.bench.meters.same_traces import differences
 from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
+from tests.slow import slow
 
 #: as torchtitan has them, if its training.dtype is bfloat16
 TORCHTITAN = {"wrap": "embedding", "reshard_rest": False, "reduce_dtype": "fp32", "state_dtype": "weights"}
@@ -24,7 +27,7 @@ def asked(options: dict[str, Any], **changes: Any) -> Cell:
     return cell("zero3", "ulysses", **settings, training=training)
 
 
-@pytest.mark.parametrize("options", [{"wrap": "whole"}, TORCHTITAN], ids=["whole", "torchtitan"])
+@pytest.mark.parametrize("options", [slow({"wrap": "whole"}), TORCHTITAN], ids=["whole", "torchtitan"])
 def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
     # in float64 sums in float32 are sums in float64
     assert_right(pool, asked(options), FullySharded)
@@ -47,3 +50,20 @@ def test_what_each_option_changes() -> None:
 def test_a_tied_embedding_is_no_unit() -> None:
     with pytest.raises(Unsupported, match="no word embedding apart from its head; use wrap: blocks"):
         virtual.trace(asked({"wrap": "embedding"}, model_options={"tied": True}))
+
+
+def test_pieces_that_nobody_looks_at_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 24 ranks, more than some parameters have rows: their last pieces are empty
+    wide = asked({"micro_batches": 1}, sizes={"dp": 12, "sp": 2}, batch=12)
+    looked_at, cut = [], sharded_pieces.Pieces.__getitem__
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            sharded_pieces.Pieces, "__getitem__", lambda all_, i: looked_at.append(i) or cut(all_, i)
+        )
+        ours = [virtual.trace(wide, rank, events=True) for rank in (3, 23)]
+    # torch still asks for its pieces by the name that is known; of each parameter for few
+    assert {0, 3, 23} == {*looked_at}
+    monkeypatch.setattr(sharded_pieces, "CUT", "a name of another torch")
+    with virtual.only_plain_traces():
+        for rank, trace in zip((3, 23), ours, strict=True):
+            assert differences(virtual.trace(wide, rank, events=True), trace) == []

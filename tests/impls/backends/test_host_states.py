@@ -55,18 +55,21 @@ def cases() -> Iterator[Any]:
         )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("backend", "options"), [*cases()])
 def test_weights_are_those_of_one_device(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
     assert_right(pool, asked(backend, options), backends()[backend])
     assert_sends_its_closed_form(pool, asked(backend, options, precision="fp16"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("backend", "options"), [*cases()])
 def test_uneven_shards(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
     training = {"backend": backend, **options}
     assert_right(pool, cell(backend, "single", sizes={"dp": 3}, training=training), backends()[backend])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "options", "where"),
     [

@@ -87,6 +87,7 @@ def _packed_arguments(
     inputs = scores, scores, v
     return {
         "ranged_flash_attention": (q, k, k, 0.5, ranges),
+        "attention_sinks_gradient": (o, o, lse, torch.zeros(2, dtype=q.dtype)),
         "ranged_flash_attention_backward": (o, q, k, k, o, lse, 0.5, ranges),
         "packed_linear_attention_states": (scores, v, *how),
         "packed_linear_attention_output": (*inputs, rates, states, before, *how[1:]),
@@ -123,6 +124,7 @@ def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) 
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", _arguments(torch.float32, False))

@@ -67,6 +67,7 @@ def test_torchs_cpu_operators_compute_a_part_of_the_whole(
         assert error(x, of.grad) < TOLERANCE[dtype]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

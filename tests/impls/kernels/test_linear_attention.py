@@ -245,6 +245,7 @@ def test_results_are_of_the_inputs_precision_and_states_of_float32() -> None:
 # -- operators -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "dtype"), [slow(1, torch.float64), (20, torch.bfloat16)])
 def test_fakes_are_like_the_operators(length: int, dtype: torch.dtype) -> None:
     q, k, v, initial = inputs(length, dtype).values()

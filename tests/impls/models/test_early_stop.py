@@ -42,6 +42,7 @@ def test_the_last_product_of_a_run_and_what_follows_do_not_run_again(layers_a_ru
     assert not stopped - whole
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "megatron_sp", "ulysses", "ring_attention"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("layers_a_run", [1, 2])

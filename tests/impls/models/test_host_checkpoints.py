@@ -50,6 +50,7 @@ def wrong(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     return [name for name, gradient in theirs.items() if not torch.equal(ours[name], gradient)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"recompute_layers": 3}, {"recompute_method": "block", "recompute_layers": 2},

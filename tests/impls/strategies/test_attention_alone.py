@@ -78,6 +78,7 @@ def sized() -> Iterator[Any]:
         yield *case, 4, [("fp64", 8 if number % 2 else 24)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("strategy", "options", "model", "n", "sizes"), [*sized()], ids=named)
 def test_all_three_gradients(
     pool: RankPool,
@@ -103,6 +104,7 @@ def test_chunks_of_several_blocks_and_a_rest(pool: RankPool, cls: type[Strategy]
     assert_green(pool, Case(cls, THREE_HEADS, "attention", "fp64", 1, 3 * 600), 3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", state_faults.ALL)
 def test_planted_faults_of_states_are_red(pool: RankPool, fault: type[Strategy]) -> None:
     # one position of weak decay is less than bf16 can tell
@@ -110,6 +112,7 @@ def test_planted_faults_of_states_are_red(pool: RankPool, fault: type[Strategy])
         assert_red(pool, Case(fault, THREE_HEADS, "attention", dtype), 4)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("heads", "model"),
     [(6, model) for model in OF_ULYSSES] + [(2, CAUSAL)] + [slow(2, model) for model in OF_ULYSSES[1:]],

@@ -29,6 +29,7 @@ from tests.impls.models.deferred_streams import Device
 GROUPED = "causal-transformer-tiny-gqa"  # 12 heads in 4 groups
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "options", "sizes"),
     [

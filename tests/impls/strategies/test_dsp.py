@@ -125,6 +125,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item() if a.numel() else 0.0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_switch_and_gather_give_what_a_split_would(pool: RankPool, n: int) -> None:
     assert max(pool.run({"sp": n}, errors_of_switches)) == 0
@@ -175,6 +176,7 @@ ST_DIT = {"temporal": 5}
 CUBE = {"leading": (5, 3), "layers": 1}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("model", "options", "seq_len", "grid_dim"),
     [

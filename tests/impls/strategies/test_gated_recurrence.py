@@ -28,6 +28,7 @@ MIXERS = ["gated-deltanet-tiny", "mamba2-tiny"]
 STRATEGIES = [Lasp, Lasp2, Ulysses, TensorParallel, MegatronSP]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MIXERS)
 def test_values_gradients_and_bytes(pool: RankPool, strategy: type[Strategy], name: str) -> None:
@@ -86,6 +87,7 @@ def test_around_each_other(pool: RankPool, name: str) -> None:
         assert_green(pool, Case(nested, model_preset(name, ONE), "model"), nested.meshes(4)[0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", faults.ALL)
 def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy]) -> None:
     for name in MIXERS:

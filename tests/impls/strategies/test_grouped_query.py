@@ -104,6 +104,7 @@ def on_ranks() -> Iterator[Any]:
     yield "single", 1, {}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_heads", [4, slow(2), 1])
 @pytest.mark.parametrize(("strategy", "n", "options"), [*on_ranks()])
 def test_outputs_and_gradients(
@@ -119,6 +120,7 @@ def worst(pool: RankPool, strategy: str, sizes: dict[str, int], kv_heads: int) -
     return max((f.found.error, f.tensor) for rank in pool.run(sizes, check_rank, case) for f in rank)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_heads", [slow(4), 1])
 @pytest.mark.parametrize("outer", SPLITTING)
 @pytest.mark.parametrize("inner", ["ring_attention", "ulysses"])
@@ -126,6 +128,7 @@ def test_around_each_other(pool: RankPool, outer: str, inner: str, kv_heads: int
     assert worst(pool, f"{outer}+{inner}", {"tp": 2, "sp": 2}, kv_heads)[0] < 1e-10
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", mostly_slow(sorted(backends()), "fsdp_flat", "megatron", "zero3"))
 def test_backends_hold_replicas(pool: RankPool, backend: str) -> None:
     case = Case(TensorParallel, grouped(2), "model", backend=backend)
@@ -155,6 +158,7 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, kv_heads: int, n: int
     assert sum(row["count"] for row in replicated) == (2 if n > kv_heads else 0)  # layers
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", sorted(backends()))
 @pytest.mark.parametrize("strategy", ["megatron_sp+ring_attention", slow("tensor_parallel+ring_attention")])
 def test_formula_of_backends(strategy: str, backend: str) -> None:
@@ -171,6 +175,7 @@ def test_a_stage_without_softmax_attention_makes_no_groups(strategy: str) -> Non
     assert VirtualEngine().measure(asked).formula_difference == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "sizes", "kv_heads"),
     [("tensor_parallel", {"tp": 4}, 2), ("ulysses", {"sp": 3}, 2), ("ring_attention", {"sp": 3}, 4)],

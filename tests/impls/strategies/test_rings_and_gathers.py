@@ -71,6 +71,7 @@ def test_gradients_round_a_ring_leave_half_a_block_out_of_the_peak() -> None:
     assert max(peaks) - half_a_block <= traced <= max(peaks)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("model", "placement"),
     [

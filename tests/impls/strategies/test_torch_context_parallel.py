@@ -58,6 +58,7 @@ def messages(strategy: str, **options: str) -> Counter[tuple[str, bool, int]]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rotate", OURS)
 @pytest.mark.parametrize("placement", ["contiguous", "zigzag"])
 def test_messages_are_those_of_torch(rotate: str, placement: str) -> None:

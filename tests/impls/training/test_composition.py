@@ -160,6 +160,7 @@ def assert_right(by_rank: list[dict[str, float]]) -> None:
     assert any("loss" in errors for errors in by_rank)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "sizes", "micro_batches", "schedule", "gradients"), [*with_gradients()])
 def test_loss_and_every_gradient(
     pool: RankPool, name: str, sizes: dict[str, int], micro_batches: int, schedule: str, gradients: str

@@ -16,6 +16,7 @@ OPTIONS = {"layers": 4, "vocabulary_multiple": 2}
 INTERLEAVED = TrainingOptions(micro_batches=4, schedule="interleaved", virtual_stages=2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["single", "tensor_parallel", "ring_self_attention"])
 @pytest.mark.parametrize(("pp", "dp"), [(4, 2), slow(1, 1), slow(1, 2), slow(4, 1)])
 @pytest.mark.parametrize("precision", ["fp16", slow("fp32")])

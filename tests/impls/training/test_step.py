@@ -88,6 +88,7 @@ def test_loss_scale_does_not_change_the_update() -> None:
         torch.testing.assert_close(after[1][name], value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["single", *AXES])
 def test_contiguous_and_stale_gradients_give_the_same_update(pool: RankPool, strategy: str) -> None:
     n = 1 if strategy == "single" else 3
@@ -283,6 +284,7 @@ def gradients_with_dropout(mesh: DeviceMesh, strategy: str, checkpointing: bool)
     return gradients
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["single", *AXES])
 def test_recomputation_repeats_the_masks(pool: RankPool, strategy: str) -> None:
     n = 1 if strategy == "single" else 2

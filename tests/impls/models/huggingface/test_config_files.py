@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from spbench.impls.models.huggingface.config import counting_fields, families, model_from_config
-from spbench.impls.models.model import Model
+from spbench.impls.models.hybrid import HybridModel
+from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 
 FOLDER = Path(__file__).parent
@@ -66,8 +67,7 @@ def test_there_is_a_published_model_of_each_family() -> None:
         ("llama3-8b", {"num_key_value_heads": 5}, "kv_heads 5 does not divide heads 32"),
         ("llama3-8b", {"model_type": "mixtral"}, 'field model_type = "mixtral" is not covered: the families'),
         ("llama3-8b", {"model_type": None}, "field model_type = null is not covered: the families"),
-        ("mistral-7b-v0.2", {"sliding_window": 4096}, "field sliding_window = 4096 is not covered"),
-        ("qwen3-8b", {"use_sliding_window": True}, "field use_sliding_window = true is not covered"),
+        ("mistral-7b-v0.2", {"sliding_window": 0}, "field sliding_window = 0: it must be greater than 0"),
         (
             "nemotron-h-8b",
             {"hybrid_override_pattern": "MEM*" * 13},
@@ -82,7 +82,12 @@ def test_there_is_a_published_model_of_each_family() -> None:
         (
             "qwen3-8b",
             {"layer_types": ["full_attention", "sliding_attention"]},
-            'field layer_types = "sliding',
+            'field layer_types = "sliding_attention" is not covered: use_sliding_window is off',
+        ),
+        (
+            "qwen3-8b",
+            {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 9},
+            "is not covered: there are 36 layers",
         ),
     ],
 )
@@ -91,6 +96,22 @@ def test_what_is_not_covered_is_refused_by_name(name: str, changed: dict[str, An
         model_from_config(content(name) | changed)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_windows_are_in_the_layers_that_transformers_has_them_in() -> None:
+    of_v1 = content("mistral-7b-v0.2") | {"sliding_window": 4096, "rope_theta": 10000.0}
+    assert model_from_config(of_v1) == model_preset("mistral-7b-v0.1")
+    on = {"use_sliding_window": True, "sliding_window": 4096}
+    every = model_from_config(content("qwen3-8b") | on | {"max_window_layers": 0})
+    assert every.attended(8192).window == 4096
+    late = model_from_config(content("qwen2-7b") | on | {"max_window_layers": 20})
+    kinds = ["sliding_attention", "full_attention"] * 18
+    turns = model_from_config(content("qwen3-8b") | on | {"layer_types": kinds})
+    assert isinstance(late, HybridModel)
+    assert isinstance(turns, HybridModel)
+    assert [late.mixing(i).window for i in range(28)] == [None] * 20 + [4096] * 8  # type: ignore[union-attr]
+    assert (turns.pattern, turns.window) == ("WS", 4096)
+    assert built_parameters(turns, 512) == PUBLISHED["qwen3-8b"]
 
 
 def test_fields_without_effect_are_ignored_and_null_is_as_left_out() -> None:

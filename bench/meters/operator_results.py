@@ -1,0 +1,198 @@
+"""What an operator returns on fake tensors, by the metadata of its arguments: described, and for operators of
+ours worked out without FakeTensorMode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spbench.bench.meters.communication import communicates
+from spbench.bench.meters.memory import makes_on_host
+from spbench.bench.meters.torch_internals import FakeTensor, schema_of, storage_key, without_dispatch
+
+Path = tuple[int | str, ...]
+Key = tuple[Any, ...]
+
+#: operators that change metadata or storage of an argument, or whose result depends on values
+_UNUSUAL_TAGS = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+    torch.Tag.maybe_aliasing_or_mutating,
+)
+_UNUSUAL = frozenset(
+    {"aten::resize_", "aten::set_", "aten::lift_fresh", "aten::lift", "aten::_local_scalar_dense"}
+)
+_PLAIN_SCALARS = (
+    *(bool, int, float, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """The metadata of a result that the operator makes. ``view_of``: the argument in whose storage it lies
+    from ``offset`` on; None: it has a storage of its own, contents unknown."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    attributes: Mapping[str, Any]
+    view_of: Path | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A result that is an argument itself (operators in place, and ``out=``)."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What an operator returned.
+
+    Attributes:
+        results: in order; None: it returned None.
+        container: type of the returned tuple or list; None for a single tensor.
+    """
+
+    results: tuple[Made | Argument, ...] | None
+    container: type | None
+
+
+def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:
+    """All that the results of a call depend on; None where that is not known to be the metadata of plain fake
+    tensors and the values of plain scalars."""
+    key: list[Any] = [func, torch.get_default_dtype()]
+    for value in args:
+        if not _describe(value, key):
+            return None
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            if not _describe(value, key):
+                return None
+    return tuple(key)
+
+
+def _describe(value: Any, key: list[Any]) -> bool:
+    """Append what a call depends on of one argument; returns whether that is known."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.dtype.is_complex:
+            return False
+        # read at every call: an assignment to x.data changes a tensor under its identity
+        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+        return True
+    if kind in _PLAIN_SCALARS:
+        key += (kind, value)
+        return True
+    if kind is list or kind is tuple or kind is torch.Size:
+        key += (list, len(value))
+        return all(_describe(item, key) for item in value)
+    return False
+
+
+def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Remembered | None:
+    """What is to be built at the next call with this key; None where it must take the plain path."""
+    if communicates(func) or schema_of(func).name in _UNUSUAL or any(t in func.tags for t in _UNUSUAL_TAGS):
+        return None
+    if result is None:
+        return Remembered(None, None)
+    several = type(result) in (tuple, list)
+    arguments = dict(_tensors((), args, kwargs))
+    # an argument on each storage; None: the storage is that of an earlier result
+    storages: dict[int, Path | None] = {storage_key(x): path for path, x in arguments.items()}
+    results: list[Made | Argument] = []
+    for x in result if several else [result]:
+        if type(x) is not FakeTensor or x.constant is not None:
+            return None
+        same = next((path for path, argument in arguments.items() if argument is x), None)
+        if same is not None:
+            results.append(Argument(same))
+            continue
+        path, offset = storages.get(storage_key(x)), int(x.storage_offset())
+        if path is None:
+            if offset or x.untyped_storage().nbytes() != _dense_bytes(x) or storage_key(x) in storages:
+                return None
+            storages[storage_key(x)] = None
+        attributes = {name: value for name, value in x.__dict__.items() if name != "fake_mode"}
+        results.append(Made(tuple(x.shape), x.stride(), x.dtype, x.fake_device, attributes, path, offset))
+    return Remembered(tuple(results), type(result) if several else None)
+
+
+def worked_out(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Mapping[str, Any]
+) -> Remembered | None:
+    """What an operator of ours returns, by its fake on tensors of the meta device, which takes a tenth of the
+    time that FakeTensorMode does; None: it is to be asked.
+
+    Args:
+        args, kwargs: for which there is a key.
+        attributes: of tensors as the mode makes them.
+    """
+    schema = schema_of(func)
+    aliases = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    if func.namespace != "spbench" or aliases or makes_on_host(func):
+        return None
+    devices = {x.fake_device for _, x in _tensors((), args, kwargs)}  # type: ignore[attr-defined]
+    if len(devices) != 1:
+        return None
+    with without_dispatch():
+        result = func(*_on_meta(args), **{name: _on_meta(value) for name, value in kwargs.items()})
+    several = type(result) in (tuple, list)
+    results = list(result) if several else [result]
+    if not all(_is_dense(x) for x in results) or len({*map(storage_key, results)}) < len(results):
+        return None
+    (device,) = devices
+    attributes = {**attributes, "_fake_device": device}
+    made = (Made(tuple(x.shape), x.stride(), x.dtype, device, attributes) for x in results)
+    return Remembered(tuple(made), type(result) if several else None)
+
+
+def _on_meta(value: Any) -> Any:
+    """An argument with a tensor of the meta device for each fake one."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return type(value)(map(_on_meta, value)) if type(value) in (tuple, list) else value
+
+
+def _is_dense(x: Any) -> bool:
+    """Whether a result has a storage of its own, as ``empty_strided`` makes it."""
+    return (
+        isinstance(x, Tensor) and not x.storage_offset() and x.untyped_storage().nbytes() == _dense_bytes(x)
+    )
+
+
+def _dense_bytes(x: Tensor) -> int:
+    """Bytes of the storage that ``empty_strided`` makes for the shape and strides of x."""
+    if x.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
+
+
+def _tensors(path: Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors among the arguments, with the path to each: positions in lists, names of keywords."""
+    items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for step, value in items:
+        if isinstance(value, Tensor):
+            yield (*path, step), value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors((*path, step), value, {})
+
+
+def argument_at(path: Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument at a path of :func:`_tensors`."""
+    first, *rest = path
+    argument = kwargs[first] if isinstance(first, str) else args[first]
+    for step in rest:
+        argument = argument[step]
+    return argument

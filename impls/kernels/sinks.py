@@ -1,0 +1,80 @@
+"""Attention sinks: a learned logit of each head that joins the softmax's denominator, and has no value
+(gpt-oss, arXiv 2508.10925, section 2.2; "softmax off by one" where it is 0).
+
+    o_i = sum over j of exp(s_ij) v_j / (exp(sink) + sum over j of exp(s_ij))
+
+A sink changes o and the logarithm of the denominator, which attention without it returns, after all keys are
+known, as torchtitan does behind flex attention. A query's keys may have come in blocks: the sink joins once,
+when the last is merged. With both changed, backward through the keys is what it is without a sink. Kernels
+that know sinks (TransformerEngine's softmax_offset) spare the pass over o. Shapes: o [B, Z, M, A], lse
+[B, Z, M], sinks [Z].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spbench.impls.kernels.flash_attention import operator
+from spbench.impls.kernels.kept_results import kept
+from spbench.impls.kernels.ranged_attention import (
+    Seen,
+    attention_to_block,
+    attention_to_block_backward,
+)
+
+
+def join_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Change o of attention without sinks, in place, to what it is with them; returns the logarithm of the
+    denominators with them."""
+    joined = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    o.mul_((lse - joined).exp_().unsqueeze(-1))
+    return joined
+
+
+def _sinks_gradient(d_o: Tensor, o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    # the sink's probability p has no value, so its logit's gradient is p (0 - sum of d_o o)
+    p = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp_()
+    products = (d_o.to(lse.dtype) * o).sum(-1)
+    return (p * products).sum((0, 2)).neg_().to(sinks.dtype)
+
+
+def _fake_sinks_gradient(d_o: Tensor, o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    return torch.empty_like(sinks)
+
+
+#: (d_o, o, lse, sinks) -> the gradient of the sinks [Z], with o and lse of attention with them
+sinks_gradient = operator(
+    "attention_sinks_gradient(Tensor d_o, Tensor o, Tensor lse, Tensor sinks) -> Tensor",
+    _sinks_gradient,
+    _fake_sinks_gradient,
+)
+
+
+class _AttentionWithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Seen) -> Tensor:
+        def attended() -> tuple[Tensor, Tensor]:
+            o, lse = attention_to_block(q, k, v, q.shape[-1] ** -0.5, seen)
+            return o, join_sinks(o, lse, sinks)
+
+        o, lse = kept(attended)
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        ctx.seen = seen
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        d_sinks = sinks_gradient(d_o, o, lse, sinks)
+        block = d_o, q, k, v, o, lse, q.shape[-1] ** -0.5, ctx.seen
+        return *attention_to_block_backward(*block), d_sinks, None
+
+
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Seen) -> Tensor:
+    """Softmax attention with a sink a head of queries that see that of the keys, scores scaled by A**-0.5:
+    o [B, Z, M, A]; keeps q, k, v, o and lse."""
+    result: Tensor = _AttentionWithSinks.apply(q, k, v, sinks, seen)
+    return result

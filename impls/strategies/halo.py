@@ -1,0 +1,226 @@
+"""Attention in a sliding window whose keys lie on this rank and on a few before it: a halo of window - 1
+positions, where each rank has a contiguous chunk.
+
+Rank r needs the last rows of chunks r-1, r-2, ... (:func:`halo_rows`), and no other rank's keys. Each owner
+sends these rows itself, forward and again backward, and each rank sends the gradients of what it was sent
+home to the owner, in at least float32. So a rank sends 2 (W - 1) B G A elements of keys and values forward,
+as many backward, and as many of gradients, whatever the length and the number of ranks; (N - 1) L/N takes the
+place of W - 1 where that is less.
+
+All ranks send alike: the ring stays closed, and what comes to the first ranks from the last is not read, nor
+computed with. The rank that sends most would send no less in an open chain.
+
+In a ring the own keys, and those of each chunk, are attended to while the next rows are under way; in one
+gather all rows come first, for one call of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spbench.impls.collectives import Ring
+from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.kept_results import kept
+from spbench.impls.layout import Site, runs_again
+from spbench.impls.rings import exchange
+from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
+from spbench.impls.strategies.meetings import ALL, Meetings, halo_rows
+from spbench.impls.traffic import Traffic
+
+
+def halo_of_site(site: Site, size: int, placement: str) -> tuple[int, ...] | None:
+    """The rows of :attr:`Meetings.halo` at a site of attention; None: it has no halo."""
+    if "window" not in site.dims or placement != "contiguous":
+        return None
+    return halo_rows(site.dims["window"], site.dims["L"] // size, size)
+
+
+def halo_traffic(site: Site, halo: tuple[int, ...], element_bytes: int) -> Iterator[Traffic]:
+    """What a rank sends for attention with that halo."""
+    d = site.dims
+    row = 2 * d["B"] * d.get("G", d["Z"]) * d["A"]
+    for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
+        for rows in halo:
+            yield Traffic(phase, "K and V of the halo", "send", site.count, rows * row * element_bytes)
+    for rows in halo:
+        sums = rows * row * max(4, element_bytes)
+        yield Traffic("backward", "dK and dV of the halo", "send", site.count, sums)
+
+
+def _rows(k: Tensor, v: Tensor) -> Tensor:
+    """k and v [B, G, L/N, A] in one message, [L/N, B, 2, G, A], of which the last rows are a view without
+    gaps, and in which several messages lie one after another as one."""
+    return torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 2)
+
+
+def _keys_and_values(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [B, G, rows, A], of what :func:`_rows` returns."""
+    k, v = rows.permute(2, 1, 3, 0, 4).unbind()
+    return k, v
+
+
+def _filled(rows: Tensor, d_keys: Tensor, d_values: Tensor) -> None:
+    """Write gradients [B, G, rows, A] of keys and values into rows as :func:`_rows` has them."""
+    for i, x in enumerate((d_keys, d_values)):
+        rows[:, :, i].copy_(x.permute(2, 0, 1, 3))
+
+
+class _InRing(torch.autograd.Function):
+    """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        group: dist.ProcessGroup,
+        meetings: Meetings,
+    ) -> Tensor:
+        def blocks() -> Iterator[Block]:
+            for back, rows in _passing(_rows(k, v), group, meetings):
+                if (met := _met(meetings, back, len(rows))) is not None:
+                    mine, theirs, seen = met
+                    yield mine, *_keys_and_values(rows[theirs]), seen
+
+        o, lse = kept(lambda: attend_blocks(q, blocks(), sinks))
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        ctx.group, ctx.meetings = group, meetings
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        meetings, backward = ctx.meetings, BlockwiseBackward(d_o, q, o, lse, sinks)
+        home, own = Ring(ctx.group), q.new_empty(0)
+        for back, rows in _passing(_rows(k, v), ctx.group, meetings):
+            gradients = rows.new_zeros(rows.shape, dtype=state_dtype(k.dtype))
+            if (met := _met(meetings, back, len(rows))) is not None:
+                mine, theirs, seen = met
+                _filled(gradients[theirs], *backward.of_block(mine, *_keys_and_values(rows[theirs]), seen))
+            if back == 0:
+                own = gradients
+                continue
+            if back > 1:
+                _add(own, *home.finish())
+            home.start(gradients, to=-back)
+        if meetings.halo:
+            _add(own, *home.finish())
+        d_k, d_v = _keys_and_values(own)
+        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), backward.d_sinks, None, None
+
+
+def _passing(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Iterator[tuple[int, Tensor]]:
+    """(how many chunks back, rows): the own rows and those of the halo, each while the next are under way."""
+    ring, rows = Ring(group), own
+    halo = meetings.halo or ()
+    for back in range(len(halo) + 1):
+        if back < len(halo):
+            ring.start(own[-halo[back] :], to=back + 1)
+        yield back, rows
+        if back < len(halo):
+            (rows,) = ring.finish()
+
+
+def _met(meetings: Meetings, back: int, rows: int) -> Any:
+    """As :meth:`Meetings.of`, with keys counted among the last ``rows`` of the chunk that many back."""
+    met = meetings.of(meetings.before(back))
+    if met is None:
+        return None
+    mine, theirs, seen = met
+    missing = meetings.length - rows
+    return mine, slice(theirs.start - missing, theirs.stop - missing), seen
+
+
+def _add(own: Tensor, gradients: Tensor) -> None:
+    """Add what a later rank sends home of the last rows."""
+    own[-len(gradients) :].add_(gradients)
+
+
+class _Gathered(torch.autograd.Function):
+    """As :class:`_InRing`, in one call of the kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        group: dist.ProcessGroup,
+        meetings: Meetings,
+    ) -> Tensor:
+        def block() -> Block:
+            return ALL, *_keys_and_values(_with_halo(_rows(k, v), group, meetings)), meetings.of_halo()
+
+        o, lse = kept(lambda: attend_blocks(q, [block()], sinks))
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        ctx.group, ctx.meetings = group, meetings
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        group, meetings = ctx.group, ctx.meetings
+        rows, backward = _with_halo(_rows(k, v), group, meetings), BlockwiseBackward(d_o, q, o, lse, sinks)
+        gradients = rows.new_empty(rows.shape, dtype=state_dtype(k.dtype))
+        _filled(gradients, *backward.of_block(ALL, *_keys_and_values(rows), meetings.of_halo()))
+        del rows
+        *halo, own = _parts(gradients, meetings)
+        arrived = [torch.empty_like(x) for x in halo]
+        exchange(
+            [(x, meetings.before(back)) for back, x in _backwards(halo)],
+            [(x, meetings.before(-back)) for back, x in _backwards(arrived)],
+            group,
+        )
+        for _, x in _backwards(arrived):
+            _add(own, x)
+        d_k, d_v = _keys_and_values(own)
+        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), backward.d_sinks, None, None
+
+
+def _parts(rows: Tensor, meetings: Meetings) -> list[Tensor]:
+    """The rows of each chunk of the halo, the farthest first, and the own."""
+    return list(rows.split([*reversed(meetings.halo or ()), meetings.length]))
+
+
+def _backwards(halo: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Of the parts of a halo, the farthest first: (how many chunks back, rows), the nearest first."""
+    return enumerate(reversed(halo), 1)
+
+
+def _with_halo(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Tensor:
+    """The rows of the halo, the farthest first, and the own."""
+    halo = meetings.halo or ()
+    rows = own.new_empty(sum(halo) + len(own), *own.shape[1:])
+    *parts, mine = _parts(rows, meetings)
+    mine.copy_(own)
+    exchange(
+        [(own[-n:], meetings.before(-back)) for back, n in enumerate(halo, 1)],
+        [(x, meetings.before(back)) for back, x in _backwards(parts)],
+        group,
+    )
+    return rows
+
+
+def attend_in_ring(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: dist.ProcessGroup, meetings: Meetings
+) -> Tensor:
+    """Softmax attention of q [B, Z, L/N, A] to the keys k [B, G, L/N, A] of this rank and of its halo,
+    overlapped with its messages: [B, Z, L/N, A]."""
+    result: Tensor = _InRing.apply(q, k, v, sinks, group, meetings)
+    return result
+
+
+def attend_gathered(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: dist.ProcessGroup, meetings: Meetings
+) -> Tensor:
+    """As :func:`attend_in_ring`, once all of the halo is here."""
+    result: Tensor = _Gathered.apply(q, k, v, sinks, group, meetings)
+    return result
