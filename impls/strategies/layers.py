@@ -84,9 +84,9 @@ class LayerHooks:
     @property
     def of_mlp(self) -> LayerHooks:
         """What makes the projections of a decoder's MLP, which a strategy may treat otherwise than those of
-        what mixes the tokens; the weights are parameters of the kind ``mlp``."""
-        within: LayerHooks | None = self.within  # type: ignore[attr-defined]
-        return self if within is None or within.of_mlp is within else within.of_mlp
+        what mixes the tokens; the weights are parameters of the kind ``mlp``. Asked of the outermost one,
+        which alone may split weights."""
+        return self
 
     @left_within
     def linear_in(self, in_features: int, out_features: int) -> Linear:
