@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
@@ -22,6 +21,8 @@ from pydantic import (
 
 from spbench.bench.counts import MOST_POSITIONS, MOST_RANKS, MOST_STEPS, Count, Ranks, Repeats
 from spbench.bench.declarations import declared
+from spbench.bench.document_files import with_documents
+from spbench.bench.environment_variables import VARIABLES, checked
 from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import StrictModel
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
@@ -87,6 +88,8 @@ class TrainingOptions(BaseModel):
         steps: traced one after another: communication and times are those of the last, peaks the largest.
         cublas_workspace: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count such as
             ":4096:8"; None: the cluster's.
+        cuda_alloc_conf: as the environment variable PYTORCH_CUDA_ALLOC_CONF, "expandable_segments:True" (see
+            :class:`ExpandableSegments`); None: torch's defaults.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
@@ -103,6 +106,7 @@ class TrainingOptions(BaseModel):
     overlap_p2p_communication: bool = False
     steps: Repeats = 1
     cublas_workspace: str | None = None
+    cuda_alloc_conf: str | None = None
 
     @model_validator(mode="after")
     def _check_virtual_stages(self) -> TrainingOptions:
@@ -115,14 +119,11 @@ class TrainingOptions(BaseModel):
                 raise ValueError(f"{name} is for schedule: interleaved; leave it out, or set that")
         return self
 
-    @field_validator("cublas_workspace")
+    @field_validator(*VARIABLES)
     @classmethod
-    def _check_workspace(cls, config: str | None) -> str | None:
-        if config is not None and not re.fullmatch(r"(:\d+:\d+)+", config):
-            raise ValueError(
-                f'{config!r} is no CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT, as ":4096:8"'
-            )
-        return config
+    def _check_variables(cls, value: str | None, info: ValidationInfo) -> str | None:
+        assert info.field_name is not None
+        return checked(info.field_name, value)
 
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:
@@ -222,8 +223,10 @@ class Cell(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_model(cls, content: Any) -> Any:
-        """Read the model's file, from the working directory, where that is not done."""
+    def _read_files(cls, content: Any) -> Any:
+        """Read the model's file and that of its documents, from the working directory, where that is not
+        done."""
+        content = with_documents(content)
         if isinstance(content, Mapping) and content.get("model_config_json") is None:
             model = content.get("model")
             if isinstance(model, str) and names_a_file(model):

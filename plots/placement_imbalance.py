@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import mean
 
 from pandas import DataFrame
 
@@ -18,7 +19,8 @@ Value = Callable[[Row], float | None]
 
 
 def placement_imbalance(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """For each length and number of GPUs the imbalance of each variant's rows, above their step times."""
+    """For each length and number of GPUs the imbalance of each variant's rows, above their step times: the
+    means of several draws of documents, and in parentheses their ranges."""
     colors = category_colors(row["cell"]["variant"] for row in rows)
     order = list(colors)
 
@@ -42,13 +44,22 @@ def _facet(row: Row) -> str:
 
 def _panel(rows: Sequence[Row], colors: Mapping[str, str], title: str, label: str, value: Value) -> Panel:
     bars, names = [], []
-    for row in rows:
-        name, length = row["cell"]["variant"], value(row)
+    for name, draws in grouped(rows, lambda row: row["cell"]["variant"]).items():
+        values = [found for row in draws if (found := value(row)) is not None]
         gid = f"{label} {title} {name}"
-        segments = [] if length is None else [Segment(length, colors[name], gid)]
-        bars.append(Bar(segments, gid, number(length or 0.0), row["status"]))
+        segments = [Segment(mean(values), colors[name], gid)] if values else []
+        status = next((row["status"] for row in draws if row["status"] != "ok"), "ok")
+        bars.append(Bar(segments, gid, spread(values), status))
         names.append(name.replace("_", " "))
     return Panel(partial(draw_levels, bars=bars, names=names), title, label, inches=levels_inches(len(bars)))
+
+
+def spread(values: Sequence[float]) -> str:
+    """Their mean, and in parentheses their range where they differ in what is shown."""
+    if not values:
+        return ""
+    least, most = number(min(values)), number(max(values))
+    return number(mean(values)) + (f" ({least} to {most})" if least != most else "")
 
 
 draw = Drawing("placement_imbalance", placement_imbalance)

@@ -54,7 +54,7 @@ def _switches(row: Row) -> Iterator[str]:
         yield strategy_name(strategy(row))
     if option(row, "model_options", "mlp_tile"):
         yield "tiled MLP"
-    if option(row, "model_options", "checkpoints") == "host":
+    if option(row, "model_options", "checkpoints") in ("host", "pageable"):
         yield "checkpoints on host"
 
 

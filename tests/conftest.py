@@ -1,5 +1,7 @@
 """What all tests share: their order, a pool of ranks, a folder for the user's cache, and one thread."""
 
+from __future__ import annotations
+
 import gc
 import os
 import signal
@@ -7,20 +9,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from spbench.bench.disk_cache import CACHE_FOLDER, DiskCache
-from spbench.bench.engines import trace_cache
 from spbench.bench.ranks import processes
-from spbench.bench.ranks.rank_pool import RankPool
 from tests.slow import thin
+
+# torch is imported where it is used: the first process of xdist, for which the others wait, needs none
+if TYPE_CHECKING:
+    from spbench.bench.ranks.rank_pool import RankPool
 
 #: the environment may forbid it, as images of containers do; each worker would compile all tests again
 sys.dont_write_bytecode = False
 processes._PRELOADED = "tests.preloaded"  # or each rank would import pytest
-torch.set_num_threads(1)  # as the ranks have
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,7 +81,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what is imported by now, which takes it half a second each time."""
+    """Have one thread, as the ranks have, and let the garbage collector pass over what is imported by now,
+    which takes it half a second each time."""
+    import torch
+
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 
@@ -90,6 +97,8 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="module")
 def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a module's tests trace twice is traced once, as in sweeps; for tests that change no code."""
+    from spbench.bench.engines import trace_cache
+
     with pytest.MonkeyPatch.context() as patched:
         kept = DiskCache(tmp_path_factory.mktemp("traces"), trace_cache.LIMIT_BYTES)
         patched.setattr(trace_cache, "_cache", kept)
@@ -100,5 +109,7 @@ def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def pool() -> Iterator[RankPool]:
     """A pool of four ranks that tests use in turn; its processes start with the first job. A job that hangs,
     as for a message that is never sent, ends in time to name its test."""
+    from spbench.bench.ranks.rank_pool import RankPool
+
     with RankPool(4, timeout_s=30.0) as ranks:
         yield ranks

@@ -1,10 +1,9 @@
-"""The candidates of a search, with their estimates, and what traces have taught about these."""
+"""The candidates of a search, with their estimates."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,20 +24,14 @@ from spbench.bench.advise.layouts import (
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import as_text
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
-from spbench.impls.axes import MESH_AXES
+from spbench.impls.axes import MESH_AXES, spelled
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
 
-#: seconds may be off by this much more than what was learned says, and by this much for each doubling of
-#: ranks along an axis from what was traced, and for a backend and a size of micro-batches that were traced
-#: nowhere; bytes by this much
-_MARGIN, _MARGIN_OF_STEP, _MARGIN_OF_BYTES = 1.03, 1.08, 1.1
 #: a layout whose estimated bytes are so much less than a card has surely fits
-_SURELY = 2.0
+SURELY = 2.0
 #: what became of layouts that take longer than another that surely fits
 SLOWER = "slower than with other settings that surely fit"
-#: weights of the pull of factors to 1
-_PULL_OF_WAY, _PULL = 1e-3, 0.3
 
 
 def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
@@ -60,6 +53,8 @@ class Candidate:
         training: backend and its options.
         saving: settings of the model that take less memory.
         estimated_s, estimated_bytes: of a step, and of the fullest rank.
+        activation_bytes: of the estimated ones, those that are no states of training.
+        twin: ``training`` without the host, where that only makes room; None: it has nothing there.
     """
 
     layout: Layout
@@ -68,11 +63,19 @@ class Candidate:
     saving: Mapping[str, Any]
     estimated_s: float
     estimated_bytes: float
+    activation_bytes: float
+    twin: Mapping[str, Any] | None = None
 
     @property
     def strategy(self) -> str:
         """Its name."""
         return self.layout.way.strategy
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Strategy and mesh, as of a cell: of each kind the best layout is named."""
+        sizes = self.layout.sizes
+        return self.strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
@@ -80,9 +83,9 @@ class Candidate:
         return ("backend", as_text(self.training)), ("micro-batch", str(self.layout.micro_batch))
 
     @cached_property
-    def states(self) -> str:
-        """What layouts have in common whose states of training are divided alike."""
-        return f"{self.layout.way} {as_text(self.training)}"
+    def saving_text(self) -> str:
+        """Its saving as text."""
+        return as_text(self.saving)
 
     def cell(self, asked: Cell) -> Cell:
         """The cell that it makes of the one that was asked about."""
@@ -113,7 +116,8 @@ def candidates(
     left_out: Counter[str] | None = None,
 ) -> Iterator[Candidate]:
     """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
-    backend none that takes longer by the estimate than another that surely fits.
+    backend none that takes longer by the estimate than another that surely fits, also with its states on the
+    cards where these are on the host.
 
     Args:
         savings: settings of the model by their text.
@@ -126,25 +130,42 @@ def candidates(
     backends = [known[text] for text in estimates.backends]
     pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
     settings = [savings[text] for text in estimates.references]
+    twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
     for way in ways(question):
         made = _figures(estimates, way, question.heeded, refused)
         if made is None:
             continue
         figures, options = made
         for layout in layouts(question, way, estimates.layers, refused):
-            times, memories = estimates.times(layout, figures), estimates.memories(layout, figures)
+            times, states = estimates.times(layout, figures), estimates.states(layout, figures)
+            activations = estimates.activations(layout)
+            memories = states[:, None] + activations
             # of each backend the shortest time with which it surely fits
-            surely = np.where(memories * _SURELY <= usable, times, np.inf).min(axis=1, initial=np.inf)
+            surely = np.where(memories * SURELY <= usable, times, np.inf).min(axis=1, initial=np.inf)
+            surely = np.minimum(surely, [np.inf if at is None else surely[at] for at in twins])
             for row, training in enumerate(backends):
                 if layout.pp > 1 and not pipelined[row]:
                     continue
-                for at, (seconds, nbytes) in enumerate(zip(times[row], memories[row], strict=True)):
-                    if seconds <= surely[row]:
-                        yield Candidate(
-                            layout, options, training, settings[at], float(seconds), float(nbytes)
-                        )
+                twin = None if (at := twins[row]) is None else backends[at]
+                columns = zip(settings, times[row], memories[row], activations, strict=True)
+                for saving, *numbers in columns:
+                    if numbers[0] <= surely[row]:
+                        seconds, nbytes, own = map(float, numbers)
+                        yield Candidate(layout, options, training, saving, seconds, nbytes, own, twin)
                     elif left_out is not None:
                         left_out[SLOWER] += 1
+
+
+def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
+    """Of the settings of each backend that have states on the host, the place of those that have them on
+    cards and are the same otherwise; None: they have none there, or there are no such others."""
+
+    def twin(at: int) -> int | None:
+        own = backends[at].items()
+        others = [n for n, each in enumerate(backends) if not on_host[n] and each.items() <= own]
+        return max(others, key=lambda n: len(backends[n]), default=None) if on_host[at] else None
+
+    return [twin(at) for at in range(len(backends))]
 
 
 def _figures(
@@ -159,88 +180,3 @@ def _figures(
             reason = str(refusal)
     refused.add(str(way), reason)
     return None
-
-
-class Learned:
-    """How far estimates were off: traced over estimated.
-
-    Of seconds, a factor of each way, times one of each backend and one of each size of micro-batches, by
-    least squares of their logarithms; of bytes, the least by way and backend.
-    """
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[Candidate, float]] = []
-        self._strategies: set[str] = set()
-        self._of_ways: dict[Way, float] = {}
-        self._of_variants: dict[Variant, float] = {}
-        self._nearest: dict[Way, tuple[Way, int]] = {}
-        self._larger: dict[str, list[float]] = {}
-
-    def knows(self, strategy: str) -> bool:
-        """Whether a layout of it was traced."""
-        return strategy in self._strategies
-
-    def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
-        """What a trace of a candidate found."""
-        self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
-        for name in (candidate.strategy, candidate.states):
-            self._larger.setdefault(name, []).append(nbytes / candidate.estimated_bytes)
-        self._strategies.add(candidate.strategy)
-        self._of_ways[candidate.layout.way] = 0.0
-        self._nearest.clear()
-
-    def fit(self) -> None:
-        """Work out the factors, once something was traced."""
-        if not self._seen:
-            return
-        ways = list(self._of_ways)
-        variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
-        columns: dict[Hashable, int] = {name: at for at, name in enumerate([*ways, *variants])}
-        matrix = np.zeros((len(self._seen), len(columns)))
-        for row, (candidate, _) in enumerate(self._seen):
-            for name in (candidate.layout.way, *candidate.variants):
-                matrix[row, columns[name]] = 1.0
-        off = np.array([each for _, each in self._seen])
-        # a little pull to 1, so that what one way alone was traced with is not taken for the way's own
-        pull = np.diag([_PULL_OF_WAY] * len(ways) + [_PULL] * len(variants))
-        factors = np.linalg.solve(matrix.T @ matrix + pull, matrix.T @ off)
-        self._of_ways = {way: float(factors[columns[way]]) for way in ways}
-        self._of_variants = {name: float(factors[columns[name]]) for name in variants}
-
-    def expected_s(self, candidate: Candidate) -> float:
-        """Seconds that a candidate probably takes: of an unknown strategy by the estimate alone."""
-        near = self._near(candidate.layout.way)
-        if near is None:
-            return candidate.estimated_s
-        off = self._of_ways[near[0]] + sum(self._of_variants.get(each, 0.0) for each in candidate.variants)
-        return candidate.estimated_s * math.exp(off)
-
-    def least_s(self, candidate: Candidate) -> float:
-        """Seconds that a candidate takes at the least, of a strategy of which layouts were traced."""
-        near = self._near(candidate.layout.way)
-        assert near is not None
-        unknown = sum(each not in self._of_variants for each in candidate.variants)
-        return self.expected_s(candidate) / (_MARGIN * _MARGIN_OF_STEP ** (near[1] + unknown))
-
-    def least_bytes(self, candidate: Candidate) -> float:
-        """Bytes that a candidate takes at the least: by traces of the same way and backend, or else by the
-        estimate."""
-        if known := self._larger.get(candidate.states):
-            return candidate.estimated_bytes * min(known) / _MARGIN_OF_BYTES
-        known = [1.0, *self._larger.get(candidate.strategy, [])]
-        return candidate.estimated_bytes * min(known) / _MARGIN_OF_BYTES
-
-    def _near(self, way: Way) -> tuple[Way, int] | None:
-        """The way of the same strategy that is most like this one and was traced, and how many doublings of
-        ranks along an axis lie between."""
-        if way not in self._nearest:
-            alike = [known for known in self._of_ways if known.strategy == way.strategy]
-            if not alike:
-                return None
-            nearest = min(alike, key=lambda known: _doublings(way, known))
-            self._nearest[way] = nearest, _doublings(way, nearest)
-        return self._nearest[way]
-
-
-def _doublings(way: Way, other: Way) -> int:
-    return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))

@@ -243,16 +243,20 @@ class Estimates:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
         return way.elements.layer * self.periods / layout.pp + ends
 
-    def memories(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """Bytes of the fullest rank at its peak, for each backend (rows) and saving (columns)."""
+    def states(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Bytes of states of training on a rank, for each backend."""
         sharing = layout.dp * ranks_along(way.alike, layout.sizes)
-        states = np.array([each.whole_bytes + each.shared_bytes / sharing for each in self.backends.values()])
+        each = np.array([e.whole_bytes + e.shared_bytes / sharing for e in self.backends.values()])
+        found: np.ndarray = each * self._elements(layout, way)
+        return found
+
+    def activations(self, layout: Layout) -> np.ndarray:
+        """Bytes of everything else on the fullest rank at its peak, for each saving."""
         batch, _ = self.cell.shape
         at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
         _, _, layer, ends = self._of_savings
         sample = self.periods / layout.pp * layer * at_once + ends
-        activations = layout.micro_batch * sample / layout.way.ranks
-        found: np.ndarray = states[:, None] * self._elements(layout, way) + activations
+        found: np.ndarray = layout.micro_batch * sample / layout.way.ranks
         return found
 
     @cached_property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spbench.bench.advise.question import Question
+from spbench.bench.errors import UserError, suggestion
 from spbench.impls.axes import spelled
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
@@ -169,10 +170,30 @@ def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[
 
 
 def backend_settings(question: Question) -> list[dict[str, Any]]:
-    """The settings of ``training`` for each backend that is searched, and each of its own choices."""
-    return [
-        {"backend": name, **settings}
-        for name, cls in sorted(backends().items())
-        if cls.searched and question.allows_backend(name)
-        for settings in cls.options_type.searched()
+    """The settings of ``training`` for each backend that is searched, and each of its own choices; of an
+    option that is given those that have it so, where a backend without it is as others are by default.
+
+    Raises:
+        UserError: no backend has an option that is given, or none as it is given.
+    """
+    searched = {name: cls for name, cls in sorted(backends().items()) if cls.searched}
+    defaults = {name: asdict(cls.options_type()) for name, cls in searched.items()}
+    of_any = {name: value for each in defaults.values() for name, value in each.items()}
+    settings = [
+        {"backend": name, **own}
+        for name, cls in searched.items()
+        if question.allows_backend(name)
+        for own in cls.options_type.searched()
     ]
+    for name, value in question.options.items():
+        section, _, option = name.partition(".")
+        if section != "training":
+            continue
+        if option not in of_any:
+            raise UserError(f"--fixed {name}: no backend that is searched has it{suggestion(option, of_any)}")
+        has = [{**of_any, **defaults[each["backend"]], **each}[option] for each in settings]
+        settings = [each for each, own in zip(settings, has, strict=True) if own == value]
+        if not settings:
+            there = ", ".join(dict.fromkeys(map(str, has)))
+            raise UserError(f"--fixed {name}={value}: no backend is searched with it; they have {there}")
+    return settings

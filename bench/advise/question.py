@@ -10,10 +10,11 @@ from typing import Any
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.clusters.changed_figures import changed_cluster
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.changes import written
+from spbench.bench.config.changes import given, written
 from spbench.bench.config.choices import names, unknown
 from spbench.bench.counts import MOST_RANKS
 from spbench.bench.engines.step_times import can_time
+from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError
 from spbench.bench.fit.subject import Asked, kind_of, subject
 from spbench.impls.axes import MESH_AXES
@@ -25,7 +26,9 @@ from spbench.impls.strategies.nesting import PLUS
 BATCH_TOKENS = 4 * 2**20
 #: parts of a cell in which layouts differ, and what of them every layout has as it is asked for
 _SEARCHED = ("strategy", "strategy_options", "sizes", "mesh", "training")
-_OF_EVERY_LAYOUT = ("step", "cublas_workspace")
+_OF_EVERY_LAYOUT = ("step", *VARIABLES)
+#: what may be given of every layout: these, and options of these
+_FIXED, _WITH_OPTIONS = (*MESH_AXES, "micro_batch"), ("training", "model_options")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Question:
         only: strategies and backends; of those of which there are none, any.
         without: strategies and backends that a layout must not have, also around or within others.
         fixed: ranks along axes, or micro_batch, that are given.
+        options: of the model and of backends that are given, by dotted name.
         remarks: on how it was made, one a line.
         figures: of the cluster that were changed, as ``--set`` takes them.
     """
@@ -47,6 +51,7 @@ class Question:
     only: Sequence[str] = ()
     without: Sequence[str] = ()
     fixed: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     figures: str = ""
 
@@ -88,6 +93,11 @@ class Question:
         """Whether a backend may be among the answers."""
         return self._wanted("backend", backend) and backend not in self.without
 
+    def keeps(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a layout may have these settings, by dotted name: no option that is given has another
+        value."""
+        return all(self.options.get(name, value) == value for name, value in settings.items())
+
     @property
     def strategies(self) -> list[str]:
         """Those that alone may be among the answers; none: all may."""
@@ -119,8 +129,10 @@ def question(
         _check_name(name)
     for name in asked.settings:
         _check_setting(name)
-    given = whole_numbers("--fixed", fixed, [*MESH_AXES, "micro_batch"])
-    settings = dict(asked.settings)
+    dotted = [pair for pair in fixed if "." in pair[0]]
+    axes = whole_numbers("--fixed", [pair for pair in fixed if pair not in dotted], _FIXED)
+    options = given(dotted)
+    settings = {**asked.settings, **_of_model(options)}
     remarks: list[str] = []
     length = settings.get("seq_len")
     if batch_tokens is not None:
@@ -165,7 +177,18 @@ def question(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
             f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
         )
-    return Question(plain, gpus, only, without, given, [*remarks, *_said(found.remarks)])
+    return Question(plain, gpus, only, without, axes, options, [*remarks, *_said(found.remarks)])
+
+
+def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that the model has from the start, and keeps."""
+    for name in options:
+        if name.partition(".")[0] not in _WITH_OPTIONS:
+            raise UserError(
+                f"--fixed {name}: give an option of {' or '.join(_WITH_OPTIONS)}, as "
+                f"training.optimizer=device, or {', '.join(_FIXED)}"
+            )
+    return {name: value for name, value in options.items() if name.startswith("model_options.")}
 
 
 def _said(remarks: Sequence[str]) -> list[str]:
@@ -184,8 +207,8 @@ def _check_setting(name: str) -> None:
     section, _, own = name.partition(".")
     if section in _SEARCHED and own not in _OF_EVERY_LAYOUT:
         raise UserError(
-            f"--set {name}: advise looks for it; narrow that by --only, --without and --fixed, or ask "
-            "spbench fit about one layout"
+            f"--set {name}: advise looks for it; narrow that by --only, --without and --fixed (also "
+            "--fixed training.optimizer=device), or ask spbench fit about one layout"
         )
 
 

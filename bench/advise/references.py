@@ -18,8 +18,10 @@ from spbench.bench.engines.plan import model_parameters, plan
 from spbench.bench.errors import UserError
 from spbench.bench.fit.answers import Answers
 from spbench.bench.measurement import Outcome
+from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backend_class
 
 #: replicas of the traces of backends
 _REPLICAS = (2, 4)
@@ -46,7 +48,8 @@ def savings_of(question: Question) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
     for together in [*_apart(alone, 1), *_apart(alone, 2), *_most(alone)]:
         options = {name: value for each in together for name, value in each.items()}
-        found.setdefault(as_text(options), options)
+        if question.keeps({f"model_options.{name}": value for name, value in options.items()}):
+            found.setdefault(as_text(options), options)
     return found
 
 
@@ -171,8 +174,9 @@ def _backend(found: Found, text: str) -> BackendFigures | None:
     forward_only = cell.training.step == "inference"
     once, twice = (_sent(cell, n, elements) for n in ((1, 1) if forward_only else (1, 2)))
     each = {name: max(0.0, twice[name] - once[name]) for name in once}
+    kept = backend_class(cell.training.backend).kept_bytes(PRECISIONS[cell.precision])
     return BackendFigures(
-        max(0.0, few_bytes - shared / a),
+        max(0.0, few_bytes - shared / a) + kept,
         shared,
         {name: max(0.0, n - each[name]) for name, n in once.items()},
         each,

@@ -9,15 +9,15 @@ many traces in a row have gained the best nothing.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from spbench.bench.advise.candidates import SLOWER, Candidate, Learned, candidates, ordered
+from spbench.bench.advise.candidates import SLOWER, Candidate, candidates, ordered
 from spbench.bench.advise.estimates import Estimates
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.layouts import Way, strategy_settings
+from spbench.bench.advise.learned import Learned
 from spbench.bench.advise.looks import Depth, Look, outcomes
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import references, savings_of
@@ -29,23 +29,22 @@ from spbench.bench.fit.answers import Answers
 from spbench.impls.models.model import model_preset
 
 #: layouts that are traced with few layers at once, a worker
-_AT_ONCE = 4
-#: so many of the best are wanted, and traced whole
-BEST = 5
-#: after so many traces of few layers by which the best together were not faster by so much, none is awaited
+_AT_ONCE = 3
+#: so many of the best are wanted, and so many of these traced whole, which takes several times as long
+BEST, _WHOLE = 5, 2
+#: after so many traces of few layers, of strategies that were traced before, by which the best together were
+#: not faster by so much, none is awaited
 _PATIENCE, _GAIN = 24, 1.005
-#: until a layout of a strategy was traced, its estimates may be too high, or too low, by so much
-_UNKNOWN = 1.6
 #: layouts whose estimated memory is so much more than a card has are not traced
 _TOO_LARGE = 1.25
+#: a layout whose estimated memory is so much less probably fits
+_ROOM = 1.1
 #: orders of the mesh that are tried for the best
 _OTHER_ORDERS = (
     ("pp", "dp", "cp", "sp", "tp"),
     ("dp", "pp", "sp", "cp", "tp"),
     ("dp", "pp", "tp", "cp", "sp"),
 )
-#: a strategy that is so much slower than the best is not looked at more closely
-_FAR = 1.5
 
 
 class Search:
@@ -66,6 +65,10 @@ class Search:
         #: by strategy, how much longer steps were by traces of all layers than by those of few
         self.longer: dict[str, list[float]] = {}
         self.learned = Learned()
+        #: by layout, its candidates, the fastest by the estimate first
+        self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
+        #: strategies of which a layout will probably fit
+        self._roomy: set[str] = set()
 
     def run(self) -> Found:
         """Search.
@@ -93,6 +96,9 @@ class Search:
             self.most_bytes = float("inf")
         self.say(f"{len(every)} layouts, of which {len(waiting)} may fit")
         counts["need too much by the estimate"] = len(every) - len(waiting)
+        self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
+        for candidate in sorted(waiting, key=lambda each: each.estimated_s):
+            self._of_layouts[id(candidate.layout)].append(candidate)
         self._few_layers(waiting)
         counts["too slow by the estimate, or too large after traces of their strategy"] = len(waiting)
         self._polish()
@@ -108,9 +114,10 @@ class Search:
         while patience > 0 and (batch := self._next(waiting)):
             begun = {id(candidate) for candidate in batch}
             waiting[:] = [candidate for candidate in waiting if id(candidate) not in begun]
+            again = sum(self.learned.knows(candidate.strategy) for candidate in batch)
             self._look(batch)
             if best := self._best_layouts():
-                patience -= len(batch)
+                patience -= again
                 sum_s = sum(seen.step_s for seen in best[:BEST])
                 if len(best) < BEST or sum_s * _GAIN < best_s:
                     best_s, patience = sum_s, _PATIENCE
@@ -124,23 +131,38 @@ class Search:
         that was not traced yet, one."""
         best = self._best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
-        far = _FAR * best[0].step_s if best else float("inf")
+        of_kind = {(seen.cell.strategy, seen.cell.mesh_text): seen.step_s for seen in best}
         chosen: list[Candidate] = []
         begun: set[str | Way] = set()
         for candidate in sorted(waiting, key=self.learned.expected_s):
             name, way = candidate.strategy, candidate.layout.way
-            if len(chosen) >= _AT_ONCE * self.answers.jobs:
+            if len(chosen) >= _AT_ONCE * max(2, self.answers.jobs):
                 break
-            if way in begun or self.learned.least_bytes(candidate) > self.most_bytes:
+            if name in begun or way in begun:
+                continue
+            if self.learned.least_s(candidate) > min(bar, of_kind.get(candidate.kind, bar)):
+                continue
+            if self.learned.least_bytes(candidate) > self.most_bytes or self._outdone(candidate):
                 continue
             if not self.learned.knows(name):
-                if name in begun or candidate.estimated_s / _UNKNOWN > far:
+                # the first of a strategy tells how long its steps are only where one like it may fit
+                if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
                     continue
-            elif self.learned.least_s(candidate) > bar:
-                continue
-            begun |= {name, way} if not self.learned.knows(name) else {way}
+                begun.add(name)
+            begun.add(way)
             chosen.append(candidate)
         return chosen
+
+    def _outdone(self, candidate: Candidate) -> bool:
+        """Whether the same layout, with other settings of the model or with its states on the cards, takes
+        no longer by the estimate and surely fits."""
+        for rival in self._of_layouts[id(candidate.layout)]:
+            if rival is candidate:
+                return False  # the next ones take longer
+            alike = rival.training in (candidate.training, candidate.twin)
+            if alike and self.learned.most_bytes(rival) <= self.usable:
+                return True
+        return False
 
     def _look(self, chosen: Sequence[Candidate]) -> None:
         cells = [candidate.cell(self.question.cell) for candidate in chosen]
@@ -181,11 +203,8 @@ class Search:
     # -- all layers ------------------------------------------------------------------------------------
 
     def _whole(self) -> None:
-        """Trace the best with all layers, until the best :data:`BEST` are; a worker that would have nothing
-        to do takes the next, which may yet come among them."""
-        while wanted := sum(s.depth != "all_layers" for s in self._best_layouts()[:BEST]):
-            waiting = [s.cell for s in self._best_layouts() if s.depth != "all_layers"]
-            chosen = waiting[: math.ceil(wanted / self.answers.jobs) * self.answers.jobs]
+        """Trace the best with all layers, until the first :data:`_WHOLE` of them are."""
+        while chosen := [s.cell for s in self._best_layouts()[:_WHOLE] if s.depth != "all_layers"]:
             self.say(f"tracing {len(chosen)} of the best with all layers")
             self._traced(chosen, "all_layers")
 
@@ -211,6 +230,8 @@ class Search:
         """The cell with each of these changes that can be, and was not seen."""
         cells: dict[str, Cell] = {}
         for settings in changes:
+            if not self.question.keeps(settings):
+                continue
             try:
                 made = changed(cell, settings)
             except UserError:
@@ -254,8 +275,7 @@ class Search:
     def _conclude(self) -> None:
         found, fitting = self.found, self.fitting()
         found.traced = [*self.seen.values()]
-        whole = [s for s in fitting if s.depth == "all_layers"]
-        found.best = [s for s in self._best_layouts() if s in whole]
+        found.best = self._best_layouts()[:BEST]
         found.of_strategies = self._best_of(lambda cell: cell.strategy)
         if not fitting and self.seen:
             found.nearest = min(self.seen.values(), key=lambda s: s.peak)

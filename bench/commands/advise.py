@@ -45,7 +45,12 @@ if TYPE_CHECKING:
 @many("--only", WORDS, "Only these strategies, such as ulysses+ring_attention, and these backends.")
 @many("--without", WORDS, "None of these strategies, alone or around others, and none of these backends.")
 @files_of("strategy", "A file of yours whose strategies are searched too; give it once for each.")
-@many("--fixed", SETTINGS, "Ranks along an axis that are given, as tp=8; also micro_batch=1.")
+@many(
+    "--fixed",
+    SETTINGS,
+    "Ranks along an axis that are given, as tp=8; also micro_batch=1, and options of backends and the model, "
+    "as training.optimizer=device or model_options.checkpoints=device.",
+)
 @changes
 @many(
     "--why", SETTINGS, "Say why layouts with so many ranks along an axis, as tp=16, are not among the best."

@@ -20,7 +20,7 @@ _SMALL = 0.002
 NOT_MODELLED = (
     "NCCL's buffers",
     "what kernels allocate inside (cuDNN)",
-    "other settings of PYTORCH_CUDA_ALLOC_CONF than the defaults",
+    "settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments",
     "blocks that record_stream holds back",
     "what else runs on the card",
 )

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.choices import cell_names, names, option_mistakes, strategy_problem, unknown
+from spbench.bench.document_files import OPTION, with_documents
 from spbench.bench.errors import UserError
 from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import dotted, first_problem, merge
@@ -124,6 +125,10 @@ def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
             content = _with_file(content, key, folder)
         except UserError as error:
             raise Problem(_origin((key,), layers), str(error)) from error
+    try:
+        content = with_documents(content, folder)
+    except UserError as error:
+        raise Problem(_origin(("model_options", OPTION), layers), str(error)) from error
     try:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.setup import build_training, rank_inputs, record_step, refuse_workspace_config
+from spbench.bench.engines.setup import build_training, rank_inputs, record_step, refuse_variables
 from spbench.bench.engines.step_times import add_step_time
 from spbench.bench.engines.timed_steps import add_timed_steps, remark
 from spbench.bench.engines.traces import Trace, merged
@@ -64,7 +64,7 @@ class DistributedEngine(Engine):
             Unsupported: the strategy cannot run these sizes; Unavailable: there are too few ranks or GPUs.
             RankError: a rank failed, ran out of memory or did not answer in time.
         """
-        refuse_workspace_config(cell)
+        refuse_variables(cell)
         plan(cell)
         by_rank = [found for _, found in sorted(launch(cell, measure_rank).items())]
         result = merged(cell, by_rank)

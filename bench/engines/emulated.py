@@ -32,7 +32,7 @@ from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.host_memory import limit_by_host
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.setup import record_step, refuse_workspace_config
+from spbench.bench.engines.setup import record_step, refuse_variables
 from spbench.bench.engines.step_times import add_step_time, can_time, utilization
 from spbench.bench.engines.timed_steps import add_timed_steps
 from spbench.bench.engines.traces import ClassTraces, Trace, mismatched
@@ -115,7 +115,7 @@ class EmulatedEngine(Engine):
                 the cluster's.
             RankError: the process failed or did not answer in time.
         """
-        refuse_workspace_config(cell)
+        refuse_variables(cell)
         plan(cell)
         traces = virtual.trace_classes(cell, events=can_time(cell))
         rank = traces.worst().rank if cell.rank is None else cell.rank
@@ -127,7 +127,7 @@ class EmulatedEngine(Engine):
 
     @contextmanager
     def probes(self, cell: Cell) -> Iterator[Callable[[Cell], Measurement]]:
-        refuse_workspace_config(cell)
+        refuse_variables(cell)
         with _player(cell) as play:
             yield lambda at: play(at, at.rank, timed=False)
 

@@ -84,6 +84,15 @@ def limit_by_host(found: Measurement, cell: Cell, by_rank: Sequence[Measurement]
     return found
 
 
+def part_of_host(cell: Cell, nbytes: int) -> float:
+    """The part of a node's host memory that its ranks take if each holds that many bytes there; 0 where the
+    cluster does not say how much there is."""
+    cluster = load_cluster(cell.cluster)
+    ranks = int(np.bincount(node_of(np.arange(cell.sizes.world), cluster)).max())
+    total = cluster.host_memory.total_bytes.value
+    return nbytes * ranks / total if total else 0.0
+
+
 def host_is_full(found: Measurement, cell: Cell) -> bool:
     """Whether a node's ranks hold more in its host's memory than that has."""
     total = load_cluster(cell.cluster).host_memory.total_bytes.value

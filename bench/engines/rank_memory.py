@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import RankClass
-from spbench.bench.meters.allocator import MIB, OutOfMemory, replay
+from spbench.bench.meters.allocator import MIB, CachingAllocator, OutOfMemory, replay
+from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog, Peak
+
+
+def allocator_of(cell: Cell) -> type[CachingAllocator]:
+    """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` sets it."""
+    return CachingAllocator if cell.training.cuda_alloc_conf is None else ExpandableSegments
 
 
 @dataclass(frozen=True)
@@ -84,23 +91,26 @@ class RankMemory:
     failure: Failure | None
 
     @classmethod
-    def of(cls, log: MemoryLog, capacity: int | None) -> RankMemory:
+    def of(
+        cls, log: MemoryLog, capacity: int | None, kind: type[CachingAllocator] = CachingAllocator
+    ) -> RankMemory:
         """Replay a log.
 
         Args:
             capacity: bytes of the card that tensors can have; None: no limit.
+            kind: the allocator.
         """
         ends = log.phase_ends()
         stops = sorted({log.step_start, *log.step_ends, *(at for of_step in ends for at in of_step.values())})
-        found = card = replay(log.sizes, log.events, capacity, stops, log.streams)
+        found = card = replay(log.sizes, log.events, capacity, stops, log.streams, kind)
         failure = None
         if card.out_of_memory is not None:
             at = card.events
             step = log.step_of(at)
-            steps = replay(log.sizes, log.without_setup(), capacity, streams=log.streams)
+            steps = replay(log.sizes, log.without_setup(), capacity, (), log.streams, kind)
             fit = not step and steps.out_of_memory is None
             failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
-            found = replay(log.sizes, log.events, None, stops, log.streams)
+            found = replay(log.sizes, log.events, None, stops, log.streams, kind)
         setup, peaks = log.setup_peak(found.blocks), log.peaks(found.blocks)
         reserved, live = dict(zip(stops, found.reserved, strict=True)), log.live(found.blocks)
         phase_ends: list[Mapping[str, Mapping[str, int]]] = [

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines.plan import composition
+from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.meters.memory import MemoryMeter
 from spbench.bench.meters.recorder import Recorder
 from spbench.impls.axes import Place
@@ -172,6 +173,7 @@ def record_step(
             with recorder.paused():
                 set_weights(module)
 
+    recorder.memory.attention = model_preset(*cell.model_arguments).attention_kernel
     training, inputs = set_up(cell, mesh, generator, set_unseen, turns)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)
@@ -205,11 +207,12 @@ def configured_bytes(config: str) -> int:
     return sum(kib * 2**10 * count for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def refuse_workspace_config(cell: Cell) -> None:
-    """Raise :class:`Unsupported` if a cell that runs on real devices sets cuBLAS's workspace, which its
-    processes read from their environment."""
-    if cell.training.cublas_workspace is not None:
-        raise Unsupported(
-            f"the engine {cell.engine} does not set training.cublas_workspace",
-            "leave it out, and set CUBLAS_WORKSPACE_CONFIG in the environment",
-        )
+def refuse_variables(cell: Cell) -> None:
+    """Raise :class:`Unsupported` if a cell that runs on real devices has a setting that its processes read
+    from their environment."""
+    for name, variable in VARIABLES.items():
+        if getattr(cell.training, name) is not None:
+            raise Unsupported(
+                f"the engine {cell.engine} does not set training.{name}",
+                f"leave it out, and set {variable} in the environment",
+            )

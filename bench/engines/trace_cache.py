@@ -28,6 +28,7 @@ import torch
 from spbench.bench.cell import Cell, requirements
 from spbench.bench.disk_cache import DiskCache, cache_folder
 from spbench.bench.engines.traces import Trace
+from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.measuring_code import code_digest
 from spbench.bench.meters.communication import CommunicationMeter, Operation
 from spbench.bench.meters.memory_log import MemoryLog
@@ -106,7 +107,8 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
 def trace_key(cell: Cell, rank: int, events: bool) -> str:
     """A digest of all that a trace depends on."""
     settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
-    del settings["training"]["cublas_workspace"]  # as a cluster's figures, it is filled in afterwards
+    for name in VARIABLES:  # as a cluster's figures, they count afterwards
+        del settings["training"][name]
     content = {
         "cell": settings,
         "rank": rank,

@@ -12,7 +12,7 @@ from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.engines.host_memory import host_peaks, limit_by_host
 from spbench.bench.engines.packed_ranks import imbalance
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
-from spbench.bench.engines.rank_memory import RankMemory, needs
+from spbench.bench.engines.rank_memory import RankMemory, allocator_of, needs
 from spbench.bench.engines.step_times import add_simulated_time
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.communication import CommunicationMeter
@@ -58,7 +58,8 @@ class Trace:
                 more. None: no limit.
             planned: the cell's plan; None: it is made.
         """
-        planned, memory = planned or plan(self.cell), RankMemory.of(self.memory, capacity)
+        planned = planned or plan(self.cell)
+        memory = RankMemory.of(self.memory, capacity, allocator_of(self.cell))
         peak, ranks = memory.peak, planned.class_of(self.rank)
         by_class, pinned = memory.rows(ranks), host_peaks(self.host_memory)
         if pinned[-1]:

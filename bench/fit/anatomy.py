@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spbench.bench.meters.allocator import SEGMENT_GRANULE, replay
+from spbench.bench.meters.allocator import SEGMENT_GRANULE, CachingAllocator, replay
 from spbench.bench.meters.memory_log import CATEGORIES, MemoryLog
 
 #: points of the curve, each the largest of its run of events
@@ -71,9 +71,9 @@ class Anatomy:
         return asdict(self)
 
 
-def anatomy(log: MemoryLog) -> Anatomy:
-    """Take a rank's log apart, its blocks as the caching allocator gives them out."""
-    found = replay(log.sizes, log.events, None, streams=log.streams)
+def anatomy(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> Anatomy:
+    """Take a rank's log apart, its blocks as an allocator of that kind gives them out."""
+    found = replay(log.sizes, log.events, None, (), log.streams, kind)
     blocks, events = np.asarray(found.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
     signed = np.sign(events) * blocks[np.abs(events) - 1]
     live = np.cumsum(signed)
@@ -85,7 +85,7 @@ def anatomy(log: MemoryLog) -> Anatomy:
         moment=_moment(log, at),
         peak_memory_bytes=int(live[at]),
         reserved_memory_bytes=found.peak_reserved,
-        least_usable_bytes=least_usable(log, int(live[at]), found.peak_reserved),
+        least_usable_bytes=least_usable(log, int(live[at]), found.peak_reserved, kind),
         held=dict(sorted(((k, n) for k, n in held.items() if n), key=lambda item: -item[1])),
         parts=_parts(log, blocks, kinds, alive),
         curve=_curve(live, signed, kinds[np.abs(events) - 1]),
@@ -94,17 +94,18 @@ def anatomy(log: MemoryLog) -> Anatomy:
     )
 
 
-def least_usable(log: MemoryLog, low: int, high: int) -> int:
+def least_usable(log: MemoryLog, low: int, high: int, kind: type[CachingAllocator] = CachingAllocator) -> int:
     """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%; what it needs
     may be more than what is given out, as free blocks between others are too small.
 
     Args:
         low: bytes with which it cannot, or just can: those that are given out at once at the most.
         high: bytes with which it can.
+        kind: the allocator.
     """
     while high - low > max(SEGMENT_GRANULE, _NEAR * low):
         middle = (low + high) // 2
-        fits = replay(log.sizes, log.events, middle, streams=log.streams).out_of_memory is None
+        fits = replay(log.sizes, log.events, middle, (), log.streams, kind).out_of_memory is None
         low, high = (low, middle) if fits else (middle, high)
     return high
 

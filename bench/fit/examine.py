@@ -8,6 +8,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import rank_classes
+from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.fit.anatomy import anatomy
@@ -40,7 +41,7 @@ def examine(cell: Cell) -> Measurement:
         FIT: {
             "ranks": list(ranks.ranks),
             "stage": ranks.stage.index if ranks.stage.count > 1 else None,
-            **anatomy(traces.traces[at].memory).as_dict(),
+            **anatomy(traces.traces[at].memory, allocator_of(cell)).as_dict(),
         },
     }
     return found

@@ -11,8 +11,10 @@ from typing import Any
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.engines import trace_cache, virtual
+from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.meters.allocator import CachingAllocator
+from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog
 
 #: where addresses begin, as they do on a card
@@ -27,14 +29,14 @@ def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
     """
     with trace_cache.used():
         log = virtual.trace(cell, rank, events=can_time(cell)).memory
-    return write_whole(path, pickle.dumps(snapshot(log)))
+    return write_whole(path, pickle.dumps(snapshot(log, allocator_of(cell))))
 
 
-def snapshot(log: MemoryLog) -> dict[str, Any]:
-    """A log as its events and its segments at the end, the blocks as the caching allocator gives them out on
-    a card without a limit. In place of a stack trace stand a storage's kind, module and phase; ``time_us`` is
+def snapshot(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> dict[str, Any]:
+    """A log as its events and its segments at the end, the blocks as that allocator gives them out on a card
+    without a limit. In place of a stack trace stand a storage's kind, module and phase; ``time_us`` is
     the number of the event."""
-    allocator, kinds, streams = CachingAllocator(), log.categories(), log.streams or [0] * len(log.sizes)
+    allocator, kinds, streams = kind(), log.categories(), log.streams or [0] * len(log.sizes)
     held: dict[int, Any] = {}
     frames: dict[int, list[dict[str, Any]]] = {}
     storages: dict[int, int] = {}
@@ -65,7 +67,11 @@ def snapshot(log: MemoryLog) -> dict[str, Any]:
             if allocator.reserved > reserved:
                 note("segment_alloc", at, number, block.address, allocator.reserved - reserved)
             note("alloc", at, number, block.address, nbytes)
-    segments = [_segment(blocks, storages, log.sizes, frames) for blocks in allocator.segments()]
+    expandable = kind is ExpandableSegments
+    segments = [
+        {**_segment(blocks, storages, log.sizes, frames), "is_expandable": expandable}
+        for blocks in allocator.segments()
+    ]
     return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
 
 
@@ -99,7 +105,6 @@ def _segment(
         "stream": 0,
         "segment_type": "large" if total > 2 * 2**20 else "small",
         "segment_pool_id": (0, 0),
-        "is_expandable": False,
         "frames": [],
         "blocks": shown,
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.jobs import FLAGS
 from spbench.bench.jobs.job_files import JobFile, read_job
@@ -30,7 +31,7 @@ _OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
     *(f"model_options.{name}" for name in ("autotune_copies", "autotune_flush_kib")),
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
-    *(f"training.{name}" for name in ("cublas_workspace", "initialize", "wrap", "reshard_rest")),
+    *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
     *(f"training.{name}" for name in ("reduce_dtype", "forward_prefetch", "backward_prefetch")),
 }
 #: which steps are measured, and where the harness holds a batch: no program is asked for these

@@ -8,6 +8,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.jobs.flags import Flag, Flags, several_ranks
 from spbench.bench.jobs.megatron_arguments import known_arguments, program
 from spbench.bench.jobs.megatron_training import CONTEXT
@@ -65,8 +66,9 @@ def flags(cell: Cell) -> Flags:
         for name, value, setting in rows
         if value is not None and value is not False and str(value) != known[name].default
     ]
-    if workspace := cell.training.cublas_workspace:
-        lines.append(Flag("CUBLAS_WORKSPACE_CONFIG", workspace, "training.cublas_workspace"))
+    for name, variable in VARIABLES.items():
+        if value := getattr(cell.training, name):
+            lines.append(Flag(variable, value, f"training.{name}"))
     return Flags(program(), "train.sh", tuple(lines), _script(lines, cell))
 
 

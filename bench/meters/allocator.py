@@ -1,6 +1,7 @@
 """A replay of the CUDA caching allocator: what a card reserves for the events of a memory log.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings, unchanged from PyTorch 1.7
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (others are those of
+:mod:`.expandable_segments`), unchanged from PyTorch 1.7
 to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments of 2 MiB, a pool of larger ones in
 segments of 20 MiB (requests below 10 MiB) or of the request rounded to 2 MiB; best fit; a block is split if
 what remains is at least 512 B (small) or more than 1 MiB (large); free neighbours merge; where the card has
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,14 +36,16 @@ def rounded(nbytes: np.ndarray) -> np.ndarray:
     return -(-nbytes // GRANULE) * GRANULE
 
 
-class _Block:
+class Block:
+    """A range of a segment, in use or free, and its neighbours in the segment."""
+
     __slots__ = ("address", "free", "next", "pool", "previous", "size")
 
     def __init__(self, address: int, size: int, pool: tuple[int, bool]):
         self.address, self.size, self.pool = address, size, pool
         self.free = False
-        self.previous: _Block | None = None
-        self.next: _Block | None = None
+        self.previous: Block | None = None
+        self.next: Block | None = None
 
     @property
     def whole_segment(self) -> bool:
@@ -67,12 +71,15 @@ class CachingAllocator:
         peak_allocated, peak_reserved: the largest so far.
     """
 
+    #: of a large block, the fewest bytes that are split off it
+    least_rest: ClassVar[int] = SMALL_LIMIT + GRANULE
+
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         # free blocks by (size, address), as the allocator orders them, of each (stream, small)
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, Block] = {}
         self._next_address = 0
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
@@ -83,14 +90,14 @@ class CachingAllocator:
         """
         return self.take(nbytes, stream).address
 
-    def take(self, nbytes: int, stream: int = 0) -> _Block:
+    def take(self, nbytes: int, stream: int = 0) -> Block:
         """As :meth:`malloc`, but returns the block, which is the same object until it is given back."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         small = size <= SMALL_LIMIT
         block = self._take(size, (stream, small)) or self._new_segment(size, (stream, small))
         remaining = block.size - size
-        if remaining >= GRANULE if small else remaining > SMALL_LIMIT:
-            self._split(block, size)
+        if remaining >= (GRANULE if small else self.least_rest):
+            self._add_free(self._cut(block, size))
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
@@ -100,17 +107,10 @@ class CachingAllocator:
         """Give back what :meth:`malloc` returned."""
         self.give_back(self._blocks[address])
 
-    def give_back(self, block: _Block) -> None:
+    def give_back(self, block: Block) -> None:
         """Give back what :meth:`take` returned."""
         self.allocated -= block.size
-        before, after = block.previous, block.next
-        if before is not None and before.free:
-            self._remove_free(before)
-            block = self._merge(before, block)
-        if after is not None and after.free:
-            self._remove_free(after)
-            block = self._merge(block, after)
-        self._add_free(block)
+        self._join(block)
 
     def segments(self) -> Iterator[list[tuple[int, int, bool]]]:
         """The blocks of each segment that is reserved, in order: address, bytes, and whether it is free."""
@@ -122,7 +122,7 @@ class CachingAllocator:
                     block = block.next  # type: ignore[assignment]
                 yield blocks
 
-    def _take(self, size: int, of: tuple[int, bool]) -> _Block | None:
+    def _take(self, size: int, of: tuple[int, bool]) -> Block | None:
         pool = self._free[of]
         index = bisect_left(pool, (size, -1))
         if index == len(pool):
@@ -132,7 +132,7 @@ class CachingAllocator:
         block.free = False
         return block
 
-    def _new_segment(self, size: int, pool: tuple[int, bool]) -> _Block:
+    def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
         if pool[1]:
             segment = SMALL_SEGMENT
         elif size < LARGE_SEGMENT_LIMIT:
@@ -143,7 +143,7 @@ class CachingAllocator:
             self._release_cached()
             if self.reserved + segment > self.capacity:
                 raise OutOfMemory(size, self.allocated, self.reserved)
-        block = _Block(self._next_address, segment, pool)
+        block = Block(self._next_address, segment, pool)
         self._next_address += segment
         self._blocks[block.address] = block
         self.reserved += segment
@@ -157,16 +157,29 @@ class CachingAllocator:
                 self.reserved -= entry[0]
                 del self._blocks[entry[1]]
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.pool)
+    def _join(self, block: Block) -> Block:
+        """Make a block free, as one with free neighbours; returns that."""
+        before, after = block.previous, block.next
+        if before is not None and before.free:
+            self._remove_free(before)
+            block = self._merge(before, block)
+        if after is not None and after.free:
+            self._remove_free(after)
+            block = self._merge(block, after)
+        self._add_free(block)
+        return block
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Cut a block behind that many bytes; returns what was behind, which is in no pool."""
+        rest = Block(block.address + size, block.size - size, block.pool)
         rest.previous, rest.next = block, block.next
         if block.next is not None:
             block.next.previous = rest
         block.next, block.size = rest, size
         self._blocks[rest.address] = rest
-        self._add_free(rest)
+        return rest
 
-    def _merge(self, left: _Block, right: _Block) -> _Block:
+    def _merge(self, left: Block, right: Block) -> Block:
         left.size += right.size
         left.next = right.next
         if right.next is not None:
@@ -174,11 +187,11 @@ class CachingAllocator:
         del self._blocks[right.address]
         return left
 
-    def _add_free(self, block: _Block) -> None:
+    def _add_free(self, block: Block) -> None:
         block.free = True
         insort(self._free[block.pool], (block.size, block.address))
 
-    def _remove_free(self, block: _Block) -> None:
+    def _remove_free(self, block: Block) -> None:
         block.free = False
         pool = self._free[block.pool]
         del pool[bisect_left(pool, (block.size, block.address))]
@@ -211,6 +224,7 @@ def replay(
     capacity: int | None,
     stops: Sequence[int] = (),
     streams: Sequence[int] = (),
+    kind: type[CachingAllocator] = CachingAllocator,
 ) -> Replay:
     """Run a memory log's events (see :class:`MemoryLog`) through the allocator.
 
@@ -219,10 +233,11 @@ def replay(
         capacity: usable bytes of the card; None: no limit.
         stops: events, ascending, for :attr:`Replay.reserved`.
         streams: of each storage, by its number; empty: all are of one.
+        kind: the allocator, as it is set.
     """
-    allocator = CachingAllocator(capacity)
+    allocator = kind(capacity)
     blocks, streams = [0] * len(sizes), streams or [0] * len(sizes)
-    held: dict[int, _Block] = {}
+    held: dict[int, Block] = {}
     reserved: list[int] = []
     bounds = [0, *stops, len(events)]
     for first, end in pairwise(bounds):

@@ -94,7 +94,7 @@ class FastRecorder(Recorder):
             result = self._build(remembered, args, kwargs, self.host_memory if on_host else self.memory)
             if on_host:
                 self.host_memory.tag_made(func, result)
-            self.memory.note_workspace(func)
+            self.memory.note_inside(func, args)
             if self.events is not None and self.events.running:
                 self._write_row(key, func, args, kwargs, result)
             return result

@@ -6,7 +6,7 @@ They see tensors, not an allocator, so they count the same on fake tensors and o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,8 @@ from spbench.bench.meters.torch_internals import (
     schema_of,
     storage_key,
 )
+from spbench.impls.kernels.attention_buffers import inside_backward
+from spbench.impls.kernels.flash_attention import flash_attention_backward
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, MAKES_PAGEABLE
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
@@ -77,6 +79,8 @@ class MemoryMeter(Meter):
     ):
         super().__init__(mesh)
         self._elsewhere, self._streams = elsewhere, streams
+        #: the kernel of attention that is played, a word of ``model_options.attention``
+        self.attention = ""
         self.modules, self.device = ModuleCalls(), "cpu" if mesh is None else mesh.device_type
         self.log = MemoryLog(place_names=self.modules.names)
         self._numbers: dict[int, int] = {}
@@ -95,7 +99,17 @@ class MemoryMeter(Meter):
         if makes_on_host(call.func):
             return
         self._note_call(call)
-        self.note_workspace(call.func)
+        self.note_inside(call.func, call.args)
+
+    def note_inside(self, func: Any, args: Sequence[Any]) -> None:
+        """Note what an operator that has run allocated beside its results, on a card."""
+        if func is flash_attention_backward:
+            _, q, k, *_ = args
+            inside = inside_backward(self.attention, q.shape, k.shape, q.itemsize)
+            for number in [self._born(nbytes) for nbytes in inside]:
+                self.log.tags[number] = "workspaces"
+                self.log.events.append(-number - 1)
+        self.note_workspace(func)
 
     def note_workspace(self, func: Any) -> None:
         """Note the workspace that a library's first matrix product allocates and keeps. torch has one

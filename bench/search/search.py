@@ -18,13 +18,14 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.host_memory import host_is_full
 from spbench.bench.engines.plan import rank_classes
+from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
-from spbench.bench.engines.traces import ClassTraces
+from spbench.bench.engines.traces import ClassTraces, Trace
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.allocator import replay
-from spbench.bench.meters.memory_log import MemoryLog
-from spbench.bench.search.extrapolate import NotOneProgram, Programs
+from spbench.bench.search.extrapolate import DEPTHS, NotOneProgram, Programs
 from spbench.bench.search.quantities import Candidates
+from spbench.bench.search.shallow_needs import ShallowNeeds
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 
@@ -74,6 +75,8 @@ class Boundary:
         self.confirming = True
         #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
         self.predicted = 0
+        #: how often in a row a size was out of memory that its needs said would fit
+        self.disappointed = 0
         self._sample()
 
     def _sample(self) -> None:
@@ -85,19 +88,23 @@ class Boundary:
         layers, self.period = getattr(model, "layers", None), model.period
         if self.period > 1 and layers and layers % (cell.sizes.pp * self.period):
             layers = None  # stages differ, so the model is traced whole
+        depth = layers and layers // cell.sizes.pp // self.period
+        self.needs: ShallowNeeds | None = None
+        if depth and depth > max(DEPTHS):
+            self.needs = ShallowNeeds(cell, self._trace_at, depth, self.capacity)
         try:
             self.programs: Programs | None = Programs(
-                self._traced, points, layers and layers // cell.sizes.pp // self.period
+                lambda units, layers: self._trace_at(units, layers).memory, points, depth
             )
         except NotOneProgram:
             self.programs = None
 
-    def _traced(self, units: int, layers: int | None) -> MemoryLog:
+    def _trace_at(self, units: int, layers: int | None) -> Trace:
         cell = self.candidates.at(units * self.unit)
         if layers is not None:
             options = {**cell.model_options, "layers": layers * cell.sizes.pp * self.period}
             cell = cell.model_copy(update={"model_options": options})
-        return virtual.trace(cell, rank_classes(cell)[self.predicted].first).memory
+        return virtual.trace(cell, rank_classes(cell)[self.predicted].first)
 
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
@@ -109,10 +116,8 @@ class Boundary:
 
     def _guess(self) -> int:
         """The boundary as far as is known; blind bisection if no program could be sampled."""
-        if self._host_was_full():
-            return (self.low + self.high) // 2
-        if self.programs is None or not self.confirming:
-            return self._between_probes()
+        if self.programs is None or not self.confirming or self._host_was_full():
+            return self._guess_of_needs()
         while True:
             guess = self._last(self._seems_to_fit)
             if guess == self.low:
@@ -123,7 +128,17 @@ class Boundary:
             except NotOneProgram:
                 # programs change too often there, as with tiles, of which a longer sequence has more
                 self.confirming = False
-                return min(guess, self.high - 1) if not self.proof else self._between_probes()
+                return self._guess_of_needs()
+
+    def _guess_of_needs(self) -> int:
+        """The last size of which traces of few layers say that it fits; where whole ones have said otherwise,
+        as the allocator loses memory between blocks, ever further below."""
+        if self.needs is None:
+            return (self.low + self.high) // 2 if self._host_was_full() else self._between_probes()
+        if self.disappointed:
+            below = self.high - 2 ** (self.disappointed - 1)
+            return below if below > self.low else (self.low + self.high) // 2
+        return self.needs.last_that_fits(self.low, self.high)
 
     def _between_probes(self) -> int:
         """Where a line through the peaks of two probes meets the card's memory: of the nearest that fits and
@@ -158,7 +173,8 @@ class Boundary:
             at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
             if self.programs.model(at) is model:
                 sizes = model.resized(log, at, units)
-                found = replay(sizes, log.events, self.capacity, streams=log.streams)
+                kind = allocator_of(self.candidates.cell)
+                found = replay(sizes, log.events, self.capacity, (), log.streams, kind)
                 return found.out_of_memory is None
         return model(units) <= self.capacity
 
@@ -190,6 +206,7 @@ class Boundary:
             predicted = guess > self.low
             units = min(guess if predicted else self.low + beyond, self.high - 1)
             fits = self.probe(units * self.unit)
+            self.disappointed = self.disappointed + 1 if predicted and not fits else 0
             self.low, self.high = (units, self.high) if fits else (self.low, units)
             beyond = 2 * beyond if fits and not predicted else 1
 

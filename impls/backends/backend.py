@@ -261,6 +261,12 @@ class Backend(ABC):
         return precision.parameters
 
     @classmethod
+    def kept_bytes(cls, precision: Precision) -> int:
+        """Bytes that a rank holds from forward to backward beside :meth:`held`, for each element of its
+        weights: weights that were gathered and stay."""
+        return 0
+
+    @classmethod
     @abstractmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         """Closed form of what a rank sends."""

@@ -101,6 +101,8 @@ class FullySharded(Backend):
         self.sharded: dict[str, DTensor] = {name: parameters[name] for name in names}  # type: ignore[misc]
         # the optimizer works element by element, so on each rank's own part without the rest of a DTensor
         self.weights = {name: p.to_local().detach() for name, p in self.sharded.items()}
+        if kib := self.options.gradient_buffer_kib:
+            self.gradient_buffer = torch.empty(kib * 2**10, dtype=torch.uint8, device=device)
         groups = [mesh.get_group() for mesh in self.meshes.values()]
         weights = list(self.weights.values())
         self.host = self._host_optimizer(weights, torch.empty(0, device=device), groups)
@@ -265,3 +267,7 @@ class KeptAfterForward(FullySharded):
     name = "zero2"
     shares_out = frozenset({"optimizer_state", "gradients"})
     reshard_after_forward = False
+
+    @classmethod
+    def kept_bytes(cls, precision: Precision) -> int:
+        return precision.parameters.itemsize

@@ -29,6 +29,10 @@ class ShardingOptions(OptimizerOptions):
         forward_prefetch, backward_prefetch: of how many further blocks, when a block begins its forward or
             backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
             ``FSDPModule``). 0: as torch does by itself.
+        gradient_buffer_kib: KiB of a buffer that the device holds from set-up on: DeepSpeed's
+            ``reduce_bucket_size`` elements of the dtype in which gradients are summed, with its
+            ``contiguous_gradients`` (runtime/zero/stage3.py); by default 5e8 of them, in bfloat16 976563 KiB.
+            What goes through it is not modelled.
         parameters: where the shards are between their all-gathers. "host", with ``optimizer: host``: as
             CPUOffloadPolicy of ``fully_shard`` has them; they are the masters. With the optimizer alone on
             the host it is as DeepSpeed's offload_optimizer of ZeRO-3 has it, see DEEPSPEED_STAGE_3: the
@@ -46,6 +50,7 @@ class ShardingOptions(OptimizerOptions):
     state_dtype: Literal["fp32", "weights"] = "fp32"
     forward_prefetch: int = 0
     backward_prefetch: int = 0
+    gradient_buffer_kib: int = 0
     parameters: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
@@ -63,9 +68,13 @@ class ShardingOptions(OptimizerOptions):
         )
         if self.parameters == "host" and self.optimizer == "device":
             raise ValueError("parameters: host needs optimizer: host, for that updates them where they are")
-        for name in ("forward_prefetch", "backward_prefetch"):
+        for name, of in (
+            ("forward_prefetch", "blocks"),
+            ("backward_prefetch", "blocks"),
+            ("gradient_buffer_kib", "KiB"),
+        ):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is a number of blocks, 0 or more, not {getattr(self, name)}")
+                raise ValueError(f"{name} is a number of {of}, 0 or more, not {getattr(self, name)}")
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:

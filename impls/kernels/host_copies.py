@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: names of the operators that make tensors in the host's memory, and of those whose memory is not pinned
-MAKES_ON_HOST = ("host_empty_like", "host_zeros", "pageable_zeros")
-MAKES_PAGEABLE = ("pageable_zeros",)
+#: names of the operators that make tensors in the host's memory that is not pinned, and in any of it
+MAKES_PAGEABLE = ("pageable_zeros", "pageable_empty_like")
+MAKES_ON_HOST = ("host_empty_like", "host_zeros", *MAKES_PAGEABLE)
 #: names of the operators that copy between host and device, of which the second argument is what is read
 OVER_HOST_LINK = ("to_host_", "to_device_")
 
@@ -51,6 +51,17 @@ def pageable_zeros(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> 
 @pageable_zeros.register_fake
 def _(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+@torch.library.custom_op("spbench::pageable_empty_like", mutates_args=())
+def pageable_empty_like(x: Tensor) -> Tensor:
+    """As :func:`host_empty_like`, in memory that is not pinned."""
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+@pageable_empty_like.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
 @torch.library.custom_op("spbench::to_host_", mutates_args=("host",))

@@ -127,12 +127,12 @@ def _pairs(q: Sequence[int], ranges: Sequence[int]) -> int:
 @lru_cache(maxsize=256)
 def pairs_and_length(ranges: tuple[int, ...]) -> tuple[int, int]:
     """Of a head the queries and keys that meet, and how many keys the range has in which a pair lies, on
-    average: kernels are slower where ranges are short."""
+    average, of a window no more than the window: kernels are slower where ranges are short."""
     size = len(Range._fields)
     found = [Range(*ranges[i : i + size]) for i in range(0, len(ranges), size)]
     pairs = [seen.pairs for seen in found]
     total = sum(pairs)
-    keys = sum(n * seen.keys for n, seen in zip(pairs, found, strict=True))
+    keys = sum(n * min(r.keys, r.high - r.low + 1) for n, r in zip(pairs, found, strict=True))
     return total, round(keys / total)
 
 

@@ -1,5 +1,5 @@
 """Attention sinks: a learned logit of each head that joins the softmax's denominator, and has no value
-(gpt-oss, arXiv 2508.10925, section 2.2; "softmax off by one" where it is 0).
+(gpt-oss, arXiv 2508.10925; "softmax off by one" where it is 0).
 
     o_i = sum over j of exp(s_ij) v_j / (exp(sink) + sum over j of exp(s_ij))
 

@@ -7,7 +7,7 @@ keys and values, A head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from spbench.impls.attended import Attended
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import MeetingKind
-from spbench.impls.models.blocks.packing import PackedSequences, check_window
+from spbench.impls.models.blocks.packing import Documents, PackedSequences, check_window
 from spbench.impls.models.blocks.softmax_mixer import FUSED_KERNELS
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.options import check_choices
@@ -54,7 +54,7 @@ class AttentionCallModel(PackedSequences, Model):
     attention: str = "flash"
     kind: str = "causal_attention"
     window: int | None = None
-    documents: str | Sequence[int] = ()
+    documents: Documents = ()
     documents_seed: int = 0
 
     sequence_dims: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}

@@ -94,6 +94,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "linear_attention": "quadratic",
         "rms_norm": "plain",
         "cross_entropy": "plain",
+        "swiglu": "plain",
         "checkpointing": False,
         "library": "torch",
         "unfused": (),
@@ -114,6 +115,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     def __post_init__(self) -> None:
         super().__post_init__()
         asked = [name for name in ("kv_heads", "qk_norm", "sinks") if getattr(self, name, None)]
+        if self.swiglu == "in_place" and not (self.gated_mlp and self.activation == "silu"):
+            raise ValueError("swiglu: in_place is of MLPs with a gate and SiLU, which this model has none of")
         softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]
         if asked and not any(softmax):
             raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")
@@ -132,8 +135,9 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
         as_hugging_face = {"rms_norm": "rounded", "attention_views": True}
+        in_place = {"swiglu": "in_place"} if self.gated_mlp and self.activation == "silu" else {}
         return [
-            {"checkpointing": True} | one,
+            {"checkpointing": True} | one | in_place,
             # 7 divides none of the 72 tokens that 1 to 4 ranks share
             {"recompute": "full", "checkpoints": "host", "mlp_tile": 7, "loss_tile": 7} | one,
             plain | {"heads": 3} | one,

@@ -20,7 +20,8 @@ from spbench.impls.kernels.projection import mark_library
 from spbench.impls.kernels.rms_norm import RMSNorm
 from spbench.impls.kernels.squared_relu import squared_relu
 from spbench.impls.kernels.swiglu import swiglu
-from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
+from spbench.impls.kernels.swiglu_in_place import swiglu_in_place
+from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.tiles import WeightsOf, in_tiles
@@ -83,6 +84,8 @@ class DecoderMlp(nn.Module):
             assert bias is not None  # else the MLP has one group
             return bias_gelu(project.project(x), bias, fused=True)
         x, *factors = self._opened(x)
+        if self.model.swiglu == "in_place":
+            return swiglu_in_place(x, factors[0])
         x = ACTIVATIONS[self.activation](x)
         return x * factors[0] if factors else x
 
@@ -156,7 +159,7 @@ class LoneDecoderLayer(nn.Module):
     def __init__(self, layer: nn.Module, model: DecoderModel, strategy: Strategy, seq_len: int):
         super().__init__()
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
-        self.on_host = HostCheckpoints() if model.checkpoints == "host" else None
+        self.on_host = checkpoints_on_host(model.checkpoints)
         self.attended = model.attended(seq_len)
         strategy.pack(self.attended)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spbench.impls.composition import Stage
 from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
-from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
+from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.places import Places, places_in_documents
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.tiles import loss_in_tiles
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
             self.norm = make_norm(model)
             if not model.tied:
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
-        self.on_host = HostCheckpoints() if model.checkpoints == "host" else None
+        self.on_host = checkpoints_on_host(model.checkpoints)
         self._places: Places | None = None
         self._way: str | CrossEntropy = model.cross_entropy
         if model.autotune_flush_kib:

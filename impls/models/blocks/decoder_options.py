@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import LIBRARIES
-from spbench.impls.models.blocks.packing import PackedSequences
+from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
@@ -24,9 +24,10 @@ _WAYS = {
     "rms_norm": ("fused", "plain", "rounded"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
+    "swiglu": ("plain", "in_place"),
     "recompute": ("none", "selective", "operators", "full"),
     "recompute_method": ("uniform", "block", "interval"),
-    "checkpoints": ("device", "host"),
+    "checkpoints": ("device", "host", "pageable"),
 }
 
 
@@ -51,6 +52,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
             makes none, as TransformerEngine's (--cross-entropy-fusion-impl te).
+        swiglu: "plain" keeps what torch's SiLU and product keep; "in_place" keeps the two projections that
+            open a gated MLP alone, and makes their gradients in their memory, as Liger's kernel.
         autotune_flush_kib, autotune_copies: of cross_entropy "native" where the compiler times its kernels
             in the first call; see :class:`Autotuning`. 0 KiB: it did so before.
         separate_projections: queries, keys, values, and the two projections that open the MLP, have a weight
@@ -73,7 +76,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             run's last product does not run again, as where programs use torch's checkpoint without
             use_reentrant.
         checkpoints: of full recomputation: where the inputs of runs of layers wait for backward: on the
-            "device", or in pinned memory of the "host"; see :class:`HostCheckpoints`.
+            "device", or in pinned memory of the "host", see :class:`HostCheckpoints`, or in "pageable" memory
+            there, see :class:`PageableCheckpoints`.
         checkpointing: as ``recompute: full``.
         mlp_tile: the MLP is computed in tiles of at most that many tokens of a rank, each made again in
             backward; ALST has as many as ``hidden``. 0: at once. See :func:`in_tiles`.
@@ -95,6 +99,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
     cross_entropy: str = "plain"
+    swiglu: str = "plain"
     autotune_flush_kib: int = 0
     autotune_copies: int = 0
     separate_projections: bool = False
@@ -109,7 +114,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     checkpointing: bool = False
     mlp_tile: int = 0
     loss_tile: int | Literal["liger"] = 0
-    documents: str | Sequence[int] = ()
+    documents: Documents = ()
     documents_seed: int = 0
 
     #: "rms" or "layer", which has a bias too
@@ -134,8 +139,10 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             )
         if self.recompute_early_stop and not self.recomputes_layers:
             raise ValueError("recompute_early_stop is of recompute: full; set that, or leave it out")
-        if self.checkpoints == "host" and (self.keeps_operators or not self.recomputes_layers):
-            raise ValueError("checkpoints: host is of recompute: full; set that, or leave it out")
+        if self.checkpoints != "device" and (self.keeps_operators or not self.recomputes_layers):
+            raise ValueError(
+                f"checkpoints: {self.checkpoints} is of recompute: full; set that, or leave it out"
+            )
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections is of library: torch, not of {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
@@ -144,6 +151,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError("autotune_flush_kib is of cross_entropy: native; set that, or leave it out")
         if self.autotune_copies and not self.autotune_flush_kib:
             raise ValueError("autotune_copies are made beside autotune_flush_kib; set that too")
+        if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
+            raise ValueError("swiglu: in_place is of library: torch, and not of recompute: operators")
         if self.mlp_tile and self.keeps_operators:
             raise ValueError("recompute: operators keeps products, and mlp_tile keeps none; leave one out")
         if self.recompute_layers < 1:

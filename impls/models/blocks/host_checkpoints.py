@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from spbench.impls.kernels.host_copies import host_empty_like, to_device_, to_host_
+from spbench.impls.kernels.host_copies import host_empty_like, pageable_empty_like, to_device_, to_host_
+from spbench.impls.rings import wait_for_device
 
 
 class _Checkpoint:
@@ -104,3 +105,30 @@ class HostCheckpoints:
         self._stream.wait_stream(device.current_stream())
         with device.stream(self._stream):
             to_device_(kept.x, kept.host)
+
+
+class PageableCheckpoints(HostCheckpoints):
+    """In memory that is not pinned, as ALST's checkpoint function (``CheckpointFunctionWithCPUOffload`` of
+    ArcticTraining) keeps them: the computing stream copies an input away when its run begins, and back when
+    backward asks for it; the program waits meanwhile, and no input is fetched ahead."""
+
+    def _keep(self, x: Tensor) -> Any:
+        if not x.numel():
+            return x
+        host = pageable_empty_like(x)
+        to_host_(host, x)
+        wait_for_device(x)
+        return host, x.device
+
+    def _back(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        host, device = kept
+        x = torch.empty(host.shape, dtype=host.dtype, device=device)
+        to_device_(x, host)
+        return x
+
+
+def checkpoints_on_host(where: str) -> HostCheckpoints | None:
+    """What keeps inputs of layers "host" or "pageable"; None: they stay on the "device"."""
+    return {"host": HostCheckpoints, "pageable": PageableCheckpoints}[where]() if where != "device" else None

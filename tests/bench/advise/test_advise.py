@@ -133,6 +133,7 @@ def test_one_of_several_questions_without_a_layout(advise: Run) -> None:
     assert f"The best layouts: {MODEL}, 2 GPUs of dgx-a100, 2 sequences of 128\n" in out
 
 
+@pytest.mark.slow
 def test_a_figure_of_the_cluster_is_swept(
     advise: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from spbench.bench.advise.layouts import (
     ways,
 )
 from spbench.bench.advise.question import Question, question
+from spbench.bench.advise.references import savings_of
 from spbench.bench.errors import UserError
 from spbench.bench.fit.subject import Asked
 from spbench.impls import registries
@@ -204,3 +205,42 @@ def test_a_job_is_read_for_the_number_of_gpus() -> None:
 def test_what_cannot_be_asked(more: Mapping[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         asked(8, **more)
+
+
+def test_an_option_that_is_fixed_holds_in_every_backend() -> None:
+    every = backend_settings(asked(8))
+    assert {each.get("optimizer", "device") for each in every} == {"device", "host"}
+    for where in ("device", "host"):
+        kept = backend_settings(asked(8, fixed=[("training.optimizer", where)]))
+        assert kept == [each for each in every if each.get("optimizer", "device") == where]
+    # a backend without the option is as the others are by default
+    kept = backend_settings(asked(8, fixed=[("training.distributed_optimizer", "false")]))
+    assert {"ddp", "zero3"} < {each["backend"] for each in kept}
+    assert all("distributed_optimizer" not in each for each in kept)
+
+
+def test_an_option_of_the_model_that_is_fixed_is_not_searched() -> None:
+    text = '"checkpoints": "host"'
+    assert any(text in each for each in savings_of(asked(8)))
+    kept = savings_of(asked(8, fixed=[("model_options.checkpoints", "device")]))
+    assert kept
+    assert not any(text in each for each in kept)
+    given = asked(8, fixed=[("model_options.recompute", "full"), ("model_options.recompute_layers", "1")])
+    assert given.cell.model_options["recompute"] == "full"
+    assert not any("recompute" in each for each in savings_of(given))
+
+
+@pytest.mark.parametrize(
+    ("pair", "problem"),
+    [
+        (("training.optimiser", "host"), "training.optimiser: no backend .* did you mean 'optimizer'"),
+        (("training.optimizer", "disk"), "training.optimizer=disk: no backend .* they have device, host"),
+        (
+            ("sizes.tp", "2"),
+            "--fixed sizes.tp: give an option of training or model_options, as .*, or dp, pp",
+        ),
+    ],
+)
+def test_options_that_cannot_be_fixed(pair: tuple[str, str], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        backend_settings(asked(8, fixed=[pair]))

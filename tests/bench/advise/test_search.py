@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from spbench.bench.advise import search as module
-from spbench.bench.advise.candidates import SLOWER, Candidate, Learned, candidates
+from spbench.bench.advise.candidates import SLOWER, Candidate, candidates
 from spbench.bench.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.layouts import Refused
+from spbench.bench.advise.learned import Learned
 from spbench.bench.advise.looks import Look, Looks, outcomes
 from spbench.bench.advise.question import Question
+from spbench.bench.advise.references import as_text
 from spbench.bench.advise.search import BEST, Search
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
@@ -94,7 +96,8 @@ class MadeUp:
         return candidate.estimated_s * off * noise
 
     def nbytes(self, candidate: Candidate) -> float:
-        off = self.factor(0.08, "bytes", candidate.strategy) * self.factor(0.01, "bytes", candidate.states)
+        off = self.factor(0.08, "bytes", candidate.strategy)
+        off *= self.factor(0.01, "bytes", str(candidate.layout.way), as_text(candidate.training))
         return candidate.estimated_bytes * off
 
     def __call__(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Outcome]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import subprocess
@@ -190,15 +189,3 @@ def test_the_mesh_has_a_column_where_the_number_of_gpus_does_not_say_it() -> Non
     assert [(line["GPUs"], line["mesh"]) for line in found] == [(8, "dp2xsp4"), (8, "sp4xdp2"), (8, "sp8")]
     assert {line["options"] for line in found} == {""}
     assert not any("mesh" in line for line in lines((replicated, ["dp", "sp"]), ({"sp": 4}, ["sp"])))
-
-
-def test_no_other_room_imports_the_commands() -> None:
-    """The command line stands above everything else; the arrow of imports points down."""
-    bench = ROOT / "bench"
-    files = [p for p in bench.rglob("*.py") if bench / "commands" not in p.parents and p.name != "cli.py"]
-    assert len(files) > 30
-    for path in [*files, *(ROOT / "impls").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not any(name.startswith("spbench.bench.commands") for name in names), path

@@ -56,6 +56,7 @@ def lines_of(path: Path) -> Sequence[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_scenarios_run_on_the_clusters_of_their_names(
     reproduce: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

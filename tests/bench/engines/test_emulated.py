@@ -228,6 +228,7 @@ def tried(found: Measurement) -> list[tuple[int, str]]:
     return [(probe["value"], probe["status"]) for probe in found.proof]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("guess", [None, 64])
 def test_a_search_is_decided_by_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, guess: int | None

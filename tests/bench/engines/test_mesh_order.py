@@ -101,6 +101,7 @@ def test_ranks_of_a_class_are_those_of_the_order() -> None:
         assert sorted(rank for ranks in classes for rank in ranks) == [*range(16)]
 
 
+@pytest.mark.slow
 def test_real_ranks_meter_the_same_in_both_orders(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """LASP's last ranks send no state; were they others than planned, bytes would differ from the closed
     form."""

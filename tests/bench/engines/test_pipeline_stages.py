@@ -77,7 +77,7 @@ def check(cell: Cell, traced: list[int]) -> set[int]:
         # too few micro-batches for a steady state behind the warm-up
         slow({"micro_batches": 13}, set()),
         # Adam's moments are made by the first of two steps, and gradients summed in the last backward
-        ({"training": {"backend": "megatron", "moments": "later", "steps": 2}}, {1}),
+        slow({"training": {"backend": "megatron", "moments": "later", "steps": 2}}, {1}),
         slow({"model_options": {"layers": PP, "recompute": "full", "checkpoints": "host"}}, {1}),
         # the first and the last of a ring do not do the same; what a stage sends is gathered on the next
         slow({"strategy": "megatron_sp+lasp", "sizes": {"pp": PP, "tp": 2, "sp": 2}, "model": "tnl-tiny",

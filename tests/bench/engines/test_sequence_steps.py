@@ -73,6 +73,7 @@ def test_formula_is_what_virtual_ranks_send(
     assert measured.communication
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "model"),
     [

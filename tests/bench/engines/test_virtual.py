@@ -122,6 +122,7 @@ def test_bytes_of_ring_self_attention_as_its_paper_counts_them(n: int) -> None:
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n", [2, 3, 4, 12])
 def test_bytes_of_tensor_parallelism_as_the_ring_paper_counts_them(n: int) -> None:
     """Section 3.2.2: 8(N-1)BZ(L/N)A elements a layer, forward and backward together, half in each."""

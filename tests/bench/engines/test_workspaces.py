@@ -14,6 +14,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DistributedEngine
+from spbench.bench.engines.rank_memory import RankMemory, allocator_of
 from spbench.bench.engines.trace_cache import trace_key
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.fast_recorder import FastRecorder
@@ -75,15 +76,40 @@ def test_a_cell_can_set_cublas_workspaces() -> None:
     assert deterministic.key != cell_of().key
 
 
+def test_a_cell_can_have_expandable_segments() -> None:
+    expandable = cell_of(training={"cuda_alloc_conf": "expandable_segments:True"})
+    log = MemoryLog(sizes=[25 * MIB], events=[1, -1], marks=[("forward", 0)])
+    reserved = [RankMemory.of(log, None, allocator_of(c)).reserved_on_card for c in (cell_of(), expandable)]
+    assert reserved == [26 * MIB, 40 * MIB]  # a segment of its own, or two pages
+    # what is given out is what was asked for, in whole granules
+    traced = virtual.trace(expandable)
+    assert traced.measurement(None).peak_memory_bytes == traced.memory.peak().nbytes
+    assert trace_key(expandable, 0, True) == trace_key(cell_of(), 0, True)
+    assert expandable.key != cell_of().key
+    assert cell_of(training={"cuda_alloc_conf": "expandable_segments:False"}).key == cell_of().key
+
+
+def test_other_settings_of_the_allocator_are_refused() -> None:
+    with pytest.raises(ValueError, match="expandable_segments:True is modelled, not 'max_split_size_mb:128'"):
+        TrainingOptions(cuda_alloc_conf="max_split_size_mb:128")
+
+
 @pytest.mark.parametrize("config", ["", "4096:8", ":4096", ":4096:8:", ":4 MiB:8", ":-1:8"])
 def test_a_workspace_that_torch_would_not_read_is_refused(config: str) -> None:
     with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG: write pairs :KIB:COUNT"):
         TrainingOptions(cublas_workspace=config)
 
 
-def test_real_ranks_read_it_from_their_environment() -> None:
-    asked = cell_of(training={"cublas_workspace": ":4096:8"}, engine="distributed")
-    with pytest.raises(Unsupported, match="set CUBLAS_WORKSPACE_CONFIG in the environment"):
+@pytest.mark.parametrize(
+    ("training", "variable"),
+    [
+        ({"cublas_workspace": ":4096:8"}, "CUBLAS_WORKSPACE_CONFIG"),
+        ({"cuda_alloc_conf": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_real_ranks_read_it_from_their_environment(training: dict[str, str], variable: str) -> None:
+    asked = cell_of(training=training, engine="distributed")
+    with pytest.raises(Unsupported, match=f"set {variable} in the environment"):
         DistributedEngine().measure(asked)
 
 

@@ -146,6 +146,7 @@ groups:
 """
 
 
+@pytest.mark.slow
 def test_several_cells_have_a_line_each(fit: Run, card: Card, few_changes: None) -> None:
     Path("several.yaml").write_text(SEVERAL.replace("CARD", card(20)))
     code, out, _ = fit("several.yaml", "--must-fit", "--format", "csv")

@@ -60,3 +60,96 @@ class NaiveAllocator:
             if kind == pool and block[1] is None and block[0] >= size
         ]
         return (self.segments[min(free)[1]][1], min(free)[2]) if free else None
+
+
+class NaiveExpandable:
+    """With expandable segments: of each (stream, small) a list of [what, size] in order of addresses, where
+    what is a handle, or "free", or "hole" where there are no pages."""
+
+    def __init__(self, capacity: int | None):
+        self.capacity = capacity
+        self.pools: dict[tuple[int, bool], list[list]] = {}
+
+    def _sum(self, of: object) -> int:
+        return sum(n for ranges in self.pools.values() for what, n in ranges if of(what))  # type: ignore[operator]
+
+    @property
+    def reserved(self) -> int:
+        return self._sum(lambda what: what != "hole")
+
+    @property
+    def allocated(self) -> int:
+        return self._sum(lambda what: what not in ("hole", "free"))
+
+    def malloc(self, nbytes: int, stream: int, handle: int) -> None:
+        size = (nbytes + 511) // 512 * 512
+        pool = (stream, size <= MIB)
+        ranges = self.pools.setdefault(pool, [["hole", 2**50 * 10 * MIB]])
+        at = self._cached(ranges, size)
+        if at is None and not self._map(ranges, size, pool):
+            for other, its in self.pools.items():
+                self._unmap(its, 2 * MIB if other[1] else 20 * MIB)
+            if not self._map(ranges, size, pool):
+                raise OutOfMemory(size, self.allocated, self.reserved)
+        if at is None:  # the lowest that is large enough lies where pages were mapped
+            at = self.grown
+        rest = ranges[at][1] - size
+        ranges[at : at + 1] = [[handle, size], *([["free", rest]] if rest else [])]
+
+    def free(self, handle: int) -> None:
+        for ranges in self.pools.values():
+            for each in ranges:
+                if each[0] == handle:
+                    each[0] = "free"
+            self._merge(ranges)
+
+    @staticmethod
+    def _merge(ranges: list[list]) -> None:
+        for left in range(len(ranges) - 2, -1, -1):
+            if ranges[left][0] == ranges[left + 1][0] and ranges[left][0] in ("free", "hole"):
+                ranges[left][1] += ranges.pop(left + 1)[1]
+
+    @staticmethod
+    def _cached(ranges: list[list], size: int) -> int | None:
+        def becomes(i: int) -> int:
+            return ranges[i][1] + (ranges[i + 1][1] if ranges[i + 1][0] == "hole" else 0)
+
+        fits = [i for i, (what, n) in enumerate(ranges) if what == "free" and n >= size]
+        fits.sort(key=lambda i: (ranges[i][1], i))
+        while len(fits) > 1 and becomes(fits[1]) < becomes(fits[0]):
+            fits.pop(0)
+        return fits[0] if fits else None
+
+    def _map(self, ranges: list[list], size: int, pool: tuple[int, bool]) -> bool:
+        page = 2 * MIB if pool[1] else 20 * MIB
+        starts = [i for i, (what, _) in enumerate(ranges) if what == "hole"]
+        starts = [i - 1 if i and ranges[i - 1][0] == "free" else i for i in starts]
+        for start in starts:
+            end, room = start, 0
+            while room < size and end < len(ranges) and ranges[end][0] in ("free", "hole"):
+                room, end = room + ranges[end][1], end + 1
+            if room >= size:
+                break
+        while (missing := size - (ranges[start][1] if ranges[start][0] == "free" else 0)) > 0:
+            hole = start + (ranges[start][0] == "free")
+            more = (min(missing, ranges[hole][1]) + page - 1) // page * page
+            if self.capacity is not None and self.reserved + more > self.capacity:
+                return False
+            rest = ranges[hole][1] - more
+            ranges[hole : hole + 1] = [["free", more], *([["hole", rest]] if rest else [])]
+            self._merge(ranges)
+        self.grown = start
+        return True
+
+    def _unmap(self, ranges: list[list], page: int) -> None:
+        address, cut = 0, []
+        for what, n in ranges:
+            first, last = -(-address // page) * page, (address + n) // page * page
+            if what == "free" and first < last:
+                pieces = [["free", first - address], ["hole", last - first], ["free", address + n - last]]
+                cut += [piece for piece in pieces if piece[1]]
+            else:
+                cut.append([what, n])
+            address += n
+        ranges[:] = cut
+        self._merge(ranges)

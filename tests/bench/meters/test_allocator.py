@@ -1,4 +1,4 @@
-"""The caching allocator's replay: each rule by hand, and any program against the rules written again.
+"""The caching allocator's replay, each rule by hand; see test_any_program.py too.
 
 Rules: c10/cuda/CUDACachingAllocator.cpp (malloc, get_free_block, should_split, get_allocation_size,
 alloc_found_block, free_block, try_merge_blocks, release_cached_blocks) with default settings.
@@ -6,14 +6,10 @@ alloc_found_block, free_block, try_merge_blocks, release_cached_blocks) with def
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from spbench.bench.meters.allocator import CachingAllocator, OutOfMemory, replay
-from tests.bench.meters.naive_allocator import MIB, NaiveAllocator
+from tests.bench.meters.naive_allocator import MIB
 
 KIB = 2**10
 
@@ -177,71 +173,3 @@ def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
     error = fails.out_of_memory
     assert error is not None
     assert (error.requested, error.allocated, error.reserved) == (8 * MIB, 56 * MIB, 56 * MIB)
-
-
-SIZES = st.one_of(
-    st.integers(1, 4 * KIB),
-    st.integers(1, 2 * MIB),
-    st.integers(MIB, 24 * MIB),
-    # at the rules' limits, and a granule to either side
-    st.builds(
-        lambda base, off: base + off,
-        st.sampled_from([512, MIB, 2 * MIB, 9 * MIB + MIB // 2, 10 * MIB, 11 * MIB, 12 * MIB, 20 * MIB]),
-        st.sampled_from([-512, -1, 0, 1, 512]),
-    ).filter(lambda n: n > 0),
-)
-#: a size to ask for and a stream, or a number that chooses which live block to free
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("malloc"), SIZES, st.integers(0, 1)),
-        st.tuples(st.just("free"), st.integers(0, 99), st.just(0)),
-    ),
-    max_size=60,
-)
-
-
-@given(STEPS, st.one_of(st.none(), st.integers(20, 90).map(lambda n: n * MIB)))
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-def test_any_program_as_the_naive_allocator(steps: list[tuple[str, int, int]], capacity: int | None) -> None:
-    allocator, naive = CachingAllocator(capacity), NaiveAllocator(capacity)
-    live: dict[int, int] = {}  # address to the size of the block, in order of birth
-    peak_allocated = peak_reserved = 0
-    for kind, value, stream in steps:
-        if kind == "free" and live:
-            address = list(live)[value % len(live)]
-            before = allocator.allocated
-            allocator.free(address)
-            naive.free(address)
-            assert before - allocator.allocated == live.pop(address)
-        elif kind == "malloc":
-            before = allocator.allocated
-            errors: list[tuple[int, int, int]] = []
-            address = -1
-            try:
-                address = allocator.malloc(value, stream)
-            except OutOfMemory as error:
-                errors.append((error.requested, error.allocated, error.reserved))
-            try:
-                naive.malloc(value, stream, address)
-            except OutOfMemory as error:
-                errors.append((error.requested, error.allocated, error.reserved))
-            if errors:
-                assert len(errors) == 2
-                assert errors[0] == errors[1]
-            else:
-                live[address] = allocator.allocated - before
-                assert live[address] >= value
-        assert (allocator.allocated, allocator.reserved) == (naive.allocated, naive.reserved)
-        assert allocator.allocated <= allocator.reserved
-        assert capacity is None or allocator.reserved <= capacity
-        peak_allocated = max(peak_allocated, naive.allocated)
-        peak_reserved = max(peak_reserved, naive.reserved)
-        spans = sorted(live.items())
-        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
-    assert (allocator.peak_allocated, allocator.peak_reserved) == (peak_allocated, peak_reserved)
-    for address in list(live):
-        allocator.free(address)
-    assert allocator.allocated == 0
-    # all neighbours have merged: every segment is whole again, and all of them can be returned
-    allocator._release_cached()
-    assert allocator.reserved == 0

@@ -83,7 +83,7 @@ CELLS = {
 
 #: what differs in kind; the other cells are traced in the slow run
 _IN_EVERY_RUN = {
-    *("tensor_parallel", "ring_self_attention", "dsp"),
+    *("tensor_parallel", "ring_self_attention"),
     *("lasp under ddp", "lasp under zero3", "dropout and checkpointing"),
 }
 

@@ -116,7 +116,7 @@ def test_phases_that_are_left_out_are_seen(
         # a stage alone keeps the losses; sharded weights and gradients go over streams of their own
         slow("fsdp_flat", 1, 5),
         slow("zero2", 1, 5),
-        ("zero3", 1, 5),
+        slow("zero3", 1, 5),
     ],
 )
 def test_of_other_backends(backend: str, stages: int, run: int, micro_batches: MicroBatches) -> None:

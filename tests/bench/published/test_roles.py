@@ -1,5 +1,6 @@
 """Roles: what was fitted, what was looked at to choose a setting, and what is left as a prediction."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,12 @@ def test_the_same_number_has_the_same_source_in_every_variant_and_scenario(tmp_p
 # -- what is committed -----------------------------------------------------------------------------------
 
 
+#: a packaged scenario; all of them take seconds
+packaged_scenario = cache(load_scenario)
+
+
 def packaged_roles(name: str, quantity: str, variant: str | None = None) -> set[str]:
-    scenario = load_scenario(name)
+    scenario = packaged_scenario(name)
     found = compare(scenario, declared_cells(scenario, Narrowing(variant=variant)), {})
     return {c.role for c in found if c.quantity == quantity and c.published is not None}
 
@@ -175,7 +180,7 @@ def test_the_cells_that_packaged_clusters_were_fitted_on_are_the_calibrated_ones
     fitted |= {key for cluster in clusters for _, figure in cluster.sourced() for key in figure.fitted_on}
     found = set()
     for name in packaged("spbench.scenarios"):
-        scenario = load_scenario(name)
+        scenario = packaged_scenario(name)
         for cells in scenario.cells.values():
             found |= {c.cell for c in compare(scenario, cells, {}) if c.role == "calibrated"}
     assert found == fitted
@@ -187,7 +192,7 @@ def test_what_packaged_clusters_were_inferred_from_is_there() -> None:
     assert inferences
     numbers = {}
     for name in packaged("spbench.scenarios"):
-        scenario = load_scenario(name)
+        scenario = packaged_scenario(name)
         numbers |= {
             table.table: table.numbers(scenario.path.parent) for table in scenario.answers(PublishedTable)
         }

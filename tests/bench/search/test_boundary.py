@@ -170,6 +170,7 @@ def test_limit_is_respected(tmp_path: Path, limit: int, answer: int) -> None:
     assert max(probe["value"] for probe in found.proof) == limit
 
 
+@pytest.mark.slow
 def test_limit_between_two_steps(tmp_path: Path) -> None:
     search = SearchRequest(quantity="seq_len", step=8, limit=200)
     found = largest_that_fits(searching(tmp_path, 2000, RSA, 3, search))

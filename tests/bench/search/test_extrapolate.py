@@ -9,7 +9,7 @@ import pytest
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.engines import virtual
 from spbench.bench.meters.memory_log import MemoryLog
-from spbench.bench.search.extrapolate import NotOneProgram, PeakModel, Programs
+from spbench.bench.search.extrapolate import DEPTHS, NotOneProgram, PeakModel, Programs
 from tests.bench.engines.cells import cell_of
 from tests.slow import slow
 
@@ -90,6 +90,7 @@ def test_sizes_of_two_programs_are_not_mixed() -> None:
         PeakModel(trace, [1984, 2048, 2112], 2)
 
 
+@pytest.mark.slow
 def test_programs_are_told_apart() -> None:
     trace = tracer("seq_len", "single", 1, batch=1, model_options={"softmax": "megatron"})
     programs = Programs(lambda units, layers: trace(64 * units, layers), [2, 3, 4], 3)
@@ -123,3 +124,58 @@ def test_only_a_deeper_model_is_predicted_from_shallow_ones(
 
     assert PeakModel(trace, [1024, 2048], layers)(4096) == 3 * 4096
     assert tuple(depths) == tuple(depth for depth in traced for _ in range(2))
+
+
+def step_with_buckets(layers: int) -> MemoryLog:
+    """The step of a model whose layers keep 4 KiB of activations each, and whose update has buckets of three
+    layers in 2 KiB buffers of their own, a rest of which goes to the bucket before: so three layers have
+    fewer events in the update than two."""
+    log = MemoryLog()
+
+    def born(nbytes: int) -> int:
+        log.sizes.append(nbytes)
+        log.events.append(len(log.sizes))
+        return len(log.sizes)
+
+    states = [born(1024) for _ in range(layers)]
+    log.marks.append(("forward", len(log.events)))
+    kept = [born(4096) for _ in range(layers)]
+    log.marks.append(("backward", len(log.events)))
+    for number in reversed(kept):
+        temporary = born(8192)
+        log.events += [-temporary, -number]
+    log.marks.append(("optimizer", len(log.events)))
+    for _ in range(layers // 3 or layers):
+        log.events.append(-born(2048))
+    log.marks.append(("end", len(log.events)))
+    log.events += [-number for number in states]
+    return log
+
+
+@pytest.mark.parametrize("layers", [4, 7, 30])
+def test_a_deeper_model_may_have_fewer_events_in_a_phase(layers: int) -> None:
+    shallow, deeper = (step_with_buckets(n) for n in DEPTHS)
+    events = [dict(log.spans())["optimizer"] for log in (shallow, deeper)]
+    assert events[0].stop - events[0].start > events[1].stop - events[1].start
+    predict = PeakModel(lambda _, depth: step_with_buckets(depth or layers), [1], layers)
+    assert predict(1) == step_with_buckets(layers).peak().nbytes == 8192 + layers * (1024 + 4096)
+
+
+def test_a_peak_is_where_something_is_born() -> None:
+    """In a deeper model the same place may be one where something dies: what is alive there is not linear in
+    depth, and is no peak."""
+
+    def trace(_: int, depth: int | None) -> MemoryLog:
+        # one storage a layer; they die one after another in the shallow model, at the end in the deeper one
+        n = depth or 0
+        born, dead = [*range(1, n + 1)], [-number for number in range(1, n + 1)]
+        log = MemoryLog([1024] * (n + 1), [*born, *dead], [("forward", 0), ("optimizer", n)])
+        if n == DEPTHS[0]:
+            log.events.append(n + 1)
+        else:
+            log.events.insert(n, n + 1)
+        return log
+
+    # of five layers: five storages, and the last one with the deeper model's five still alive
+    predict = PeakModel(trace, [1], 5)
+    assert predict(1) <= 6 * 1024

@@ -183,6 +183,7 @@ def test_ctrl_c_says_how_to_go_on(command: Command) -> None:
     command.until_processes_are_gone()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs limits of another process")
 def test_a_disk_that_is_full_within_a_row(command: Command) -> None:
     """What was written of the row is cut off again, the processes end, and once there is room it goes on."""

@@ -158,7 +158,7 @@ class LocalSliceOfKeyGradients(AllGatherKV):
     """A gather whose backward takes the rank's part of its own gradient, without the sum over the ranks."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        return _UnsummedGradients.apply(q, k, v, self.group, meetings, "reduce_scatter")
+        return _UnsummedGradients.apply(q, k, v, None, self.group, meetings, "reduce_scatter")
 
 
 class GatheredKeysRotatedInOrder(AllGatherKV):

@@ -57,6 +57,7 @@ def test_every_pair_on_every_tiny_model_and_variant() -> None:
 # -- options, and three around each other ------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("outer", "placement"),
     [

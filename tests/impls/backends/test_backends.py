@@ -226,6 +226,7 @@ def assert_sends_its_closed_form(pool: RankPool, asked: Cell) -> None:
         assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("sizes", "precision"),
     [({"sp": 2, "dp": 2}, "fp16"), slow({"dp": 2, "sp": 2}, "fp16"), slow({"dp": 3}, "fp32")],

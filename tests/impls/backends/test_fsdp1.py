@@ -52,7 +52,7 @@ def test_the_unit_is_whole_from_forward_on_and_streams_are_apart() -> None:
     log, elements = virtual.trace(cell).memory, model_parameters(cell)
     # the weights, and their gradient, of which the sum's part is made on a third stream
     assert of_size(log, 2 * elements) == [(1, "forward", "backward"), (0, "backward", "backward")]
-    assert of_size(log, elements) == [(2, "backward", "optimizer")]
+    assert of_size(log, elements) == [(2, "backward", "")]
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 4 + 8), ("parameters", 2 + 4)])

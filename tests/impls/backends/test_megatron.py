@@ -125,6 +125,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
 ON_EIGHT: dict[str, Any] = {"sizes": {"dp": 8}, "batch": 8, "precision": "bf16"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("options", "state"), [({}, 12.0), (SHARDED, 12 / 8), (INSTANCES, 12 / 4)])
 def test_bytes_a_parameter(options: dict[str, Any], state: float) -> None:
     """18 bytes a parameter, or 6 + 12/N, without the moments until the first step's update."""
@@ -140,6 +141,7 @@ def test_bytes_a_parameter(options: dict[str, Any], state: float) -> None:
         assert held["optimizer_state"] == pytest.approx(state * share * elements, rel=0.03)
 
 
+@pytest.mark.slow
 def test_hidden_communication_of_an_overlapped_step() -> None:
     of = {**ON_EIGHT, "cluster": "dgx-a100", "model_options": {**HEAVY, "layers": 8}}
     asked = [megatron("lasp", 1, o, **of) for o in (SHARDED, {**GATHERED_LATE, "bucket_size": 400_000})]

@@ -30,6 +30,7 @@ def left(training: dict[str, Any]) -> dict[int, int]:
     return {of["rank"]: of["allocated_bytes"] for of in by_class if of["step"] == 1}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("training", "received"),
     [({}, {0: 0, 1: 1}), ({"schedule": "interleaved", "virtual_stages": 2}, {0: 1, 1: 2})],

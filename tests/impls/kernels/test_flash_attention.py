@@ -33,6 +33,7 @@ def error(x: Tensor, reference: Tensor) -> float:
     return ((x.double() - reference).norm() / reference.norm()).item()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("m", "length", "causal"),

@@ -23,6 +23,7 @@ from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angle
 from spbench.impls.kernels.softmax import softmax_of_scores
 from spbench.impls.kernels.squared_relu import squared_relu
 from spbench.impls.kernels.swiglu import swiglu
+from spbench.impls.kernels.swiglu_in_place import swiglu_in_place
 from tests.impls.kernels.made import assert_same, bytes_kept, made
 
 
@@ -37,6 +38,16 @@ def test_swiglu_with_a_bias() -> None:
     plain = lambda y, bias: F.silu(y[..., 0, :] + bias[0]) * (y[..., 1, :] + bias[1])  # noqa: E731
     assert_same(swiglu, plain, y, bias)
     assert bytes_kept(lambda: swiglu(y, bias)) == y.nbytes + bias.nbytes
+
+
+def test_swiglu_in_place() -> None:
+    gate, up = made(3, 5, 7), made(3, 5, 7, seed=1)
+    # of copies, which backward may overwrite
+    assert_same(lambda a, b: swiglu_in_place(a * 1, b * 1), lambda a, b: F.silu(a) * b, gate, up)
+    projected = gate.detach().clone().requires_grad_()
+    assert bytes_kept(lambda: swiglu_in_place(projected, up)) == 2 * gate.nbytes
+    (d_gate,) = torch.autograd.grad(swiglu_in_place(made_of := gate * 1, up.detach()).sum(), made_of)
+    assert d_gate.data_ptr() == made_of.data_ptr()
 
 
 def test_squared_relu() -> None:

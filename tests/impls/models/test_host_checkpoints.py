@@ -145,12 +145,20 @@ def test_a_wait_that_is_left_out_is_seen(
     assert device.faults or wrong(found, expected)
 
 
-def test_nothing_is_held_after_backward() -> None:
+def test_pageable_checkpoints_have_the_same_gradients() -> None:
+    pageable = gradients(passes=2, **{**ON_HOST, "checkpoints": "pageable"})
+    assert not wrong(pageable, gradients(passes=2, recompute="full"))
+
+
+@pytest.mark.parametrize("where", ["host", "pageable"])
+def test_nothing_is_held_after_backward(where: str) -> None:
     """On the host, though the module lives on."""
-    asked = {"model": "gpt3-tiny", "model_options": {"layers": LAYERS, **ON_HOST}, "strategy": "single"}
+    options = {"layers": LAYERS, **ON_HOST, "checkpoints": where}
+    asked = {"model": "gpt3-tiny", "model_options": options, "strategy": "single"}
     log = virtual.trace(Cell.model_validate({**asked, "batch": 2, "seq_len": 16})).host_memory
     assert len(log.sizes) == LAYERS
     assert sorted(map(abs, log.events)) == sorted([*range(1, LAYERS + 1)] * 2)
+    assert len(log.tags) == (LAYERS if where == "pageable" else 0)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "operators"])

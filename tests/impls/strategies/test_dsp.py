@@ -195,6 +195,7 @@ def test_dims_that_ranks_do_not_divide(
     assert_green(pool, case, n)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("grid_dim", mostly_slow((0, 1, 2), 2))
 @pytest.mark.parametrize("strategy", ["ulysses", "megatron_sp", "ring_attention", "all_gather_kv"])
 def test_baselines_cut_any_dim(pool: RankPool, strategy: str, grid_dim: int) -> None:

@@ -7,6 +7,9 @@ import random
 import pytest
 import torch
 
+from spbench.bench.cell import Cell
+from spbench.bench.engines import virtual
+from spbench.bench.engines.plan import plan, rank_classes
 from spbench.bench.verification.documents import seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.models.model import model_preset
@@ -82,3 +85,27 @@ def test_a_window_of_the_whole_sequence_is_none(strategy: type[PlacedChunks]) ->
     sites = [model_preset("attention-call-tiny", o).sites(3, 24) for o in ({}, {"window": 24})]
     with_window, without = ([*strategy.planned(4).communication(s, 2)] for s in sites)
     assert with_window == without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring_attention", "all_gather_kv"])
+@pytest.mark.parametrize("window", [9, 13, 20, 40])
+def test_no_rank_holds_more_than_those_that_are_traced(strategy: str, window: int) -> None:
+    """A part of a chunk of 12, all of it, two and four; bytes are the closed form's on each rank."""
+    asked = Cell.model_validate(
+        {
+            "model": "causal-transformer-tiny-gqa",
+            "model_options": {"window": window, "sinks": True, "vocabulary": 16},
+            "strategy": strategy,
+            "sizes": {"sp": 5},
+            "batch": 2,
+            "seq_len": 60,
+            "precision": "bf16",
+        }
+    )
+    traces = [virtual.trace(asked, rank) for rank in range(5)]
+    planned = plan(asked)
+    for rank, trace in enumerate(traces):
+        assert not planned.difference(trace.communication, rank)
+    peaks = [trace.memory.peak().nbytes for trace in traces]
+    assert max(peaks) == max(peaks[each.first] for each in rank_classes(asked))

@@ -48,6 +48,7 @@ def peaks_of_ranks(n: int, strategy: str, **options: str) -> tuple[list[int], in
     return peaks, max(peaks[each.first] for each in rank_classes(asked))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [*({"placement": p} for p in PLACEMENTS), {"gradients": "ring"}], ids=str)
 @pytest.mark.parametrize("n", [4, slow(3)])
 def test_no_peak_is_larger_than_those_of_the_ranks_that_are_traced(n: int, options: dict[str, str]) -> None:
@@ -55,6 +56,7 @@ def test_no_peak_is_larger_than_those_of_the_ranks_that_are_traced(n: int, optio
     assert max(peaks) == traced
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_no_rank_of_a_ring_holds_more_than_the_last(placement: str) -> None:
     """Which stands for all: one that skips blocks must not keep the gradients of the block before."""

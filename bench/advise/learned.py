@@ -1,0 +1,179 @@
+"""What traces have taught about the estimates of candidates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from spbench.bench.advise.candidates import SURELY, Candidate, Variant
+from spbench.bench.advise.layouts import Way
+from spbench.bench.advise.references import as_text
+from spbench.impls.strategies.nesting import PLUS
+
+#: seconds may be off by this much more than what was learned says, and by this much for each doubling of
+#: ranks along an axis from what was traced, and for a backend and a size of micro-batches that were traced
+#: nowhere
+_MARGIN, _MARGIN_OF_STEP = 1.03, 1.08
+#: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much
+UNKNOWN = 1.6
+#: until one was traced, estimated bytes may be too many by so much
+_MARGIN_OF_UNKNOWN = 1.25
+#: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
+_BENEFIT = 0.1
+#: weights of the pull of factors to 1
+_PULL_OF_WAY, _PULL = 1e-3, 0.3
+
+
+class Excess(NamedTuple):
+    """How many bytes more a traced candidate took than was estimated: what is the same whatever a rank
+    computes, a share of all, buffers of its part of the samples, activations, or those of them that each rank
+    along an axis has whole."""
+
+    more: float
+    of: Candidate
+
+    def least(self, candidate: Candidate) -> float:
+        """Bytes that a candidate like it takes at the least, whatever of these it is."""
+        return candidate.estimated_bytes + min(self.more * share for share in self._shares(candidate))
+
+    def most(self, candidate: Candidate) -> float:
+        """Bytes at the most."""
+        return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
+
+    def _shares(self, candidate: Candidate) -> tuple[float, ...]:
+        """What the excess of the candidate would be of this one, if it were of each of these kinds."""
+        here, there = candidate.layout, self.of.layout
+        ranks = here.way.ranks / there.way.ranks
+        activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
+        of_axes = ((1 - 1 / n) / (1 - 1 / there.way.axes[axis]) for axis, n in here.way.axes.items())
+        return (
+            1.0,
+            candidate.estimated_bytes / self.of.estimated_bytes,
+            here.micro_batch / there.micro_batch / ranks,
+            activations,
+            activations * ranks * math.prod(of_axes),
+        )
+
+
+class Learned:
+    """How far estimates were off.
+
+    Of seconds, traced over estimated: a factor of each way, times one of each backend and one of each size of
+    micro-batches, by least squares of their logarithms. Of bytes, what was not foreseen of the candidates
+    that are most alike.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Candidate, float]] = []
+        self._parts: dict[str, list[Way]] = {}
+        self._of_ways: dict[Way, float] = {}
+        self._of_variants: dict[Variant, float] = {}
+        self._nearest: dict[Way, tuple[Way, int] | None] = {}
+        self._of_relatives: dict[str, float] = {}
+        self._excess: dict[Hashable, list[Excess]] = {}
+
+    def knows(self, strategy: str) -> bool:
+        """Whether a layout of it was traced."""
+        return strategy in self._excess
+
+    def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
+        """What a trace of a candidate found."""
+        self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
+        excess = Excess(nbytes - candidate.estimated_bytes, candidate)
+        for _, key in _likenesses(candidate):
+            self._excess.setdefault(key, []).append(excess)
+        if candidate.layout.way not in self._of_ways:
+            for part in candidate.strategy.split(PLUS):
+                self._parts.setdefault(part, []).append(candidate.layout.way)
+        self._of_ways[candidate.layout.way] = 0.0
+
+    def fit(self) -> None:
+        """Work out the factors, once something was traced."""
+        self._nearest.clear()
+        self._of_relatives.clear()
+        if not self._seen:
+            return
+        ways = list(self._of_ways)
+        variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
+        columns: dict[Hashable, int] = {name: at for at, name in enumerate([*ways, *variants])}
+        matrix = np.zeros((len(self._seen), len(columns)))
+        for row, (candidate, _) in enumerate(self._seen):
+            for name in (candidate.layout.way, *candidate.variants):
+                matrix[row, columns[name]] = 1.0
+        off = np.array([each for _, each in self._seen])
+        # a little pull to 1, so that what one way alone was traced with is not taken for the way's own
+        pull = np.diag([_PULL_OF_WAY] * len(ways) + [_PULL] * len(variants))
+        factors = np.linalg.solve(matrix.T @ matrix + pull, matrix.T @ off)
+        self._of_ways = {way: float(factors[columns[way]]) for way in ways}
+        self._of_variants = {name: float(factors[columns[name]]) for name in variants}
+
+    def expected_s(self, candidate: Candidate) -> float:
+        """Seconds that a candidate probably takes."""
+        near = self._near(candidate.layout.way)
+        off = self._relatives(candidate.strategy) if near is None else self._of_ways[near[0]]
+        off += sum(self._of_variants.get(each, 0.0) for each in candidate.variants)
+        return candidate.estimated_s * math.exp(off)
+
+    def least_s(self, candidate: Candidate) -> float:
+        """Seconds that a candidate takes at the least."""
+        near = self._near(candidate.layout.way)
+        if near is None:
+            return candidate.estimated_s / UNKNOWN
+        unknown = sum(each not in self._of_variants for each in candidate.variants)
+        return self.expected_s(candidate) / (_MARGIN * _MARGIN_OF_STEP ** (near[1] + unknown))
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Bytes that a candidate takes at the least: the closest of the bounds by candidates that are like it
+        in some way."""
+        bounds = [
+            min(each.least(candidate) for each in known) / margin for margin, known in self._like(candidate)
+        ]
+        return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
+
+    def most_bytes(self, candidate: Candidate) -> float:
+        """Bytes that a candidate takes at the most, likewise."""
+        bounds = [
+            max(each.most(candidate) for each in known) * margin for margin, known in self._like(candidate)
+        ]
+        return min(bounds, default=candidate.estimated_bytes * SURELY)
+
+    def _like(self, candidate: Candidate) -> Iterator[tuple[float, list[Excess]]]:
+        """What is known of candidates that are like this one in some way, each with its margin."""
+        for margin, key in _likenesses(candidate):
+            if known := self._excess.get(key):
+                yield margin, known
+
+    def _near(self, way: Way) -> tuple[Way, int] | None:
+        """The way of the same strategy that is most like this one and was traced, and how many doublings of
+        ranks along an axis lie between."""
+        if way not in self._nearest:
+            alike = [known for known in self._of_ways if known.strategy == way.strategy]
+            nearest = min(alike, key=lambda known: _doublings(way, known), default=None)
+            self._nearest[way] = None if nearest is None else (nearest, _doublings(way, nearest))
+        return self._nearest[way]
+
+    def _relatives(self, strategy: str) -> float:
+        """The factor of a strategy that was not traced: the mean of those that share a part with it, or of
+        all, and no more than 1; with the benefit of the doubt, so that none is left to the end."""
+        if strategy not in self._of_relatives:
+            ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
+            factors = [self._of_ways[way] for way in ways or self._of_ways]
+            mean = sum(factors) / len(factors) if factors else 0.0
+            self._of_relatives[strategy] = min(0.0, mean) - _BENEFIT
+        return self._of_relatives[strategy]
+
+
+def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
+    """What candidates have in common whose memory is alike, each with the margin of bytes for these."""
+    way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
+    yield 1.03, (way, pp, saving)
+    yield 1.08, (candidate.strategy, pp, saving, as_text(candidate.training))
+    yield 1.08, way
+    yield 1.1, candidate.strategy
+
+
+def _doublings(way: Way, other: Way) -> int:
+    return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))

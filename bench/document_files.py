@@ -1,0 +1,106 @@
+"""Lengths of documents of the user's own: files with one length a line, or a NumPy array of them.
+
+What a cell keeps of a file are bins of lengths, so that its rows do not depend on where the file lies. NumPy
+is imported where there is such a file, as most cells have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
+
+from spbench.bench.errors import UserError
+from spbench.bench.yaml_files import read_file
+from spbench.impls.options import LARGEST
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SUFFIXES = (".csv", ".txt", ".npy")
+#: bins of a file with more lengths than that; each has as many documents as the others
+MOST_BINS = 256
+OPTION = "documents"
+
+
+def with_documents(content: Any, folder: Path = Path()) -> Any:
+    """The settings of a cell with what lies in the file that its model's option ``documents`` names, if it
+    does; UserError for a file that cannot be read or that holds something else than lengths.
+
+    Args:
+        folder: what a relative path starts from.
+    """
+    options: Any = content.get("model_options") if isinstance(content, Mapping) else None
+    named = options.get(OPTION) if isinstance(options, Mapping) else None
+    if not isinstance(named, str) or not ("/" in named or named.endswith(SUFFIXES)):
+        return content
+    return {
+        **content,
+        "model_options": {**options, OPTION: bins_of(lengths_in(folder / Path(named).expanduser()))},
+    }
+
+
+def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
+    """[shortest, longest, how many documents] of each bin: a length each, or MOST_BINS with as many documents
+    each."""
+    import numpy as np
+
+    values, counts = np.unique(lengths, return_counts=True)
+    if len(values) <= MOST_BINS:
+        return [[int(n), int(n), int(count)] for n, count in zip(values, counts, strict=True)]
+    parts = np.array_split(np.sort(lengths), MOST_BINS)
+    return [[int(part[0]), int(part[-1]), len(part)] for part in parts]
+
+
+def lengths_in(path: Path) -> np.ndarray[Any, Any]:
+    """The lengths that a file holds [documents], each at least 1."""
+    import numpy as np
+
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path}: lengths of documents lie in files {', '.join(SUFFIXES)}")
+    content = read_file(path)
+    lengths = _array(path) if path.suffix == ".npy" else np.array([*_lines(path, content)], dtype=np.int64)
+    if not len(lengths):
+        raise UserError(f"{path}: holds no lengths; write one a line")
+    if (least := int(lengths.min())) < 1:
+        number = int(lengths.argmin()) + 1
+        raise UserError(f"{path}: document {number} has {least} positions, and a document has at least 1")
+    return lengths
+
+
+def _array(path: Path) -> np.ndarray[Any, Any]:
+    """What a .npy file holds."""
+    import numpy as np
+
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
+        raise UserError(f"{path}: not an array as numpy.save writes it, without objects") from error
+    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
+        what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else "several arrays"
+        raise UserError(f"{path}: holds {what}; lengths are one array of integers [documents]")
+    return found.astype(np.int64)
+
+
+def _lines(path: Path, content: bytes) -> Iterator[int]:
+    """The lengths of a text, one a line; a word in the first line is the column's name."""
+    try:
+        lines: Sequence[str] = content.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
+    first = True
+    for number, line in enumerate(lines, 1):
+        if not (word := line.partition("#")[0].strip()):
+            continue
+        of_column, first = first and "," not in word, False
+        try:
+            length = float(word)  # numpy.savetxt writes 1.000000000000000000e+03
+        except ValueError:
+            if of_column:
+                continue
+        else:
+            if length.is_integer() and abs(length) < LARGEST:
+                yield int(length)
+                continue
+        raise UserError(f"{path}:{number}: {word[:40]!r} is no length; write one length, an integer, a line")

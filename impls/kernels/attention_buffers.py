@@ -1,0 +1,39 @@
+"""What the backward of FlashAttention's kernels allocates inside, by torch's caching allocator, and frees at
+its end.
+
+FlashAttention-2 (``mha_bwd`` of csrc/flash_attn/flash_api.cpp at 2.7, of which torch has a copy): the
+gradient of queries in float32, into which blocks add; one number a query; and where heads of queries share
+those of keys, gradients of keys and values for each head of queries, added up at the end. FlashAttention-3
+(``mha_bwd`` of hopper/flash_api.cpp): the first likewise, two numbers a query, and where heads are shared
+gradients of keys and values in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: positions and features are rounded up to a multiple of these; FlashAttention-3 rounds some queries less
+_POSITIONS, _FEATURES = 128, 32
+_FLOAT32 = 4
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def inside_backward(kernel: str, q: Sequence[int], k: Sequence[int], itemsize: int) -> list[int]:
+    """Bytes of the tensors that exist together inside the backward of a kernel, for q [B, Z, M, A] and k
+    [B, G, L, A] of that many bytes an element; none for other kernels than ``flash_attention_2`` and
+    ``flash_attention_3``."""
+    if kernel not in ("flash_attention_2", "flash_attention_3"):
+        return []
+    batch, heads, queries, size = q
+    groups, keys = k[1], k[2]
+    size_up = _up(size, _FEATURES)
+    a_query = batch * heads * _up(queries, _POSITIONS) * _FLOAT32
+    shared = groups != heads
+    if kernel == "flash_attention_2":
+        of_keys = batch * heads * keys * size * itemsize
+        return [a_query, a_query * size_up, *([of_keys] * 2 if shared else [])]
+    of_keys = batch * groups * _up(keys, _POSITIONS) * size_up * _FLOAT32
+    return [a_query, a_query, a_query * size_up, *([of_keys] * 2 if shared else [])]

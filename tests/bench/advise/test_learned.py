@@ -1,0 +1,84 @@
+"""What a search knows of candidates that were not traced: what cannot win is left out, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from spbench.bench.advise.candidates import Candidate, candidates
+from spbench.bench.advise.estimates import BackendFigures, Depths, Estimates, Reference
+from spbench.bench.advise.layouts import Refused, backend_settings
+from spbench.bench.advise.learned import Learned
+from spbench.bench.advise.question import Question
+from spbench.bench.advise.references import as_text
+from tests.bench.advise.questions import asked
+
+SAVINGS = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
+REFERENCES = {
+    "": Reference(Depths(0.09, 0.12), Depths(3.5e9, 5.0e9)),
+    '{"recompute": "full"}': Reference(Depths(0.1, 0.14), Depths(2.1e9, 2.2e9)),
+}
+
+
+def of(question: Question, usable: float = 0.0) -> Sequence[Candidate]:
+    figures = {
+        as_text(each): BackendFigures(
+            2.0, 14.0, {}, {"all_gather": 4.0, "reduce_scatter": 2.0}, 12.0 if "optimizer" in each else 0.0
+        )
+        for each in backend_settings(question)
+    }
+    estimates = Estimates(question.cell, question.gpus, REFERENCES, figures)
+    return [*candidates(question, estimates, SAVINGS, Refused(), usable)]
+
+
+def kinds(some: Sequence[Candidate]) -> set[tuple[object, ...]]:
+    return {(c.layout, as_text(c.training), c.saving_text) for c in some}
+
+
+def test_the_host_is_looked_at_only_where_the_cards_may_be_too_small() -> None:
+    """Of two layouts that differ in the host alone, the one without it is never slower."""
+    question = asked(8, only=["ulysses", "zero3"])
+    small, large = of(question, usable=1.0), of(question, usable=1e15)
+    on_host = [c for c in small if c.twin is not None]
+    assert len(on_host) > 4
+    assert {as_text(c.twin or {}) for c in on_host} == {'{"backend": "zero3"}'}
+    assert [c for c in large if c.twin is None]
+    assert not [c for c in large if c.twin is not None]
+    for candidate in on_host:
+        twin = next(
+            c
+            for c in small
+            if c.training == candidate.twin and (c.layout, c.saving) == (candidate.layout, candidate.saving)
+        )
+        assert twin.estimated_s <= candidate.estimated_s
+    assert kinds(large) < kinds(small)
+
+
+def test_bytes_are_within_the_bounds_whatever_is_traced() -> None:
+    """Steps take what was foreseen of states, and of activations a share more or less, with buffers in
+    proportion to a rank's part of a sample, as ones of all-to-alls, or as chunks save them, and with tensor
+    parallelism a tenth of all activations whole on each rank."""
+    every = of(
+        asked(16, seq_len=4096, batch=32, only=["ulysses", "upipe", "tensor_parallel", "ddp", "zero3"])
+    )
+    for seed in range(4):
+        chance = random.Random(seed)
+        share = {c.strategy: chance.uniform(0.97, 1.1) for c in every}
+        buffers = {c.strategy: chance.uniform(-2e8, 8e8) for c in every}
+
+        def true(c: Candidate, share: dict[str, float] = share, buffers: dict[str, float] = buffers) -> float:
+            states = c.estimated_bytes - c.activation_bytes
+            part = c.layout.micro_batch / c.layout.way.ranks
+            whole = 0.1 * (c.layout.way.axes.get("tp", 1) - 1) * c.activation_bytes
+            return states + share[c.strategy] * c.activation_bytes + whole + buffers[c.strategy] * part
+
+        learned = Learned()
+        for c in chance.sample(every, 12):
+            learned.add(c, c.estimated_s, true(c))
+        learned.fit()
+        known = [c for c in every if learned.knows(c.strategy)]
+        assert len(known) > 100
+        for c in known:
+            assert learned.least_bytes(c) <= true(c) <= learned.most_bytes(c), (seed, c)
+        # and they are of use: without a trace both are farther off
+        assert all(learned.least_bytes(c) > Learned().least_bytes(c) for c in known if share[c.strategy] > 1)
